@@ -1,0 +1,1 @@
+"""Train a PyTorch model on a few machines over an ordinary network."""

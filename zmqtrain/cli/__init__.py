@@ -1,0 +1,1 @@
+"""The zmqtrain command and what a person sees of it."""

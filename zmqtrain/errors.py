@@ -1,0 +1,158 @@
+"""Every error zmqtrain raises on purpose.
+
+The tree is drawn by what a caller can do about an error::
+
+    ZmqTrainError
+    ├── UsageError                 mend the command or the topology file       exit 2
+    │   ├── TopologyError          (all faults of a file at once)
+    │   └── PlacementError
+    ├── TaskError                  mend the task's own code                    exit 3
+    │   └── NonFiniteLossError
+    ├── ProtocolError              the other side speaks wrongly               exit 65
+    │   ├── WireError              bytes that are no message of ours
+    │   ├── VersionMismatchError   the other side is another release
+    │   └── RunTokenError          the other side belongs to another run
+    ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
+    ├── PortInUseError             choose another port                         exit 67
+    └── ConnectivityError          worth trying again                          exit 128
+        ├── PeerLostError          the peer is gone, or was restarted
+        ├── PeerTimeoutError       the peer is there, but did not answer
+        └── HostLostError          a whole host is gone
+
+``verdict`` is the word that stands in ``error.json``; ``exit_code`` is what the launcher exits with.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Verdict = Literal["user code", "topology", "network", "host lost", "internal", "interrupted"]
+
+
+class ZmqTrainError(Exception):
+    """Root of all errors raised by zmqtrain; ``str(error)`` says what, where and what to do."""
+
+    exit_code: ClassVar[int] = 64
+    verdict: ClassVar[Verdict] = "internal"
+    #: True where this error only follows from another process's failure, which is then the one to show.
+    consequence: ClassVar[bool] = False
+
+
+class UsageError(ZmqTrainError):
+    """The command or the topology file asks for something that cannot be."""
+
+    exit_code = 2
+    verdict = "topology"
+
+
+class TopologyError(UsageError):
+    """The topology file has faults; ``str(error)`` lists all of them."""
+
+
+class PlacementError(UsageError):
+    """The roles do not fit on the hosts."""
+
+
+class TaskError(ZmqTrainError):
+    """The task's own code raised, or is not what a task must be."""
+
+    exit_code = 3
+    verdict = "user code"
+
+
+class NonFiniteLossError(TaskError):
+    """The loss is NaN or infinite."""
+
+    def __init__(self, loss: float, rank: int, step: int) -> None:
+        self.loss, self.rank, self.step = loss, rank, step
+        super().__init__(
+            f"the loss is {loss} on rank {rank} at step {step}. A checkpoint of the last good step was kept; lower the "
+            'learning rate, clip gradients ([optimizer] clip_norm), or set [job] on_nan = "continue" to go on regardless'
+        )
+
+
+class ProtocolError(ZmqTrainError):
+    """The other side does not speak as it must."""
+
+    exit_code = 65
+    verdict = "network"
+
+
+class WireError(ProtocolError):
+    """Bytes that are not a message of ours, or that go beyond a limit."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The peer speaks another version of the wire."""
+
+    def __init__(self, peer: str, ours: int, theirs: int) -> None:
+        self.peer, self.ours, self.theirs = peer, ours, theirs
+        super().__init__(
+            f"{peer} speaks wire version {theirs}, this process speaks {ours}: install the same zmqtrain release on all hosts"
+        )
+
+
+class RunTokenError(ProtocolError):
+    """The peer belongs to another run."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        super().__init__(
+            f"{peer} has another run token: it belongs to another run, or to an earlier start of this one. "
+            "Start it with the ZMQTRAIN_TOKEN of this run"
+        )
+
+
+class CheckpointError(ZmqTrainError):
+    """A checkpoint is missing, incomplete, or of another model."""
+
+    exit_code = 66
+    verdict = "topology"
+
+
+class PortInUseError(ZmqTrainError):
+    """A port that the topology file names is taken."""
+
+    exit_code = 67
+    verdict = "topology"
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        super().__init__(
+            f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
+        )
+
+
+class ConnectivityError(ZmqTrainError):
+    """The network or a host failed; the same run may work when tried again."""
+
+    exit_code = 128
+    verdict: ClassVar[Verdict] = "network"
+    consequence = True
+
+
+class PeerLostError(ConnectivityError):
+    """The peer is gone: its process ended, its link broke for too long, or it came back as another incarnation."""
+
+    def __init__(self, peer: str, reason: str, *, waiting_for: str = "") -> None:
+        self.peer, self.reason, self.waiting_for = peer, reason, waiting_for
+        wait = f" while waiting for {waiting_for}" if waiting_for else ""
+        super().__init__(f"lost {peer}{wait}: {reason}")
+
+
+class PeerTimeoutError(ConnectivityError, TimeoutError):
+    """A wait for a peer took longer than its setting allows."""
+
+    def __init__(self, peer: str, waiting_for: str, timeout_s: float, setting: str = "[job] timeout") -> None:
+        self.peer, self.waiting_for, self.timeout_s, self.setting = peer, waiting_for, timeout_s, setting
+        super().__init__(
+            f"{peer} did not answer within {timeout_s:g} s while waiting for {waiting_for}; if it is only slow, raise {setting}"
+        )
+
+
+class HostLostError(ConnectivityError):
+    """The agent of a host stopped sending heartbeats, or a role died without a word (killed by a signal)."""
+
+    exit_code = 129
+    verdict = "host lost"
+    consequence = False

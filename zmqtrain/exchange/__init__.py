@@ -1,0 +1,1 @@
+"""How a group's replica stays in touch with the others."""

@@ -1,0 +1,1 @@
+"""Turns a placement into running processes and keeps watch over them."""

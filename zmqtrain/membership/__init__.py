@@ -1,0 +1,1 @@
+"""Joining a run, views, heartbeats, barriers and leaving."""

@@ -1,0 +1,1 @@
+"""Endpoints: one process's place on the network, over ZeroMQ or in memory."""

@@ -1,0 +1,1 @@
+"""Metrics, traces, the live table and the run directory. Knows events only."""

@@ -1,0 +1,1 @@
+"""The topology file: schema, validation and placement. Sans-IO."""

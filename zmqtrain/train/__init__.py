@@ -1,0 +1,1 @@
+"""A worker's life: task, replica, step, device, checkpoint."""

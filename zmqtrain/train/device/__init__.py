@@ -1,0 +1,1 @@
+"""Where a step's arithmetic happens: CPU, CUDA, or a model of either."""

@@ -1,0 +1,1 @@
+"""Bytes: message headers, tensor frames, compression and limits. Sans-IO."""
