@@ -1,0 +1,108 @@
+"""A torch optimizer as plain data, and back: how a server runs the task's optimizer without the task's code.
+
+Only classes of ``torch.optim`` are built, and only those whose update of an element looks at that element alone, since a server
+holds flat pieces of parameters and knows no shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zmqtrain.errors import TaskError
+from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.wire.payload import Value
+
+#: They choose how an update is computed on a device, not what it is; each side decides for itself.
+_IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+#: Their update of an element depends on other elements of its tensor, or on the closure: a flat piece is not enough.
+_NOT_ELEMENTWISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
+
+
+def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
+    """The optimizer's class and hyperparameters, as they stand now.
+
+    Raises `TaskError` where a hyperparameter is no plain value (a number, string, boolean or list of them).
+    """
+    kind = type(optimizer)
+    module = "torch.optim" if getattr(torch.optim, kind.__qualname__, None) is kind else kind.__module__
+    name = f"{module}:{kind.__qualname__}"
+    groups = tuple(
+        {key: _plain(value, f"{kind.__qualname__}.{key}") for key, value in group.items() if key not in _IMPLEMENTATION}
+        for group in optimizer.param_groups
+    )
+    return OptimizerSpec(name, groups)
+
+
+def build_optimizer(spec: OptimizerSpec, groups: Sequence[Sequence[Tensor]], *, allow: Collection[str] = ()) -> Optimizer:
+    """An optimizer with the hyperparameters of ``spec`` over ``groups``: for each of its parameter groups, flat tensors.
+
+    ``allow`` names classes outside ``torch.optim`` (``module:Class``) that may be imported and built all the same. Raises
+    `TaskError` for a class that a server cannot run.
+    """
+    assert len(groups) == len(spec.groups), (len(groups), len(spec.groups))
+    kind = _optimizer_class(spec.name, allow)
+    accepted = inspect.signature(kind).parameters
+    first = _hyperparameters(spec.groups[0])
+    defaults = {key: value for key, value in first.items() if key in accepted}
+    described = [{**_hyperparameters(group), "params": list(tensors)} for group, tensors in zip(spec.groups, groups, strict=True)]
+    optimizer: Optimizer = kind(described, **defaults)
+    return optimizer
+
+
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Value]]) -> None:
+    """Give the parameter groups of a built optimizer the hyperparameters of a later ``OptimizerSpec.groups`` (a schedule's)."""
+    assert len(groups) == len(optimizer.param_groups), (len(groups), len(optimizer.param_groups))
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
+        mine.update(_hyperparameters(theirs))
+
+
+def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> None:
+    """Raise `TaskError` now, on the worker, for an optimizer that the servers would refuse."""
+    _optimizer_class(spec.name, allow)
+
+
+def _optimizer_class(name: str, allow: Collection[str]) -> type[Any]:
+    module, _, qualname = name.partition(":")
+    if name not in allow:
+        if module != "torch.optim" and not module.startswith("torch.optim."):
+            raise TaskError(
+                f"the task's optimizer is {name}; model servers build only the optimizers of torch.optim. Use one of those, or "
+                'an exchange in which the workers run the optimizer ([exchange] kind = "allreduce" or "averaging")'
+            )
+        if qualname in _NOT_ELEMENTWISE:
+            raise TaskError(
+                f"the task's optimizer is {qualname}, whose update needs whole tensors; model servers hold flat pieces. Use "
+                'another, or an exchange in which the workers run it ([exchange] kind = "allreduce" or "averaging")'
+            )
+    found: object = getattr(import_module(module), qualname, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise TaskError(f"there is no optimizer {name} in torch {torch.__version__} here; install the same torch on all hosts")
+    return found
+
+
+def _hyperparameters(group: Mapping[str, Value]) -> dict[str, Any]:
+    """Lists back to tuples (betas), which msgpack does not tell apart."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+def _plain(value: object, where: str) -> Value:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number: bool | int | float = value.item()
+        return number
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item, where) for item in value]
+    raise TaskError(f"the optimizer's hyperparameter {where} is a {type(value).__name__}; it must be a number, string or list")
