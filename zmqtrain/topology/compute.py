@@ -1,0 +1,78 @@
+"""``[compute]``: how many workers there are, how they are grouped, and how each computes a step."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from zmqtrain.topology.section import ByteSize, Section, not_yet
+
+_GRID = re.compile(r"(\d{1,4})x(\d{1,4})")
+
+
+def _not_auto(value: Any) -> Any:
+    if value == "auto":
+        raise not_yet('"auto"', "give a number")
+    return value
+
+
+def _grid(value: Any) -> Any:
+    if value == "auto":
+        raise not_yet('"auto"', "leave grid out, or give 1xN with N the group's size")
+    if not isinstance(value, str):
+        return value
+    match = _GRID.fullmatch(value)
+    if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+        raise ValueError('is no grid: write "PRxPC", like "1x2"')
+    if int(match[1]) > 1:
+        raise not_yet(f"a grid that divides the model ({value})", "leave grid out, or give 1xN with N the group's size")
+    return value
+
+
+class Compute(Section):
+    """Workers, groups and the step."""
+
+    groups: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
+        default=1, ge=1, le=65536, description="Number of compute groups; each processes batches of its own."
+    )
+    group_size: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
+        default=1, ge=1, le=65536, description="Workers in a group; together they process one batch, synchronously."
+    )
+    batch_size: int = Field(
+        default=64,
+        ge=1,
+        le=2**31,
+        description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
+    )
+    grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
+        default=None,
+        description="The group's shape Pr x Pc. Now only 1xN, N the group's size (data parallelism).",
+    )
+    device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
+        default="auto",
+        description="Where workers compute. auto: the host's devices in turn, else CUDA where the machine has it, else the CPU. "
+        "modelled: no arithmetic, but the time that `profile` gives.",
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Type of the arithmetic (by autocast); parameters keep the model's own.",
+    )
+    accumulate: int = Field(
+        default=1, ge=1, le=65536, description="Micro-batches that a worker's part of the batch is cut into, to save memory."
+    )
+    bucket_size: ByteSize = Field(default=4 * 2**20, description="Parameters travel in buckets of about this size.")
+    overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
+    threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
+    profile: str | None = Field(default=None, min_length=1, description="JSON file with layer times, for modelled devices.")
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket in bytes."""
+        return self.bucket_size
+
+    @property
+    def workers(self) -> int:
+        """Workers of all groups."""
+        return self.groups * self.group_size

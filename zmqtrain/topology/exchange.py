@@ -1,0 +1,79 @@
+"""``[exchange]``: how the groups agree on parameters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zmqtrain.topology.section import ByteSize, Section, later, not_yet
+
+
+class Bound(Section):
+    """Stale synchronous parallel: no group is ever more than ``bound`` steps ahead of the slowest."""
+
+    bound: int = Field(ge=0, le=2**31, description="Steps that a group may be ahead of the slowest; 0 keeps them in step.")
+
+
+def _staleness(value: Any) -> Any:
+    if isinstance(value, Bound) or value in ("async", "sync") or (isinstance(value, dict) and set(value) == {"bound"}):
+        return value
+    raise ValueError('is no staleness: write "async", "sync" or { bound = 4 }')
+
+
+def _merged_fc(value: Any) -> Any:
+    if value is True:
+        raise not_yet("merged_fc", "leave it out; every worker then computes the fully connected layers itself")
+    return value
+
+
+class ExchangeSection(Section):
+    """How groups agree on parameters."""
+
+    kind: Annotated[
+        Literal["allreduce", "model_server", "averaging"],
+        later({"gossip": 'use "allreduce", "model_server" or "averaging"'}),
+    ] = Field(
+        default="allreduce",
+        description="allreduce: all groups in step, gradients averaged. model_server: servers hold the parameters and optimize. "
+        "averaging: groups train alone and average their models every `every` steps. Default: allreduce for one group, else "
+        "model_server.",
+    )
+    staleness: Annotated[Literal["async", "sync"] | Bound, BeforeValidator(_staleness)] = Field(
+        default="async",
+        description="For model servers. async: each group's gradient is applied when it arrives. sync: once all groups' are there. "
+        "{ bound = n }: on arrival, but no group gets more than n steps ahead of the slowest.",
+    )
+    shards: int = Field(default=1, ge=1, le=4096, description="Model servers; each holds a part of the model, even by bytes.")
+    snapshot: bool = Field(default=False, description="Every read of the parameters is of one version throughout.")
+    every: int = Field(default=1, ge=1, description="Steps between averagings.")
+    split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
+    compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
+        default="none", description="How gradients are compressed on the wire."
+    )
+    compression_ratio: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="For topk: the share of a gradient's elements that is sent; the others wait.",
+    )
+    merged_fc: Annotated[bool, BeforeValidator(_merged_fc)] = Field(
+        default=False, description="Compute fully connected layers on one server. Comes with a later release."
+    )
+
+    @property
+    def split_bytes(self) -> int:
+        """The largest piece in bytes."""
+        return self.split_size
+
+    @property
+    def policy(self) -> Literal["async", "sync", "bound"]:
+        """The staleness policy's name."""
+        return "bound" if isinstance(self.staleness, Bound) else self.staleness
+
+    @property
+    def bound(self) -> int | None:
+        """How many steps a group may be ahead of the slowest; ``None`` where nothing limits it, 0 for ``sync``."""
+        if isinstance(self.staleness, Bound):
+            return self.staleness.bound
+        return 0 if self.staleness == "sync" else None

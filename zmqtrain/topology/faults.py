@@ -1,0 +1,166 @@
+"""Faults of a topology file: found in pydantic's errors, worded for people, each with its path, line and value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from zmqtrain.errors import TopologyError
+from zmqtrain.topology.rules import BrokenRule, Path
+from zmqtrain.topology.schema import RULES_ERROR, Topology
+from zmqtrain.topology.suggest import did_you_mean
+from zmqtrain.topology.toml_lines import line_of
+
+_QUOTED = re.compile(r"'([^']*)'")
+_LONGEST_VALUE = 60
+
+_TYPES = {
+    "string_type": "must be a text in quotes",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "missing": "is missing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong."""
+
+    file: str
+    path: str
+    """Dotted, like ``hosts[1].slots``; empty for the file itself."""
+    line: int | None
+    message: str
+    value: str | None = None
+    """The offending value as it stands in the file, shortened."""
+    suggestion: str | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        path = f" {self.path}" if self.path else ""
+        value = f" = {self.value}" if self.value is not None and self.path else ""
+        hint = f'; did you mean "{self.suggestion}"?' if self.suggestion else ""
+        return f"{place}:{path}{value}: {self.message}{hint}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for ``--json``."""
+        return asdict(self)
+
+
+class TopologyFaultsError(TopologyError):
+    """All faults of a file; ``faults`` holds them as data."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        count = len(self.faults)
+        head = "the topology file has a fault:" if count == 1 else f"the topology file has {count} faults:"
+        super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))
+
+
+def dotted(path: Path) -> str:
+    """``("hosts", 1, "slots")`` as ``hosts[1].slots``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def show(value: object) -> str:
+    """A value as it would stand in the file, shortened."""
+    text = "true" if value is True else "false" if value is False else f'"{value}"' if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def clean_path(location: tuple[int | str, ...], document: Mapping[str, Any]) -> Path:
+    """pydantic's location without what it adds for unions: only steps that exist in the document, and a last one that may not."""
+    node: Any = document
+    path: Path = ()
+    for number, part in enumerate(location):
+        if (isinstance(node, list) and isinstance(part, int) and part < len(node)) or (isinstance(node, Mapping) and part in node):
+            node = node[part]
+        elif number == len(location) - 1 and isinstance(node, Mapping) and isinstance(part, str):
+            return (*path, part)
+        else:
+            continue
+        path = (*path, part)
+    return path
+
+
+def faults_of(
+    error: ValidationError, document: Mapping[str, Any], file: str, lines: Mapping[Path, int]
+) -> list[tuple[Fault, BrokenRule | None]]:
+    """Every fault in pydantic's error, once a path; a broken rule comes with the rule."""
+    found: dict[Path, tuple[Fault, BrokenRule | None]] = {}
+    for detail in error.errors(include_url=False):
+        if detail["type"] == RULES_ERROR:
+            for rule in detail["ctx"]["rules"]:
+                value = _value_at(document, rule.path)
+                found.setdefault(rule.path, (Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value), rule))
+            continue
+        path = clean_path(detail["loc"], document)
+        message, suggestion = _worded(detail, path)
+        value = None if detail["type"] in ("missing", "extra_forbidden") else show(detail["input"])
+        found.setdefault(path, (Fault(file, dotted(path), line_of(lines, path), message, value, suggestion), None))
+    return list(found.values())
+
+
+def _value_at(document: Any, path: Path) -> str | None:
+    for part in path:
+        try:
+            document = document[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return show(document)
+
+
+def _worded(detail: ErrorDetails, path: Path) -> tuple[str, str | None]:
+    """What to tell about one of pydantic's errors, and the word that may have been meant."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = fields_at(path[:-1])
+        return f"unknown key (known: {', '.join(known)})", did_you_mean(str(path[-1]), known)
+    if kind in ("literal_error", "enum"):
+        allowed = _QUOTED.findall(str(context.get("expected", "")))
+        return f"must be one of {', '.join(allowed)}", did_you_mean(str(detail["input"]), allowed)
+    if kind == "value_error":
+        return str(context.get("error", detail["msg"])), None
+    if kind in _TYPES:
+        return _TYPES[kind], None
+    if kind == "string_pattern_mismatch":
+        return "must be a short name: letters, digits, '.', '_', '-'" if path[-1:] == ("name",) else "must have no blanks", None
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return message, None
+
+
+def fields_at(path: Path) -> list[str]:
+    """The keys that the schema knows in the table at ``path``."""
+    model: type[BaseModel] = Topology
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        inner = None if field is None else _model_in(field.annotation)
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        model = _model_in(argument)
+        if model is not None:
+            return model
+    return None

@@ -1,0 +1,103 @@
+"""``[job]``: what is trained, for how long, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from zmqtrain.topology.section import Section, Texts, Timeout
+
+_TASK = re.compile(r"[^:]+:[A-Za-z_]\w*")
+NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+
+
+def _task(value: str) -> str:
+    if not _TASK.fullmatch(value):
+        raise ValueError('names no function: write "package.module:function" or "path/to/file.py:function"')
+    return value
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    for key, item in value.items():
+        if not _is_plain(item):
+            raise ValueError(f"cannot pass {key} to the task: use texts, numbers, booleans, arrays and tables")
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+class Until(Section):
+    """Train until an evaluation metric is good enough."""
+
+    metric: str = Field(min_length=1, description="Name of the evaluation metric to watch, like `eval_accuracy`.")
+    reaches: Annotated[float, AfterValidator(_finite)] = Field(
+        description="Training ends at the first evaluation where the metric is at least this (for a loss: at most this)."
+    )
+    max_steps: int | None = Field(default=None, ge=1, description="Give up after this many steps of a group.")
+
+
+class Job(Section):
+    """What is trained, and for how long."""
+
+    name: str = Field(
+        default="job",
+        pattern=NAME_PATTERN,
+        description="Name of the run's directory, `runs/NAME-NNN`. Default: the topology file's name without its ending.",
+    )
+    task: Annotated[str, AfterValidator(_task)] | None = Field(
+        default=None,
+        description="A function that returns a `zmqtrain.Task`: `package.module:function` or `path/file.py:function`. "
+        "Left out when a script of your own is launched.",
+    )
+    args: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
+        default_factory=dict, description="Keyword arguments for the task function."
+    )
+    python_path: Texts = Field(default=(), description="Folders to put in front of Python's search path in every process.")
+    seed: int = Field(
+        default=1, ge=0, lt=2**63, description="Fixes initial weights, data order and every other random choice of the run."
+    )
+    steps: int | None = Field(default=None, ge=1, description="Train this many steps of each group.")
+    epochs: int | None = Field(
+        default=None, ge=1, description="Train this many passes over the training data. One pass if none of the three is given."
+    )
+    until: Until | None = Field(default=None, description="Train until a metric is reached.")
+    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
+    checkpoint_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the latest checkpoints stay on disk.")
+    timeout: Timeout = Field(
+        default=60.0,
+        description="The one number that all time-outs derive from, in seconds or with a unit; `zmqtrain check` prints the ladder.",
+    )
+    on_nan: Literal["stop", "continue"] = Field(
+        default="stop", description="A loss that is NaN or infinite stops the run with a checkpoint of the last good step, or not."
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="The coordinator's TCP port; 0: any free one.")
+    oversubscribe: bool = Field(default=False, description="Allow more workers than slots; they then share the processors.")
+
+    @model_validator(mode="after")
+    def _one_pass_by_default(self) -> Job:
+        if self.steps is None and self.epochs is None and self.until is None:
+            object.__setattr__(self, "epochs", 1)
+        return self
+
+    @property
+    def timeout_s(self) -> float:
+        """The time-out in seconds."""
+        return self.timeout

@@ -1,0 +1,110 @@
+"""Read a topology file. Whatever is wrong with it comes out as one `TopologyError` that lists all faults."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from zmqtrain.topology.faults import Fault, TopologyFaultsError, clean_path, faults_of
+from zmqtrain.topology.rules import BrokenRule, Path
+from zmqtrain.topology.schema import RULES_ERROR, Topology
+from zmqtrain.topology.toml_lines import find_lines
+
+#: A topology file is written by hand; anything larger is another kind of file, and is not read.
+LARGEST_FILE = 4 * 2**20
+
+_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+def load_topology(path: str | FilePath) -> Topology:
+    """The topology in a file, with all defaults filled in; ``[job] name`` defaults to the file's name.
+
+    Raises `TopologyError` with every fault, its path, line and value, and what may have been meant (``faults`` as data).
+    """
+    file = FilePath(path)
+    return parse_topology(_read(file), file=str(path), name=file.stem)
+
+
+def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> Topology:
+    """The topology in a text; ``file`` stands in faults, ``name`` is the job's default name. Raises as `load_topology`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = _LINE.search(str(error))
+        line = int(match[1]) if match else max(1, text.count("\n") + (not text.endswith("\n")))
+        message = _LINE.sub("", str(error)).replace("(at end of document)", "at the end of the file").strip()
+        raise TopologyFaultsError([Fault(file, "", line, f"is no valid TOML: {message}")]) from error
+    except RecursionError as error:
+        raise TopologyFaultsError([Fault(file, "", None, "is nested too deeply")]) from error
+    job = document.get("job")
+    if isinstance(job, dict):
+        job.setdefault("name", job_name(name))
+    try:
+        return Topology.model_validate(document)
+    except ValidationError as error:
+        raise TopologyFaultsError(_all_faults(error, document, file, text)) from error
+
+
+def job_name(stem: str) -> str:
+    """A file's name as a job's name."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:64]
+    return name or "job"
+
+
+def _read(file: FilePath) -> str:
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise TopologyFaultsError([Fault(str(file), "", None, f"is larger than {LARGEST_FILE} bytes: no topology file")])
+        return file.read_bytes().decode()
+    except FileNotFoundError as error:
+        raise TopologyFaultsError([Fault(str(file), "", None, "does not exist: give the path of a topology file")]) from error
+    except UnicodeDecodeError as error:
+        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        raise TopologyFaultsError([Fault(str(file), "", line, "is not UTF-8 text: this is no topology file")]) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise TopologyFaultsError([Fault(str(file), "", None, f"cannot be read: {error}")]) from error
+
+
+def _all_faults(error: ValidationError, document: dict[str, Any], file: str, text: str) -> list[Fault]:
+    """Faults of fields, and also broken rules between fields that are sound: pydantic checks rules only where all fields are."""
+    lines = find_lines(text)
+    faults = [fault for fault, _ in faults_of(error, document, file, lines)]
+    bad = [clean_path(detail["loc"], document) for detail in error.errors(include_url=False) if detail["type"] != RULES_ERROR]
+    if bad:
+        faults += [fault for fault, rule in _faults_of_rest(document, bad, file, lines) if not _touches(rule, bad)]
+    return sorted(faults, key=lambda fault: (fault.line is None, fault.line or 0, fault.path))
+
+
+def _faults_of_rest(
+    document: dict[str, Any], bad: list[Path], file: str, lines: dict[Path, int]
+) -> list[tuple[Fault, BrokenRule | None]]:
+    """The broken rules of the document without its unsound fields."""
+    rest = copy.deepcopy(document)
+    rest.setdefault("job", {})
+    for path in sorted(set(bad), key=lambda path: tuple(map(str, path)), reverse=True):
+        _remove(rest, path)
+    try:
+        Topology.model_validate(rest)
+    except ValidationError as error:
+        return [(fault, rule) for fault, rule in faults_of(error, rest, file, lines) if rule is not None]
+    return []
+
+
+def _remove(document: Any, path: Path) -> None:
+    for part in path[:-1]:
+        try:
+            document = document[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if isinstance(document, dict):
+        document.pop(str(path[-1]), None)
+
+
+def _touches(rule: BrokenRule | None, bad: list[Path]) -> bool:
+    """Whether a rule involves a field that is unsound itself (or lies in an unsound table): its value was not the file's."""
+    return rule is not None and any(one[: len(path)] == path or path[: len(one)] == one for one in rule.involves for path in bad)

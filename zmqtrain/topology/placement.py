@@ -1,0 +1,186 @@
+"""Which role runs where: a pure function of the topology.
+
+Workers of a group stay together on one host where one has room, groups spread over the hosts with the most free slots, and model
+servers go round the hosts in turn. Servers take no slot: they wait for the network most of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from zmqtrain.errors import PlacementError
+from zmqtrain.topology.schema import Host, Topology
+
+RoleKind = Literal["worker", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlacement:
+    """One process of the run and its place."""
+
+    kind: RoleKind
+    index: int
+    """The worker's rank over all workers, or the server's number."""
+    peer: str
+    host: str
+    local_rank: int
+    """Number among the processes of its kind on its host."""
+    threads: int
+    device: str
+    """``cpu``, ``cuda:N``, ``modelled``, or ``auto``: the worker takes CUDA device ``local_rank`` (modulo their number) if any."""
+    group: int
+    """The worker's group; -1 for servers."""
+    position: int
+    """The worker's place in its group; -1 for servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """All processes of the run: workers by rank, then servers by number."""
+
+    roles: tuple[RolePlacement, ...]
+    hosts: tuple[str, ...]
+    """Names of all hosts, in the file's order, also of those without a role."""
+    groups: int
+    group_size: int
+    servers: int
+
+    @property
+    def workers(self) -> tuple[RolePlacement, ...]:
+        """By rank."""
+        return self.roles[: self.world_size]
+
+    @property
+    def server_roles(self) -> tuple[RolePlacement, ...]:
+        """By number."""
+        return self.roles[self.world_size :]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.groups * self.group_size
+
+    def group_members(self, group: int) -> tuple[str, ...]:
+        """The peers of a group's workers, by position."""
+        return tuple(role.peer for role in self.workers[group * self.group_size : (group + 1) * self.group_size])
+
+    def of_host(self, name: str) -> tuple[RolePlacement, ...]:
+        """The roles on one host."""
+        return tuple(role for role in self.roles if role.host == name)
+
+    def role(self, peer: str) -> RolePlacement:
+        """The role of this peer. Raises ``KeyError``."""
+        for role in self.roles:
+            if role.peer == peer:
+                return role
+        raise KeyError(peer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; `from_dict` gives an equal placement."""
+        return {
+            "roles": [asdict(role) for role in self.roles],
+            "hosts": list(self.hosts),
+            "groups": self.groups,
+            "group_size": self.group_size,
+            "servers": self.servers,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Placement:
+        """The placement that `to_dict` was called on."""
+        return cls(
+            roles=tuple(RolePlacement(**role) for role in values["roles"]),
+            hosts=tuple(values["hosts"]),
+            groups=values["groups"],
+            group_size=values["group_size"],
+            servers=values["servers"],
+        )
+
+
+def place(topology: Topology) -> Placement:
+    """Put every role on a host.
+
+    Raises `PlacementError` where there are more workers than slots and the file does not allow it.
+    """
+    compute = topology.compute
+    host_of = _hosts_of_workers(topology)
+    counts = {host.name: host_of.count(host.name) for host in topology.hosts}
+    by_name = {host.name: host for host in topology.hosts}
+    taken = dict.fromkeys(counts, 0)
+    roles: list[RolePlacement] = []
+    for rank, name in enumerate(host_of):
+        roles.append(
+            RolePlacement(
+                kind="worker",
+                index=rank,
+                peer=f"worker/{rank}",
+                host=name,
+                local_rank=taken[name],
+                threads=compute.threads or max(1, by_name[name].slots // counts[name]),
+                device=_device(compute.device, by_name[name], taken[name]),
+                group=rank // compute.group_size,
+                position=rank % compute.group_size,
+            )
+        )
+        taken[name] += 1
+    roles.extend(_server(index, topology.hosts) for index in range(topology.servers))
+    return Placement(
+        roles=tuple(roles),
+        hosts=tuple(host.name for host in topology.hosts),
+        groups=compute.groups,
+        group_size=compute.group_size,
+        servers=topology.servers,
+    )
+
+
+def _hosts_of_workers(topology: Topology) -> list[str]:
+    """The host of each rank."""
+    workers, size = topology.compute.workers, topology.compute.group_size
+    slots = sum(host.slots for host in topology.hosts)
+    if workers > slots and not topology.job.oversubscribe:
+        raise PlacementError(_too_many(topology, slots))
+    times = -(-workers // slots)  # how many workers share a slot
+    free = {host.name: host.slots * times for host in topology.hosts}
+    host_of: list[str] = []
+    for _ in range(topology.compute.groups):
+        # All groups are of one size, so taking the emptiest host with room never costs another group its place together.
+        roomiest = max(free, key=lambda name: free[name])
+        here = [roomiest] * size if free[roomiest] >= size else _spread(free, size)
+        for name in here:
+            free[name] -= 1
+        host_of.extend(here)
+    return host_of
+
+
+def _spread(free: Mapping[str, int], size: int) -> list[str]:
+    """A group that fits on no host, over as few hosts as can be."""
+    here: list[str] = []
+    for name in sorted(free, key=lambda name: -free[name]):
+        here.extend([name] * min(free[name], size - len(here)))
+    return here
+
+
+def _device(wanted: str, host: Host, local_rank: int) -> str:
+    if wanted in ("cpu", "modelled"):
+        return wanted
+    if host.devices:
+        return host.devices[local_rank % len(host.devices)]
+    return f"cuda:{local_rank}" if wanted == "cuda" else "auto"
+
+
+def _server(index: int, hosts: tuple[Host, ...]) -> RolePlacement:
+    # From the last host backwards: groups fill the first hosts, so servers go where there is more room.
+    host = hosts[-1 - index % len(hosts)]
+    return RolePlacement("server", index, f"server/{index}", host.name, index // len(hosts), 1, "cpu", -1, -1)
+
+
+def _too_many(topology: Topology, slots: int) -> str:
+    compute = topology.compute
+    each = ", ".join(f"{host.name} has {host.slots}" for host in topology.hosts)
+    return (
+        f"{compute.groups} groups of {compute.group_size} are {compute.workers} workers, but there are {slots} slots ({each}). "
+        "Three ways out: raise slots of a host or add [[hosts]]; lower [compute] groups or group_size; "
+        "or set oversubscribe = true in [job], and workers share the processors"
+    )

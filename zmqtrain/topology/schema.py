@@ -1,0 +1,76 @@
+"""The topology file as data. ``Topology.model_json_schema()`` documents every field; `load` reads files with readable faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from zmqtrain.topology.compute import Compute
+from zmqtrain.topology.exchange import Bound, ExchangeSection
+from zmqtrain.topology.hosts import Host, Hosts
+from zmqtrain.topology.job import Job, Until
+from zmqtrain.topology.rules import broken_rules
+from zmqtrain.topology.section import Section
+from zmqtrain.topology.world import Data, EngineSection, Network, Observe, Optimizer
+
+__all__ = [
+    "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Host", "Job", "Network", "Observe", "Optimizer", "Topology",
+    "Until",
+]  # fmt: skip
+
+#: pydantic's error type under which `Topology` reports broken rules, all of them in ``ctx["rules"]``.
+RULES_ERROR = "broken_rules"
+
+
+class Topology(Section):
+    """A job: what is trained, on which machines, in which shape. Immutable, and complete: every default is filled in."""
+
+    job: Job = Field(description="What is trained, and for how long.")
+    hosts: Hosts = Field(
+        default=(), validate_default=True, description="The machines. None given: this machine, with all its processors."
+    )
+    compute: Compute = Field(default_factory=Compute, description="Workers, groups and the step.")
+    exchange: ExchangeSection = Field(default_factory=ExchangeSection, description="How groups agree on parameters.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="What the job adds to the task's own optimizer.")
+    data: Data = Field(default_factory=Data, description="The training data.")
+    engine: EngineSection = Field(default_factory=EngineSection, description="What starts the agents.")
+    network: Network = Field(default_factory=Network, description="The network between hosts, where it is emulated or simulated.")
+    observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Topology:
+        if not self.hosts:
+            object.__setattr__(self, "hosts", (Host(name="localhost"),))
+        if "kind" not in self.exchange.model_fields_set:
+            kind = "model_server" if self.compute.groups > 1 else "allreduce"
+            object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
+        return self
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Topology:
+        broken = broken_rules(self)
+        if broken:
+            raise PydanticCustomError(RULES_ERROR, "; ".join(rule.message for rule in broken).replace("{", "{{"), {"rules": broken})
+        return self
+
+    @property
+    def servers(self) -> int:
+        """How many model servers the job has."""
+        return self.exchange.shards if self.exchange.kind == "model_server" else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Topology:
+        """The topology that `to_dict` was called on."""
+        return cls.model_validate(values)
+
+    def to_toml(self) -> str:
+        """The complete topology as a file that loads to an equal one."""
+        from zmqtrain.topology.toml_writer import write_toml
+
+        return write_toml(self.to_dict())

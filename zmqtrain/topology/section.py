@@ -1,0 +1,65 @@
+"""What all sections of the topology file share: strict, frozen, no unknown keys; and the field types made of units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, PlainSerializer
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from zmqtrain.topology import units
+
+
+class Section(BaseModel):
+    """One table of the topology file."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a quantity looks in the JSON Schema. (pydantic's own ``WithJsonSchema`` is not hashable, so it cannot be in a union.)"""
+
+    examples: tuple[str, ...]
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, {"type": "number"}], "examples": list(self.examples)}
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+#: A tuple, written as an array.
+Texts = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+
+#: A time that a person waits: from a tenth of a second to a day.
+Timeout = Annotated[
+    float, BeforeValidator(units.duration(0.1, 86_400)), PlainSerializer(units.format_duration), Written(("60 s", "2 min"))
+]
+#: A network delay: from nothing to ten seconds.
+Latency = Annotated[
+    float, BeforeValidator(units.duration(0, 10)), PlainSerializer(units.format_duration), Written(("200 us", "1 ms"))
+]
+#: A network bandwidth in bits per second.
+Bandwidth = Annotated[float, BeforeValidator(units.rate(1e3, 1e13)), PlainSerializer(units.format_rate), Written("1 Gbit/s")]
+#: How many bytes of a tensor travel together.
+ByteSize = Annotated[int, BeforeValidator(units.size(64, 2**32)), PlainSerializer(units.format_size), Written(("4 MiB", "512 KiB"))]
+
+
+def not_yet(what: str, instead: str) -> PydanticCustomError:
+    """The fault of asking for what a later release brings."""
+    return PydanticCustomError("not_in_this_release", f"{what} is not in this release: {instead}")
+
+
+def later(choices: dict[str, str]) -> BeforeValidator:
+    """Refuse the values that are ``choices``' keys, saying what to use instead, rather than calling them unknown."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value in choices:
+            raise not_yet(repr(value), choices[value])
+        return value
+
+    return BeforeValidator(check)

@@ -1,0 +1,62 @@
+"""The ladder of time-outs: all of them from the one number in the topology file.
+
+A lower rung gives way before a higher one, so that the error a person sees names the cause: a host that went away is *lost*
+before the request that waits for it times out, and a request gives up before the barrier that contains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One line of the printed ladder."""
+
+    name: str
+    seconds: float
+    purpose: str
+
+
+_PURPOSES = {
+    "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
+    "drain_s": "an endpoint that closes sends what is still queued",
+    "grace_s": "roles end by themselves after being told to stop; then they are killed",
+    "connect_s": "a peer is reached for the first time",
+    "lost_s": "silence of a host's agent, or of a link, after which it counts as lost",
+    "request_s": "a peer answers a request",
+    "join_s": "all roles have started and joined",
+    "barrier_s": "all members reach a barrier (the others may evaluate, or write a checkpoint, meanwhile)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Time-outs in seconds, from the shortest to the longest."""
+
+    heartbeat_s: float
+    drain_s: float
+    grace_s: float
+    connect_s: float
+    lost_s: float
+    request_s: float
+    join_s: float
+    barrier_s: float
+
+    @classmethod
+    def of(cls, timeout_s: float) -> Ladder:
+        """The ladder for ``[job] timeout``."""
+        return cls(
+            heartbeat_s=min(1.0, timeout_s / 20),
+            drain_s=min(5.0, timeout_s / 12),
+            grace_s=min(10.0, timeout_s / 6),
+            connect_s=timeout_s / 3,
+            lost_s=timeout_s / 2,
+            request_s=timeout_s,
+            join_s=timeout_s * 2,
+            barrier_s=timeout_s * 10,
+        )
+
+    def rows(self) -> list[Rung]:
+        """What ``zmqtrain check`` prints."""
+        return [Rung(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)]

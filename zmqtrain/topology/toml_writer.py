@@ -1,0 +1,58 @@
+"""Write plain values as TOML: just what a resolved topology is made of (texts, numbers, booleans, lists and tables of these)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+
+
+def write_toml(document: Mapping[str, Any]) -> str:
+    """``document`` as TOML: a table for each mapping in it, an array of tables for each list of mappings, the rest inline."""
+    plain = {key: value for key, value in document.items() if not isinstance(value, Mapping) and not _is_tables(value)}
+    blocks = ["".join(_lines(plain))] if plain else []
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            blocks.append(f"[{_key(key)}]\n" + "".join(_lines(value)))
+        elif _is_tables(value):
+            blocks.extend(f"[[{_key(key)}]]\n" + "".join(_lines(table)) for table in value)
+    return "\n".join(blocks)
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {_value(value)}\n" for key, value in table.items() if value is not None]
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _text(key)
+
+
+def _text(text: str) -> str:
+    escaped = (_ESCAPES.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x20 or ord(c) == 0x7F else c) for c in text)
+    return '"' + "".join(escaped) + '"'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)  # also inf and nan, which TOML writes alike
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if hasattr(value, "isoformat"):  # TOML's own dates and times, which may stand in [job] args
+        return str(value.isoformat())
+    raise TypeError(f"TOML has no {type(value).__name__}")

@@ -1,0 +1,51 @@
+"""The small sections: ``[optimizer]``, ``[data]``, ``[engine]``, ``[network]`` and ``[observe]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zmqtrain.topology.section import Bandwidth, Latency, Section, later
+
+
+class Optimizer(Section):
+    """What the job adds to the task's own optimizer."""
+
+    clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
+
+
+class Data(Section):
+    """The training data."""
+
+    shuffle: Annotated[
+        Literal["global", "none"], later({"ring": 'use "global" (a new order of all samples each epoch) or "none"'})
+    ] = Field(default="global", description="global: a new order of all samples each epoch, from the seed. none: as they lie.")
+    path: str | None = Field(
+        default=None, min_length=1, description="Where the task finds its data; `--data` and ZMQTRAIN_DATA go before this."
+    )
+
+
+_LOCAL = 'use "local", which starts everything on this machine'
+
+
+class EngineSection(Section):
+    """What starts the agents."""
+
+    kind: Annotated[Literal["local"], later({"ssh": _LOCAL, "slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+        default="local", description="local: all hosts of the file are process sets on this machine."
+    )
+
+
+class Network(Section):
+    """The network between hosts, for emulated and simulated worlds. In this release it is checked but not applied."""
+
+    bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of each host's link, in bit/s or with a unit.")
+    latency: Latency | None = Field(default=None, description="One-way delay between hosts, in seconds or with a unit.")
+
+
+class Observe(Section):
+    """What is recorded and shown."""
+
+    trace_steps: int = Field(default=20, ge=0, description="Steps of each worker that go into `trace.json`.")
+    progress_every: int = Field(default=0, ge=0, description="Steps between progress lines; 0: about one a second.")
