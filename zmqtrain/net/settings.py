@@ -1,0 +1,57 @@
+"""The numbers an endpoint runs by: windows, limits and time-outs, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class NetSettings:
+    """Settings of one endpoint. The defaults suit a cluster on one Ethernet; tests shorten the times."""
+
+    token: str = ""
+    """Run token: peers with another one are refused."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    advertise: str = ""
+    """Address that others connect to; empty: ``host``, or this machine's name where ``host`` is a wildcard."""
+    port: int = 0
+    """Port of the control lane (the bulk lane takes any free one); 0: any free port."""
+    window_bytes: int = 16 * MIB
+    """Bulk bytes that may lie at a receiver, from one sender, before anybody there asks for them."""
+    control_window_bytes: int = MIB
+    """The same for small values on the control lane."""
+    outbox_bytes: int = 16 * MIB
+    """Bytes queued towards one peer beyond which ``send`` waits."""
+    chunk_bytes: int = MIB
+    """Tensors travel in pieces of this size: longer ones keep a more urgent message waiting, shorter ones cost time a piece."""
+    inflight_bytes: int = 8 * MIB
+    """Bytes handed to the transport and not acknowledged yet: what a more urgent message may have to wait for."""
+    inflight_messages: int = 512
+    """The same in messages, for small ones."""
+    control_message_bytes: int = 64 * KIB
+    """Values, requests and answers larger than this travel on the bulk lane."""
+    max_message_bytes: int = 4 * 1024 * MIB
+    """Largest tensor that is accepted; checked before anything is allocated."""
+    max_header_bytes: int = 256 * KIB
+    """Largest header that is accepted, with the tag and ``meta``."""
+    connect_s: float = 60.0
+    """A peer that somebody waits for must have answered the first greeting after this time."""
+    hello_s: float = 0.25
+    """Pause before a greeting is repeated that was not answered; doubles up to eight times this."""
+    lost_s: float = 10.0
+    """A link that stays down for this time means that the peer is lost."""
+    probe_s: float = 1.0
+    """When nothing was acknowledged for this time, ask the peer how far it got."""
+    heartbeat_s: float = 1.0
+    """Interval of the transport's own heartbeats (its I/O thread sends them: Python may be busy)."""
+    drain_s: float = 5.0
+    """How long ``close`` waits for queued messages to be acknowledged."""
+    io_threads: int = 1
+    """Threads that move bytes to and from the sockets."""
+
+    def with_token(self, token: str) -> NetSettings:
+        return replace(self, token=token)
