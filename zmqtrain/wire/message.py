@@ -1,0 +1,273 @@
+"""A message: a header and the bytes of a payload.
+
+The header is a msgpack list. Its first two members, `MAGIC` and the version, stay for ever, so that every release can tell
+every other from garbage; the rest belongs to the version::
+
+    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta]
+
+Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define kinds of its own, whose ``meta`` only it understands.
+
+Decoding raises `WireError` for anything that is no message within the limits, and no other error. Encoding raises `ValueError` or
+`TypeError` for what could not be decoded on the other side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+
+import msgpack
+
+from zmqtrain.errors import WireError
+from zmqtrain.wire.dtypes import DTYPES
+from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.phantom import PhantomPayload
+from zmqtrain.wire.tensor import Buffer, TensorPayload
+from zmqtrain.wire.value import ValuePayload
+
+MAGIC: Final = "zmqt"
+WIRE_VERSION: Final = 1
+
+TENSOR: Final = "tensor"
+PHANTOM: Final = "phantom"
+VALUE: Final = "value"
+
+Tag: TypeAlias = tuple[str | int, ...]
+
+
+class WireVersionError(WireError):
+    """A message of another wire version; whoever knows the peer turns it into `VersionMismatchError`."""
+
+    def __init__(self, theirs: int) -> None:
+        self.ours, self.theirs = WIRE_VERSION, theirs
+        super().__init__(f"a message of wire version {theirs}, but this process speaks {WIRE_VERSION}")
+
+
+class Header(NamedTuple):
+    """What stands before the bytes. A tuple and no dataclass, since one is made for every message and chunk."""
+
+    #: What the message is: ``tensor``, ``phantom``, ``value``, or a kind of the link's own.
+    kind: str
+    #: What the message is about; lists arrive as tuples here (but as lists in `meta`).
+    tag: Tag = ()
+    #: Place of the frame in its lane.
+    sequence: int = 0
+    #: Which message of the link the bytes belong to, where a message travels in chunks.
+    message: int = 0
+    #: Element type; empty where there are no elements.
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    #: Where in the message's body the bytes of this frame begin.
+    offset: int = 0
+    #: Size of the message's whole body; for phantoms of the body that is not there.
+    nbytes: int = 0
+    meta: Value = None
+    version: int = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A header and the payload that came with it."""
+
+    header: Header
+    payload: Payload
+
+
+_LENGTH: Final = 11
+_pack = msgpack.Packer().pack
+#: How every header of this version begins: list of 11, the magic, the version.
+_PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * 9])[: len(MAGIC) + 3])
+
+
+def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The header's bytes. Raises `ValueError` or `TypeError` where the other side would refuse it."""
+    kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, version = header
+    try:
+        data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta))
+    except OverflowError as error:
+        raise ValueError(f"the header of {kind} {tag} holds an integer beyond 64 bits") from error
+    if len(data) > limits.inline_value_bytes:  # rare; within this size only a wrong type in `meta` could be refused
+        try:
+            decode_header(data, limits)
+        except WireError as error:
+            raise ValueError(f"the header of {kind} {tag} cannot be sent: {error}") from error
+    return data
+
+
+def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
+    """The header in ``data``, every field checked. Raises `WireError`; for another version `WireVersionError`."""
+    size = len(data)
+    if size > limits.header_bytes:
+        raise WireError(f"a header of {size} bytes, above the limit of {limits.header_bytes}")
+    if data[: len(_PREFIX)] != _PREFIX:
+        _refuse(data)
+    fields = _unpack(data, limits.items)
+    kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta = fields[2:]
+    if type(kind) is not str or not 0 < len(kind) <= limits.tag_bytes:
+        raise WireError(f"the header's kind is {kind!r:.60}")
+    if type(raw_tag) is not list or len(raw_tag) > limits.tag_items:
+        raise WireError(f"the header's tag is {raw_tag!r:.60}")
+    for item in raw_tag:
+        if type(item) is not int and (type(item) is not str or len(item) > limits.tag_bytes):
+            raise WireError(f"the header's tag holds {item!r:.60}")
+    for name, number in (("sequence", sequence), ("message", message), ("offset", offset), ("nbytes", nbytes)):
+        if type(number) is not int or number < 0:
+            raise WireError(f"the header's {name} is {number!r:.60}")
+    if nbytes > limits.message_bytes:
+        raise WireError(f"a message of {nbytes} bytes is declared, above the limit of {limits.message_bytes}")
+    if offset > nbytes:
+        raise WireError(f"bytes from {offset} on are declared in a message of {nbytes}")
+    if type(raw_shape) is not list or len(raw_shape) > limits.dimensions:
+        raise WireError(f"the header's shape is {raw_shape!r:.60}")
+    if type(dtype) is not str:
+        raise WireError(f"the header's dtype is {dtype!r:.60}")
+    if dtype or kind in (TENSOR, PHANTOM):
+        _check_elements(dtype, raw_shape, nbytes, limits)
+    elif raw_shape:
+        raise WireError(f"a shape {raw_shape} is declared without an element type")
+    if kind == VALUE and (dtype or nbytes > limits.value_bytes):
+        raise WireError(f"a value of {nbytes} bytes and type {dtype!r} is declared; the limit is {limits.value_bytes}")
+    if type(meta) in _CONTAINERS:
+        check_value(meta, limits.depth)
+    elif type(meta) not in _SCALARS:
+        raise WireError(f"the header's meta is {meta!r:.60}")
+    return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta)
+
+
+def describe(
+    payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0, limits: Limits = DEFAULT_LIMITS
+) -> tuple[Header, Sequence[memoryview]]:
+    """The header of a whole message and its body, not copied. ``header.nbytes`` is the body's size (but for phantoms)."""
+    if isinstance(payload, TensorPayload):
+        header = Header(TENSOR, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta)
+        return header, payload.frames()
+    if isinstance(payload, PhantomPayload):
+        return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta), ()
+    assert isinstance(payload, ValuePayload)
+    packed = pack_value(payload.meta, limits)
+    if len(packed) <= limits.inline_value_bytes:
+        return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
+    return Header(VALUE, tag, sequence, message, nbytes=len(packed)), (memoryview(packed),)
+
+
+def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> Payload:
+    """The payload of a message whose whole body has arrived; a tensor aliases ``body``. Raises `WireError`."""
+    if header.kind == TENSOR:
+        return TensorPayload.received(body, header.dtype, header.shape, header.meta)
+    if header.kind == PHANTOM and not len(body):
+        return PhantomPayload(math.prod(header.shape), header.dtype, header.meta)
+    if header.kind == VALUE:
+        if len(body) != header.nbytes:
+            raise WireError(f"{len(body)} bytes were received for a value of {header.nbytes}")
+        return ValuePayload(unpack_value(body, limits) if header.nbytes else header.meta)
+    raise WireError(f"{len(body)} bytes of kind {header.kind!r:.60} are no payload")
+
+
+def encode(payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0) -> list[bytes | memoryview]:
+    """All frames of a message that travels whole: the header, and the body's frames, not copied."""
+    header, body = describe(payload, tag, sequence=sequence, message=message)
+    return [encode_header(header), *body]
+
+
+def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Message:
+    """The message in ``frames``. A tensor aliases its frame, if it is one. Raises `WireError`."""
+    if not 0 < len(frames) <= limits.frames:
+        raise WireError(f"a message of {len(frames)} frames; there must be 1 to {limits.frames}")
+    header = decode_header(frames[0], limits)
+    received = sum(len(frame) for frame in frames[1:])
+    expected = 0 if header.kind == PHANTOM else header.nbytes
+    if header.offset or received != expected:
+        raise WireError(f"{received} bytes from {header.offset} on were received where a whole message has {expected}")
+    body = frames[1] if len(frames) == 2 else b"".join(frames[1:])
+    return Message(header, open_body(header, body, limits))
+
+
+def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """A value's bytes. Raises `TypeError` or `ValueError` for what `unpack_value` would refuse."""
+    try:
+        data: bytes = _pack(value)
+    except OverflowError as error:
+        raise ValueError("the value holds an integer beyond 64 bits") from error
+    if len(data) > limits.inline_value_bytes:
+        try:
+            unpack_value(data, limits)
+        except WireError as error:
+            raise ValueError(f"the value cannot be sent: {error}") from error
+    return data
+
+
+def unpack_value(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Value:
+    """The value in ``data``. Raises `WireError`."""
+    if len(data) > limits.value_bytes:
+        raise WireError(f"a value of {len(data)} bytes, above the limit of {limits.value_bytes}")
+    value: Value = _unpack(data, limits.value_items)
+    check_value(value, limits.depth)
+    return value
+
+
+def check_value(value: object, depth: int = DEFAULT_LIMITS.depth) -> None:
+    """Raise `WireError` where an unpacked value is nested deeper than ``depth``, or holds what no `Value` may."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return
+    if kind not in _CONTAINERS:
+        raise WireError(f"a value of type {kind.__name__} does not belong on the wire")
+    if depth <= 0:
+        raise WireError("a value is nested too deep")
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if type(key) is not str:
+                raise WireError(f"a map has the key {key!r:.60}, which is no string")
+            if type(member) not in _SCALARS:
+                check_value(member, depth - 1)
+    elif isinstance(value, list):
+        for member in value:
+            if type(member) not in _SCALARS:
+                check_value(member, depth - 1)
+
+
+_SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_CONTAINERS: Final = frozenset({list, dict})
+
+
+def _check_elements(dtype: str, shape: list[Any], nbytes: int, limits: Limits) -> None:
+    info = DTYPES.get(dtype)
+    if info is None:
+        raise WireError(f"elements of the unknown type {dtype!r:.60} are declared")
+    count = extent = info.itemsize
+    for length in shape:
+        if type(length) is not int or length < 0:
+            raise WireError(f"a shape with the length {length!r:.60} is declared")
+        count *= length
+        extent *= length or 1  # a length of 0 must not hide others that overflow
+    if extent > limits.message_bytes:
+        raise WireError(f"the declared shape {shape} of {dtype} is above the limit of {limits.message_bytes} bytes")
+    if count != nbytes:
+        raise WireError(f"{nbytes} bytes are declared for {dtype}{shape}, which takes {count}")
+
+
+def _unpack(data: Buffer, items: int) -> Any:
+    try:
+        return msgpack.unpackb(data, max_array_len=items, max_map_len=items, max_ext_len=0)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"{len(data)} bytes are not msgpack within the limits: {error}") from error
+
+
+def _refuse(data: Buffer) -> NoReturn:
+    """Say why bytes that do not begin as a header of this version are refused."""
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_ext_len=0, max_array_len=64, max_map_len=0)
+    try:
+        unpacker.feed(data)
+        length = unpacker.read_array_header()
+        magic = unpacker.unpack()
+        version = unpacker.unpack()
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"{len(data)} bytes that are no message of zmqtrain") from error
+    if magic != MAGIC or type(version) is not int:
+        raise WireError(f"{len(data)} bytes that are no message of zmqtrain")
+    if version != WIRE_VERSION:
+        raise WireVersionError(version)
+    raise WireError(f"a header of {length} fields, where version {WIRE_VERSION} has {_LENGTH}")
