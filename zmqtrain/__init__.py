@@ -1,1 +1,42 @@
-"""Train a PyTorch model on a few machines over an ordinary network."""
+"""Train a PyTorch model on a few machines over an ordinary network.
+
+The names below are the whole interface for training; they are imported when they are first used, because torch takes over a
+second to import and much of zmqtrain (its commands, its agents) works without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zmqtrain.embed.blocking import BlockingSession, session
+    from zmqtrain.embed.session import Session, join
+    from zmqtrain.errors import ZmqTrainError
+    from zmqtrain.train.task import Task
+
+    __version__: str
+
+__all__ = ["BlockingSession", "Session", "Task", "ZmqTrainError", "__version__", "join", "session"]
+
+_HOME = {
+    "BlockingSession": "zmqtrain.embed.blocking",
+    "Session": "zmqtrain.embed.session",
+    "Task": "zmqtrain.train.task",
+    "ZmqTrainError": "zmqtrain.errors",
+    "join": "zmqtrain.embed.session",
+    "session": "zmqtrain.embed.blocking",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("zmqtrain")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,43 @@
+# `make demo` trains on this machine, `make test` runs every check. Both first set up a virtual environment in .venv, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test bench format clean
+
+help:
+	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
+	@echo "make test     formatting, types, import contracts and tests"
+	@echo "make bench    measure network, collectives, servers and start-up"
+	@echo "make format   put the code into the form that make test asks for"
+	@echo "make clean    remove .venv, caches and runs"
+
+demo: $(READY)
+	$(BIN)/zmqtrain launch launch/digits.toml
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	@for name in net collectives server launch; do $(BIN)/zmqtrain bench $$name || exit; done
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find zmqtrain tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+# Done again when what is to be installed has changed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zmqtrain needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
+	@touch $@
