@@ -50,9 +50,9 @@ class Replica(Protocol):
         """The exchange has written the bucket's parameters for the next step, and no longer reads its gradients: a forward that
         waits for the bucket goes on and the gradients may be zeroed. Called on the loop's thread, once a bucket and step."""
 
-    def fail(self, error: BaseException) -> None:
-        """The exchange broke between steps: a forward that waits for parameters raises ``error`` instead. Called on the loop's
-        thread; ``end_step`` and ``settle`` raise the error as well."""
+    def abort(self, error: BaseException) -> None:
+        """The exchange broke: every wait for parameters, now and later, raises ``error`` instead. Called on the loop's thread;
+        ``end_step`` and ``settle`` raise the error as well."""
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
         """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
