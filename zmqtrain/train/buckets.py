@@ -1,0 +1,65 @@
+"""Which parameters travel together: a pure plan, the same on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """What the plan needs to know of a parameter."""
+
+    name: str
+    numel: int
+    itemsize: int
+    dtype: str
+    group: int  # the optimizer's parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket: ``names[i]`` lies at elements ``offsets[i]`` to ``offsets[i + 1]``."""
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    group: int
+
+    @property
+    def numel(self) -> int:
+        return self.offsets[-1]
+
+
+def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """Divide parameters, given in the order of their registration, into buckets in backward order.
+
+    Backward meets the last registered parameters first, roughly, so bucket 0 holds those. A bucket has one dtype and one
+    optimizer parameter group, and at most ``bucket_bytes`` unless a single parameter is larger. Buckets stand in the order
+    in which their gradients become complete. Parameters without elements are left out; each name must come once.
+    """
+    assert bucket_bytes > 0, bucket_bytes
+    assert len({parameter.name for parameter in parameters}) == len(parameters), "a shared parameter must come once"
+    # Weights and biases often alternate between two optimizer groups: one open bucket for each keeps buckets large.
+    open_buckets: dict[tuple[str, int], list[ParameterInfo]] = {}
+    closed: list[list[ParameterInfo]] = []
+    for parameter in reversed(parameters):
+        if parameter.numel == 0:
+            continue
+        key = (parameter.dtype, parameter.group)
+        current = open_buckets.setdefault(key, [])
+        if current and sum(p.numel * p.itemsize for p in current) + parameter.numel * parameter.itemsize > bucket_bytes:
+            closed.append(current)
+            current = open_buckets[key] = []
+        current.append(parameter)
+    closed.extend(bucket for bucket in open_buckets.values() if bucket)
+    position = {parameter.name: index for index, parameter in enumerate(parameters)}
+    closed.sort(key=lambda bucket: -position[bucket[-1].name])
+    return tuple(_plan(bucket) for bucket in closed)
+
+
+def _plan(bucket: Sequence[ParameterInfo]) -> BucketPlan:
+    offsets = [0]
+    for parameter in bucket:
+        offsets.append(offsets[-1] + parameter.numel)
+    return BucketPlan(tuple(p.name for p in bucket), tuple(offsets), bucket[0].dtype, bucket[0].group)

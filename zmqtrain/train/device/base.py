@@ -1,0 +1,52 @@
+"""The seam between a worker and where its arithmetic happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Staging(Protocol):
+    """Copies between the device's memory and the host's, which the network reads and writes."""
+
+    def host_memory(self, tensor: Tensor) -> Tensor:
+        """Memory on the host for the content of a flat device tensor; not filled."""
+        ...
+
+    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
+        """Begin to copy once what is queued on the device so far has run, and return at once; then call ``done`` (any thread)."""
+        ...
+
+    def to_device(self, source: Tensor, target: Tensor) -> None:
+        """Copy so that what is queued on the device from now on sees the new content. ``source`` may be written again once a
+        later `to_host` is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued so far has run."""
+        ...
+
+
+class Device(Protocol):
+    """One compute thread, and the memory that it computes in."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def staging(self) -> Staging | None:
+        """None where the network can read the device's memory itself (CPU)."""
+        ...
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` in the compute thread. One after another; a cancelled wait does not stop what runs already."""
+        ...
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for what runs, at most ``timeout_s``, and end the compute thread."""
+        ...

@@ -1,0 +1,291 @@
+"""A worker's copy of a torch model in flat buckets, as exchanges see it.
+
+Parameters and gradients move into one run of memory a bucket; the model's own tensors become views of it. A step, seen from here::
+
+    begin_step()                                   (compute thread)
+    forward: each layer takes its buckets          waits where a gate is closed
+    begin_backward(last=True); loss.backward()     complete buckets are handed over, in order, as backward goes on
+    end_backward()                                 those with unused parameters follow, with zeros for gradients
+
+A bucket is handed over only after all buckets before it, so every worker of a group hands over in the same order.
+
+An unused parameter counts as one with a zero gradient: momentum and weight decay go on for it. (torch alone would skip it. Skipping
+needs all workers to agree on what was unused.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zmqtrain.errors import TaskError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.base import Bucket, OptimizerSpec
+from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.gates import Gate, Gates
+from zmqtrain.train.layers import Layers
+from zmqtrain.wire.tensor import TensorPayload
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How a replica cuts, clips and waits."""
+
+    bucket_bytes: int = 4 << 20
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together for the local update; 0 for no clipping."""
+    overlap: bool = True
+    """Whether buckets are handed over during backward; otherwise all of them at its end."""
+    gate_timeout_s: float = 60.0
+    """How long a layer waits for its parameters."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """The memory of one bucket, and how far it is."""
+
+    plan: BucketPlan
+    parameters: Tensor  # in the device's memory
+    gradients: Tensor
+    host_parameters: Tensor  # what the network sees; the same tensors without staging
+    host_gradients: Tensor
+    views: list[Tensor]  # of `gradients`, one a parameter
+    missing: set[int]  # parameters without a gradient in this backward
+    host_newer: bool = False  # parameters were written on the host and are not on the device yet
+
+
+def allocate(numel: int, like: Tensor) -> Tensor:
+    """Fresh zeroed memory of ``like``'s type, on its device."""
+    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
+class TorchReplica:
+    """Implements `zmqtrain.exchange.base.Replica` for a torch model and optimizer.
+
+    Made on the loop's thread; takes over the parameters' memory at once. Needs no more memory than the gradients, plus one bucket
+    while it is made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: Device,
+        settings: ReplicaSettings = ReplicaSettings(),
+        *,
+        recorder: Recorder | None = None,
+        allocate: Callable[[int, Tensor], Tensor] = allocate,
+    ) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self._device = device
+        self._recorder: Recorder = recorder or NullRecorder()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}  # shared ones come once
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        named = {name: p for name, p in named.items() if id(p) in group_of}
+        if not named:
+            raise TaskError("the optimizer has none of the model's trainable parameters: pass it model.parameters()")
+        infos = [
+            ParameterInfo(name, p.numel(), p.element_size(), str(p.dtype).removeprefix("torch."), group_of[id(p)])
+            for name, p in named.items()
+        ]
+        self._named = named
+        self.parameters = list(named.values())
+        self._held = [self._hold(plan, named, allocate) for plan in plan_buckets(infos, settings.bucket_bytes)]
+        self._buckets = tuple(
+            Bucket(index, TensorPayload.of(h.host_parameters), TensorPayload.of(h.host_gradients), h.plan.group, h.plan.names)
+            for index, h in enumerate(self._held)
+        )
+        self.gates = Gates(len(self._held), settings.gate_timeout_s)
+        for index, held in enumerate(self._held):
+            for place, name in enumerate(held.plan.names):
+                named[name].register_post_accumulate_grad_hook(partial(self._accumulated, index, place))  # type: ignore[no-untyped-call]
+        bucket_of = {id(named[name]): index for index, held in enumerate(self._held) for name in held.plan.names}
+        self._layers = Layers(model, bucket_of, self._take)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_ready: Callable[[Bucket], None] | None = None
+        self._step = 0
+        self._last = False  # whether the backward that runs is the step's last
+        self._next = 0  # the bucket to hand over next
+        self.waited_s = 0.0
+        """Seconds that this step's forward and backward waited for parameters: exposed communication."""
+
+    # The loop's side.
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets
+
+    def hyperparameters(self) -> OptimizerSpec:
+        return describe_optimizer(self.optimizer)
+
+    def connect(self, on_ready: Callable[[Bucket], None]) -> None:
+        """Hand buckets over by ``on_ready(bucket)`` on the running loop: an exchange's ``bucket_ready``."""
+        self._loop = asyncio.get_running_loop()
+        self._on_ready = on_ready
+
+    def parameters_ready(self, bucket: Bucket) -> None:
+        self._held[bucket.index].host_newer = True
+        self.gates.arrive(bucket.index)
+
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+        """Afterwards all buckets are the compute thread's again; `parameters_ready` need not be called."""
+        await self._device.run(lambda: self._update(gradient_scale, clip))
+        for index in range(len(self._held)):
+            self.gates.arrive(index)
+
+    def abort(self, error: BaseException) -> None:
+        """Every wait for parameters, now and later, raises ``error`` in the compute thread."""
+        self.gates.abort(error)
+
+    # The compute thread's side.
+
+    def begin_step(self, step: int) -> None:
+        """A forward of this step begins next."""
+        self._step, self.waited_s = step, 0.0
+        self._layers.begin_forward()
+
+    def begin_backward(self, *, last: bool) -> None:
+        """A backward begins next. ``last``: no other micro-batch of this step follows, so complete buckets are handed over.
+
+        Takes the buckets that no layer has asked for.
+        """
+        self._layers.end_forward()
+        for index in range(len(self._held)):
+            self._take(index)
+        self._last, self._next = last, 0
+        for held in self._held:
+            held.missing = set(range(len(held.views)))
+
+    def end_backward(self) -> None:
+        """The backward has ended. After the last one all buckets are handed over."""
+        if self._last:
+            self._hand_over(len(self._held))
+            self._last = False
+
+    def publish(self) -> None:
+        """The model's parameters were changed from outside (restored): let the network see them, too."""
+        staging = self._device.staging
+        if staging is None:
+            return
+        for held in self._held:
+            staging.to_host(held.parameters, held.host_parameters, lambda: None)
+        staging.synchronize()
+
+    def _accumulated(self, index: int, place: int, parameter: Tensor) -> None:
+        """Autograd has added to a gradient. In autograd's thread (CUDA) or the compute thread (CPU)."""
+        held = self._held[index]
+        view, grad = held.views[place], parameter.grad
+        if grad is not view:  # somebody called zero_grad(): autograd made a new tensor
+            assert grad is not None
+            view.copy_(grad)
+            parameter.grad = view
+        if not self._last:
+            return
+        if place not in held.missing:
+            raise TaskError(
+                f"the parameter {held.plan.names[place]!r} got its gradient twice in one backward, so its bucket was handed over "
+                "too early; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        held.missing.discard(place)
+        if self.settings.overlap and index == self._next and not held.missing:
+            stop = index + 1
+            while stop < len(self._held) and not self._held[stop].missing:
+                stop += 1
+            self._hand_over(stop)
+
+    def _hand_over(self, stop: int) -> None:
+        for index in range(self._next, stop):
+            self.gates.close(index)
+            held = self._held[index]
+            deliver = partial(self._from_compute, index)
+            staging = self._device.staging
+            if staging is None:
+                deliver()
+            else:
+                staging.to_host(held.gradients, held.host_gradients, deliver)
+        self._next = max(self._next, stop)
+
+    def _from_compute(self, index: int) -> None:
+        assert self._loop is not None, "connect() comes first"
+        self._loop.call_soon_threadsafe(self._deliver, self._buckets[index])
+
+    def _deliver(self, bucket: Bucket) -> None:
+        assert self._on_ready is not None
+        try:
+            self._on_ready(bucket)
+        except BaseException as error:
+            self.abort(error)  # otherwise the compute thread would wait for the whole time-out
+            raise
+
+    def _take(self, index: int) -> None:
+        """Own the bucket; wait for it if the exchange has it."""
+        state = self.gates.state(index)
+        if state is Gate.OPEN:
+            return
+        if state is Gate.CLOSED:
+            with self._recorder.span(f"parameters of bucket {index}", "wait", step=self._step):
+                self.waited_s += self.gates.take(index)
+        else:
+            self.waited_s += self.gates.take(index)
+        held = self._held[index]
+        if held.host_newer:
+            held.host_newer = False
+            if self._device.staging is not None:
+                self._device.staging.to_device(held.host_parameters, held.parameters)
+        held.gradients.zero_()
+
+    def _update(self, gradient_scale: float, clip: bool) -> None:
+        staging = self._device.staging
+        for held in self._held:
+            if staging is not None:
+                staging.to_device(held.host_gradients, held.gradients)
+            if gradient_scale != 1.0:
+                held.gradients.mul_(gradient_scale)
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                self._named[name].grad = view
+        if clip and self.settings.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+        self.optimizer.step()
+        self.publish()
+
+    def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Callable[[int, Tensor], Tensor]) -> _Held:
+        """Move the plan's parameters into flat memory."""
+        first = named[plan.names[0]].data
+        parameters, gradients = allocate(plan.numel, first), allocate(plan.numel, first)
+        views = []
+        with torch.no_grad():
+            for name, start, stop in zip(plan.names, plan.offsets, plan.offsets[1:], strict=False):
+                parameter = named[name]
+                view = _view(parameters[start:stop], parameter)
+                view.copy_(parameter)
+                parameter.data = view
+                views.append(_view(gradients[start:stop], parameter))
+                if parameter.grad is not None:
+                    views[-1].copy_(parameter.grad)
+                parameter.grad = views[-1]
+        staging = self._device.staging
+        host_parameters = parameters if staging is None else staging.host_memory(parameters)
+        host_gradients = gradients if staging is None else staging.host_memory(gradients)
+        if staging is not None:
+            host_parameters.copy_(parameters)
+        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set())
+
+
+def _view(flat: Tensor, parameter: Tensor) -> Tensor:
+    """``flat`` in the shape and memory format of ``parameter``; contiguous where that format has gaps or overlaps."""
+    strides = parameter.stride()
+    expected = 1
+    for dimension in sorted(range(parameter.dim()), key=lambda d: strides[d]):
+        if parameter.shape[dimension] != 1:
+            if strides[dimension] != expected:
+                return flat.view(parameter.shape)
+            expected *= parameter.shape[dimension]
+    return flat.as_strided(parameter.shape, strides)

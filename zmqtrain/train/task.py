@@ -1,0 +1,246 @@
+"""A `Task`: what a person writes, and how it is found, called and checked.
+
+A task's own code may raise anything; it reaches the caller as a `TaskError` with the original, and its traceback, as its cause.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
+
+#: Of a batch's output and target: the mean over its samples, as a tensor of one element.
+Measure: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model, its data and how it learns. Every worker builds its own from the same function, with the same seed."""
+
+    model: Callable[[], nn.Module]
+    """Builds the model; called once on each worker, seeded alike on all."""
+    loss: Measure
+    """``loss(output, target)``: the *mean* loss over the samples it is given."""
+    optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    """Builds the optimizer from the model's parameters; it may make several parameter groups of them."""
+    train_data: Any
+    """A map-style dataset: ``len(data)`` and ``data[i]`` -> (input, target). A `TensorDataset` is indexed a batch at a time."""
+    eval_data: Any = None
+    """The same, for evaluation; none means no evaluation."""
+    metrics: Mapping[str, Measure] | None = None
+    """Means over the samples they are given. By default ``accuracy`` where the targets are class numbers, otherwise nothing."""
+    schedule: Callable[[Optimizer], LRScheduler] | None = None
+    """A learning-rate schedule; stepped once after each training step."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples, instead of torch's ``default_collate``."""
+    transform: Callable[[Any], Any] | None = None
+    """Applied to each training batch (input, target) in the loader's thread, for instance to augment it."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise TaskError(_not_callable(name, getattr(self, name)))
+        for name in ("schedule", "collate", "transform"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TaskError(_not_callable(name, getattr(self, name)))
+        for name, metric in (self.metrics or {}).items():
+            if not callable(metric):
+                raise TaskError(_not_callable(f"metrics[{name!r}]", metric))
+        check_dataset("train_data", self.train_data)
+        if self.eval_data is not None:
+            check_dataset("eval_data", self.eval_data)
+
+
+def _not_callable(name: str, value: object) -> str:
+    return f"Task.{name} is a {type(value).__name__}; it must be a function (or a class), such as `{name}=lambda ...: ...`"
+
+
+def check_dataset(name: str, data: Any) -> None:
+    """Raise `TaskError` unless ``data`` is a map-style dataset with at least one sample."""
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise TaskError(
+            f"Task.{name} is a {type(data).__name__}; it must be a map-style dataset, with len(data) and data[i]. "
+            "An iterable dataset cannot be divided over workers; load it into a list or a TensorDataset"
+        )
+    if len(data) == 0:
+        raise TaskError(f"Task.{name} is empty: it must hold at least one sample; is the data path right?")
+
+
+def check_model(model: object) -> None:
+    """Raise `TaskError` unless ``model`` is a module with something to train."""
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Task.model() returned a {type(model).__name__}; it must return a torch.nn.Module")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise TaskError(
+            f"the model {type(model).__name__} has no parameters, so there is nothing to train. Are its layers assigned as "
+            "attributes (layers in a plain list are not found; use torch.nn.ModuleList)?"
+        )
+    if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
+        raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")
+
+
+def build_model(task: Task) -> nn.Module:
+    """The task's model, checked. Seed torch before."""
+    with user_code("Task.model()"):
+        model = task.model()
+    check_model(model)
+    return model
+
+
+def build_optimizer_of(task: Task, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    """The task's optimizer over the model's trainable parameters, and its schedule."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+    with user_code("Task.optimizer(parameters)"):
+        optimizer = task.optimizer(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise TaskError(f"Task.optimizer(parameters) returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+    known = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise TaskError("Task.optimizer(parameters) made an optimizer of other parameters than those it was given")
+    if task.schedule is None:
+        return optimizer, None
+    with user_code("Task.schedule(optimizer)"):
+        schedule = task.schedule(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
+        raise TaskError(
+            f"Task.schedule(optimizer) returned a {type(schedule).__name__}; it must return a torch LRScheduler that is stepped "
+            "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
+        )
+    return optimizer, schedule
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Turn whatever the task's own code raises into a `TaskError` that names ``what`` raised, with the original as its cause."""
+    try:
+        yield
+    except ZmqTrainError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def load_task(
+    spec: str, args: Mapping[str, Any] | None = None, data_path: str | None = None, *, folders: Sequence[str | Path] = (".",)
+) -> Task:
+    """Import and call the function that ``spec`` names: ``package.module:function`` or ``path/to/file.py:function``.
+
+    Args:
+        spec: where the function is; without ``:function`` it is called ``task``.
+        args: ``[job] args``, passed as keyword arguments.
+        data_path: passed as ``data`` if the function takes it; must exist.
+        folders: where a relative file, or a module beyond the installed ones, is looked for.
+
+    Raises:
+        UsageError: there is no such file, module, function, argument or data path.
+        TaskError: the code raised, or did not return a `Task`.
+    """
+    source, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "task")
+    module = _load_file(source, folders) if source.endswith(".py") else _load_module(source, folders)
+    function = getattr(module, name, None)
+    if function is None:
+        near = get_close_matches(name, dir(module), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
+    if isinstance(function, Task):
+        return function
+    if not callable(function):
+        raise UsageError(f"[job] task = {spec!r}: {name} is a {type(function).__name__}, not a function that returns a Task")
+    keywords = _keywords(function, spec, dict(args or {}), data_path)
+    with user_code(f"the task's function {spec}"):
+        task = function(**keywords)
+    if not isinstance(task, Task):
+        raise TaskError(f"the task's function {spec} returned a {type(task).__name__}; it must return a zmqtrain.Task")
+    return task
+
+
+def _keywords(function: Callable[..., Any], spec: str, args: dict[str, Any], data_path: str | None) -> dict[str, Any]:
+    """The arguments for the task's function; `UsageError` where they do not fit."""
+    parameters = inspect.signature(function).parameters
+    any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in args:
+        if key not in parameters and not any_keyword:
+            near = get_close_matches(key, parameters, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(parameters) or 'none'}"
+            raise UsageError(f"[job] args: the task's function {spec} takes no argument {key!r}{hint}")
+    if data_path is not None and not Path(data_path).exists():
+        raise UsageError(
+            f"the data path {data_path} does not exist here. Mend [data] path, --data or ZMQTRAIN_DATA; "
+            "it must be there on every host"
+        )
+    if data_path is not None and ("data" in parameters or any_keyword):
+        args.setdefault("data", data_path)
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and name not in args
+    ]
+    if missing == ["data"]:
+        raise UsageError(f"the task's function {spec} needs data: give [data] path, --data PATH or ZMQTRAIN_DATA")
+    if missing:
+        raise UsageError(f"the task's function {spec} needs the argument {missing[0]!r}: give it in [job] args")
+    return args
+
+
+def _load_file(source: str, folders: Sequence[str | Path]) -> ModuleType:
+    found = next((path for folder in folders if (path := Path(folder, source).resolve()).is_file()), None)
+    if found is None:
+        looked = ", ".join(str(Path(folder, source).resolve()) for folder in folders)
+        raise UsageError(f"[job] task: there is no file {source}; looked for {looked}")
+    name = f"zmqtrain_task_{found.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(found):
+        return loaded
+    specification = importlib.util.spec_from_file_location(name, found)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    _search(found.parent)
+    sys.modules[name] = module  # dataclasses and pickling of the task's classes look it up
+    try:
+        with user_code(f"importing {found}"):
+            specification.loader.exec_module(module)
+    except TaskError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(source: str, folders: Sequence[str | Path]) -> ModuleType:
+    for folder in folders:
+        _search(Path(folder).resolve())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (source == error.name or source.startswith(error.name + ".")):
+            raise UsageError(
+                f"[job] task: there is no module {source!r} (no {error.name!r} installed, or in "
+                f"{', '.join(str(folder) for folder in folders)}); name a module, or a file that ends in .py"
+            ) from None
+        raise TaskError(f"importing {source} raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise TaskError(f"importing {source} raised {type(error).__name__}: {error}") from error
+
+
+def _search(folder: Path) -> None:
+    """Let imports find modules beside the task, after everything installed."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
