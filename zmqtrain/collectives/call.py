@@ -1,0 +1,170 @@
+"""One collective under way at one rank: pieces go out and come in, and it ends as a whole, well or with one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.schedule import Schedule, Span, Step
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.net.endpoint import Sent, Tag
+from zmqtrain.wire.payload import Payload
+
+#: Up to this size a copy costs less than to wait, at the end, until the receiver has acknowledged the original.
+COPY_BYTES = 64 * 1024
+
+
+class Call:
+    """Sends and receives the pieces of one collective. Made by `collective`.
+
+    Sending and receiving never wait for each other: what is posted is sent by a task of its own. Were a rank to wait for byte
+    credit before it receives, ranks that wait for each other's credit would wait for ever.
+    """
+
+    def __init__(self, group: Group, tag: Tag, what: str, priority: int, limit: asyncio.Timeout) -> None:
+        self.group = group
+        self.what = what
+        self.waiting_for_rank: int | None = None
+        self._endpoint = group.endpoint
+        self._tag = group.tag(tag)
+        self._priority = priority
+        self._limit = limit
+        self._outbox: deque[tuple[int, Payload, bool]] = deque()
+        self._posted = asyncio.Event()
+        self._complete = False
+        self._lent: deque[Sent] = deque()
+
+    def post(self, to: int, part: Payload, *, copied: bool = False) -> None:
+        """Send ``part`` to a rank, in the order of posting, without waiting.
+
+        Its memory may be overwritten by a message which proves that it has arrived, or else after `collective` has ended; at once
+        if ``copied``.
+        """
+        copied = copied or part.nbytes <= COPY_BYTES
+        if copied:
+            original, part = part, part.empty_like()
+            part.copy_(original)
+        self._outbox.append((to, part, not copied))
+        self._posted.set()
+
+    async def receive(self, source: int, part: Payload, *, add: bool = False) -> None:
+        """Write the next message of a rank into ``part``, or add it."""
+        peer = self.group.members[source]
+        self.waiting_for_rank = source
+        received = await self._endpoint.receive(peer, self._tag)
+        self._check(peer, received, part)
+        if add:
+            part.add_(received)
+        else:
+            part.copy_(received)
+        del received  # it holds the sender's memory or credit, and must not while we wait below
+        if self.group.timeout_s is not None and self.group.lost is None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self.group.timeout_s)
+        if part.nbytes > COPY_BYTES:
+            # A receive that finds its message does not suspend, so the sender would wait until none is left.
+            await asyncio.sleep(0)
+
+    def _check(self, peer: str, received: Payload, part: Payload) -> None:
+        if received.numel != part.numel or received.dtype != part.dtype:
+            raise ProtocolError(
+                f"{peer} sent {received.numel} {received.dtype} where {part.numel} {part.dtype} were due in {self.what}: all "
+                "members must call it with the same size, dtype, algorithm and chunk size"
+            )
+
+    async def send_posted(self) -> None:
+        """Send what is posted until `finish`."""
+        while self._outbox or not self._complete:
+            if not self._outbox:
+                self._posted.clear()
+                await self._posted.wait()
+                continue
+            to, part, lent = self._outbox.popleft()
+            sent = await self._endpoint.send(self.group.members[to], self._tag, part, priority=self._priority)
+            if lent:
+                self._lent.append(sent)
+            while self._lent and self._lent[0].released:
+                self._lent.popleft()
+
+    def finish(self) -> None:
+        """Nothing more will be posted."""
+        self._complete = True
+        self._posted.set()
+
+    async def wait_released(self) -> None:
+        """Until the caller may write to everything that was posted."""
+        while self._lent:
+            sent = self._lent.popleft()
+            if not sent.released:
+                await sent.wait_released()
+
+
+@asynccontextmanager
+async def collective(group: Group, name: str, tag: Tag, priority: int = 0) -> AsyncIterator[Call]:
+    """The frame of every collective: on a normal end all that was posted is delivered and its memory is free again.
+
+    Raises `PeerLostError` that names the first lost member, whichever rank noticed, and `PeerTimeoutError` after
+    ``group.timeout_s`` without progress. On an error or a cancellation the payload's content is undefined.
+    """
+    what = f"{name} {'/'.join(str(word) for word in group.tag(tag))}"
+    if group.lost is not None:
+        raise PeerLostError(group.lost.peer, group.lost.reason, waiting_for=what)
+    limit = asyncio.timeout(group.timeout_s)
+    call = Call(group, tag, what, priority, limit)
+    try:
+        async with limit:
+            group.enter(limit)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(call.send_posted())
+                yield call
+                call.finish()
+            await call.wait_released()
+    except (BaseExceptionGroup, PeerLostError, TimeoutError) as raised:
+        error = _leaf(raised)
+        if group.lost is not None and isinstance(error, (PeerLostError, TimeoutError)):
+            raise PeerLostError(group.lost.peer, group.lost.reason, waiting_for=what) from error
+        if isinstance(error, TimeoutError) and limit.expired():
+            peer = group.members[call.waiting_for_rank if call.waiting_for_rank is not None else group.rank]
+            raise PeerTimeoutError(peer, what, group.timeout_s or 0.0) from error
+        raise error from None
+    finally:
+        group.leave(limit)
+
+
+async def carry_out(call: Call, schedule: Schedule, payload: Payload, piece: int) -> None:
+    """Walk through a schedule in place, in pieces of ``piece`` elements: one is added while the next is received, and is sent on
+    as soon as it is complete."""
+    for step, following in zip([Step(), *schedule], [*schedule, Step()], strict=True):
+        ready = deque(pieces(following.out, piece))
+        # Both in ascending order, so all that lies below the end of what came is complete. A run in two spans is not.
+        pipelined = len(step.into) == 1 and len(following.out) == 1
+        for start, stop in pieces(step.into, piece):
+            assert step.source is not None
+            await call.receive(step.source, payload.part(start, stop), add=step.add)
+            while pipelined and ready and ready[0][1] <= stop:
+                _post(call, following, payload, ready.popleft())
+        while ready:
+            _post(call, following, payload, ready.popleft())
+
+
+def pieces(spans: Sequence[Span], piece: int) -> Iterator[Span]:
+    """Cut at the multiples of ``piece``, so that spans which overlap are cut at the same places. Nothing for empty spans."""
+    for start, stop in spans:
+        while start < stop:
+            end = min(stop, (start // piece + 1) * piece)
+            yield start, end
+            start = end
+
+
+def _post(call: Call, step: Step, payload: Payload, span: Span) -> None:
+    assert step.to is not None
+    call.post(step.to, payload.part(*span), copied=step.copied)
+
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first error in a group of them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
