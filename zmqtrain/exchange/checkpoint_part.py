@@ -1,0 +1,125 @@
+"""A role's side of checkpoints: its part goes to the coordinator, and comes back from there when a run is resumed.
+
+A part is named tensors and a sidecar of plain values. It travels as messages of one tag, so they arrive in order: first the
+manifest (the packed list of tensors and the sidecar, as bytes), then each tensor in the manifest's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.net.endpoint import Endpoint, PeerId, Sent
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+
+COORDINATOR: PeerId = "coordinator"
+#: Parts on their way to the coordinator: ``(SAVE, step, name)``; back: ``(RESUME, name)``.
+SAVE, RESUME = "checkpoint", "resume"
+#: Requests that the coordinator's collector answers.
+WRITTEN, COMMITTED, OPEN_PART = "checkpoint_written", "checkpoint_committed", "resume_part"
+#: A checkpoint is background traffic: below everything that a step waits for.
+PRIORITY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one role keeps in a checkpoint."""
+
+    name: str  # "worker-3", "server-0", "model", "group-1"
+    step: int  # steps that were complete
+    tensors: Mapping[str, Payload]
+    sidecar: Mapping[str, Value] = field(default_factory=dict)
+
+
+async def send_part(
+    endpoint: Endpoint,
+    step: int,
+    name: str,
+    tensors: Mapping[str, Payload],
+    sidecar: Mapping[str, Value],
+    *,
+    timeout_s: float,
+    coordinator: PeerId = COORDINATOR,
+) -> None:
+    """Send a part; returns when the coordinator has it on disk. The tensors must not change before.
+
+    The checkpoint of the step counts once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
+    `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
+    """
+    tag = (SAVE, step, name)
+    sent: list[Sent] = [await endpoint.send(coordinator, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
+    for payload in tensors.values():
+        sent.append(await endpoint.send(coordinator, tag, payload, priority=PRIORITY))
+    await endpoint.request(coordinator, WRITTEN, step, name, timeout=timeout_s)
+    for message in sent:
+        await message.wait_released()
+
+
+async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> None:
+    """Wait until all parts of the step's checkpoint are there and it has its final name."""
+    await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)
+
+
+async def fetch_part(
+    endpoint: Endpoint,
+    name: str,
+    *,
+    timeout_s: float,
+    into: Mapping[str, Payload] | None = None,
+    coordinator: PeerId = COORDINATOR,
+) -> Part | None:
+    """This role's part of the checkpoint that the run is resumed from; none if it starts afresh.
+
+    Tensors that ``into`` names are written there, so that they need no second memory. Raises `CheckpointError` where one does
+    not fit.
+    """
+    answer = await endpoint.request(coordinator, OPEN_PART, name, timeout=timeout_s)
+    if answer.meta is None:
+        return None
+    assert isinstance(answer.meta, int)
+    listed, sidecar = unpack_manifest(await endpoint.receive(coordinator, (RESUME, name)))
+    tensors: dict[str, Payload] = {}
+    for tensor, dtype, shape in listed:
+        target = None if into is None else into.get(tensor)
+        if target is not None and (target.dtype != dtype or target.numel != int(np.prod(shape, dtype=np.int64))):
+            raise CheckpointError(
+                f"the checkpoint's {name} holds {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
+                "it is of another model; start without --resume, or with the model it was made with"
+            )
+        received = await endpoint.receive(coordinator, (RESUME, name), into=target)
+        if target is None:  # what the transport handed out may be its own memory
+            received = _copy(received, shape)
+        tensors[tensor] = received
+    return Part(name, answer.meta, tensors, sidecar)
+
+
+def pack_manifest(tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) -> TensorPayload:
+    """The list of tensors and the sidecar as bytes, since they may be larger than a header."""
+    listed = [[name, payload.dtype, list(shape_of(payload))] for name, payload in tensors.items()]
+    packed = msgpack.packb([listed, dict(sidecar)])
+    return TensorPayload.of(np.frombuffer(packed, np.uint8))
+
+
+def unpack_manifest(payload: Payload) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, Any]]:
+    """The tensors (name, dtype, shape) in the order in which they follow, and the sidecar. Raises `CheckpointError`."""
+    try:
+        listed, sidecar = msgpack.unpackb(b"".join(payload.frames()), strict_map_key=False)
+        return [(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in listed], dict(sidecar)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise CheckpointError(f"a part of a checkpoint came with a manifest that cannot be read: {error}") from error
+
+
+def shape_of(payload: Payload) -> tuple[int, ...]:
+    shape = getattr(payload, "shape", None)
+    return (payload.numel,) if shape is None else tuple(shape)
+
+
+def _copy(received: Payload, shape: tuple[int, ...]) -> Payload:
+    copied = bytearray(b"".join(received.frames()))
+    return TensorPayload.received(copied, received.dtype, shape, received.meta)
