@@ -54,8 +54,7 @@ async def send_part(
     """
     tag = (SAVE, step, name)
     sent: list[Sent] = [await endpoint.send(coordinator, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
-    for payload in tensors.values():
-        sent.append(await endpoint.send(coordinator, tag, payload, priority=PRIORITY))
+    sent += [await endpoint.send(coordinator, tag, payload, priority=PRIORITY) for payload in tensors.values()]
     await endpoint.request(coordinator, WRITTEN, step, name, timeout=timeout_s)
     for message in sent:
         await message.wait_released()
