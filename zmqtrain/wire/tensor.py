@@ -69,6 +69,8 @@ class TensorPayload:
                 f"the tensor of shape {tuple(source.shape)} is not contiguous, so its memory cannot be sent as it lies: "
                 "call .contiguous() first, where a copy will do"
             )
+        if source.is_conj() or source.is_neg():
+            raise ValueError("the tensor is a lazy conjugate or negative, so its memory holds other values: resolve it first")
         flat = source.detach().view(-1)
         return cls(info, tuple(source.shape), _array_of(flat, info), flat, meta)
 
@@ -140,6 +142,10 @@ class TensorPayload:
             return TensorPayload(info, (stop - start,), None, self._flat()[start:stop], None)
         scale = info.itemsize if info.raw else 1
         return TensorPayload(info, (stop - start,), self._array[start * scale : stop * scale], None, None)
+
+    def with_meta(self, meta: Value) -> TensorPayload:
+        """The same memory with another ``meta``."""
+        return TensorPayload(self._info, self.shape, self._array, self._tensor, meta)
 
     def empty_like(self) -> TensorPayload:
         if self._array is None:
@@ -270,6 +276,8 @@ class _Writable:
 def _tensor_of(array: Array, info: DType) -> torch.Tensor:
     import torch
 
+    if not array.size:
+        return torch.empty(0, dtype=torch_dtype(info.name))
     if not array.flags.writeable:
         # torch warns about read-only memory and cannot express it; `TensorPayload._target` guards it instead.
         array = np.asarray(_Writable(array))

@@ -1,0 +1,354 @@
+"""Compression of gradients on the wire.
+
+A compressed payload is an ordinary payload whose ``meta`` is an envelope that says how to undo it, so networks carry it like any
+other, and `decompress` needs nothing but the message::
+
+    sender    compressor.encode(key, payload)  ->  payload on the wire  ->  decompress(payload)    receiver
+
+====== ====================================== ================================ =====================================
+name   on the wire                            of float32                       what is lost
+====== ====================================== ================================ =====================================
+none   the payload itself                     1                                nothing
+fp16   float16                                1/2                              precision beyond 11 bits; saturates
+bf16   bfloat16                               1/2                              precision beyond 8 bits
+int8   float32 scale a block, int8 elements   1/4                              at most half a step of each block's scale
+topk   int32 indices, their values            2 * ratio                        nothing for good: the rest is sent later
+====== ====================================== ================================ =====================================
+
+Elements that are not finite stay so (int8 makes them NaN), since zero would hide that a run diverges. Types that a codec cannot
+shrink (integers, and float16 by fp16) pass unchanged. Phantoms shrink as tensors would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
+
+import numpy as np
+
+from zmqtrain.errors import WireError
+from zmqtrain.wire.dtypes import DTYPES, dtype_named, torch_dtype
+from zmqtrain.wire.limits import DEFAULT_LIMITS
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.phantom import PhantomPayload
+from zmqtrain.wire.tensor import TensorPayload
+
+if TYPE_CHECKING:
+    import torch
+
+CodecName = Literal["none", "fp16", "bf16", "int8", "topk"]
+CODECS: Final[tuple[CodecName, ...]] = get_args(CodecName)
+
+#: Elements that share a scale in int8: small enough for outliers to spoil few others, large enough for 0.4 % overhead.
+BLOCK: Final = 1024
+#: Top-k sends at least one element in so many, which bounds how much memory a small message can make a receiver take.
+LARGEST_REDUCTION: Final = 10_000
+#: Stands for "not finite" among int8 elements, which otherwise are -127 to 127.
+_NOT_FINITE: Final = -128
+#: Envelope of elements that a codec cannot shrink.
+_RAW: Final = "raw"
+
+
+class Compressor(Protocol):
+    """A sender's side of a codec. What it keeps between steps (top-k only) belongs into checkpoints."""
+
+    name: CodecName
+
+    def encode(self, key: str, payload: Payload) -> Payload:
+        """What to send for ``payload``, which is read and not kept. ``key`` names the stream it is one step of: the same bucket or
+        piece each step, with always the same size."""
+        ...
+
+    def decode(self, payload: Payload) -> Payload:
+        """The flat payload, of the sender's element type and ``meta``, that ``encode`` was given, as far as the codec keeps it.
+
+        May alias what was received. Raises `WireError` for what no ``encode`` of this codec has made.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What was not sent yet, by key; empty for codecs that keep nothing. Tensors alias the compressor's own."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None: ...
+
+
+def make_compressor(name: str, ratio: float = 0.01) -> Compressor:
+    """The compressor called ``name``; ``ratio`` is the share of elements that top-k sends. Raises `ValueError`."""
+    match name:
+        case "none":
+            return NoCompressor()
+        case "fp16" | "bf16" | "int8":
+            return DenseCompressor(name)
+        case "topk":
+            return TopKCompressor(ratio)
+    raise ValueError(f"no compression {name!r}; there are {', '.join(CODECS)}")
+
+
+class NoCompressor:
+    """Sends payloads as they are."""
+
+    name: CodecName = "none"
+
+    def encode(self, key: str, payload: Payload) -> Payload:
+        return payload
+
+    def decode(self, payload: Payload) -> Payload:
+        return payload
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        return None
+
+
+class DenseCompressor:
+    """fp16, bf16 and int8: every element travels, in fewer bits. Nothing is kept between steps."""
+
+    def __init__(self, name: Literal["fp16", "bf16", "int8"]) -> None:
+        self.name: CodecName = name
+
+    def encode(self, key: str, payload: Payload) -> Payload:
+        if not _shrinks(self.name, payload.dtype):
+            return _unchanged(payload)
+        envelope = _envelope(self.name, payload)
+        if isinstance(payload, PhantomPayload):
+            dtype, numel = _wire_form(self.name, payload.numel)
+            return PhantomPayload(numel, dtype, envelope)
+        flat = _flat(payload)
+        return TensorPayload.of(_to_int8(flat) if self.name == "int8" else _to_half(flat, _HALVES[self.name]), envelope)
+
+    def decode(self, payload: Payload) -> Payload:
+        return decompress(payload, self.name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        return None
+
+
+class TopKCompressor:
+    """Sends the largest ``ratio`` of the elements by magnitude; adds the others to the next step's (error feedback).
+
+    So over the steps the sum of what was sent, and of what is kept, is the sum of what was given. Takes memory for one residual
+    a key (float32, or float64 for float64).
+    """
+
+    name: CodecName = "topk"
+
+    def __init__(self, ratio: float) -> None:
+        if not 1 / LARGEST_REDUCTION <= ratio <= 1:
+            raise ValueError(f"top-k sends a share of {1 / LARGEST_REDUCTION:g} to 1 of the elements, not {ratio}")
+        self.ratio = ratio
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    def encode(self, key: str, payload: Payload) -> Payload:
+        if not _shrinks(self.name, payload.dtype) or not payload.numel:
+            return _unchanged(payload)
+        if payload.numel > _MAX_INDEX:
+            raise ValueError(f"top-k indices have 32 bits: {payload.numel} elements are too many for one payload")
+        count = math.ceil(payload.numel * self.ratio)
+        envelope = {**_envelope(self.name, payload), "count": count}
+        if isinstance(payload, PhantomPayload):
+            return PhantomPayload(count * (4 + dtype_named(payload.dtype).itemsize), "uint8", envelope)
+        import torch
+
+        gradient = _flat(payload)
+        residual = self._residuals.get(key)
+        if residual is None:
+            residual = self._residuals[key] = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        if residual.shape != gradient.shape:
+            raise ValueError(f"{key!r} had {residual.numel()} elements before and has {gradient.numel()} now")
+        residual.add_(gradient)
+        indices = _largest(residual, count)
+        exact = residual[indices]
+        values = _to_half(exact, payload.dtype) if gradient.itemsize == 2 else exact
+        residual[indices] = (exact - values).nan_to_num_(0.0, 0.0, 0.0)  # rounding is kept, what is not finite was sent
+        packed = torch.cat((indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8)))
+        return TensorPayload.of(packed, envelope)
+
+    def decode(self, payload: Payload) -> Payload:
+        return decompress(payload, self.name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._residuals)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._residuals = {key: residual.clone() for key, residual in state.items()}
+
+
+def decompress(payload: Payload, codec: str | None = None) -> Payload:
+    """Undo a compressor's ``encode`` (of ``codec``, where given). Raises `WireError` where the payload is not the result of one."""
+    envelope = payload.meta
+    if type(envelope) is not dict or not envelope.keys() >= _ENVELOPE:
+        raise WireError(f"{payload!r} is not compressed")
+    name, dtype, numel, meta = (envelope[field] for field in ("codec", "dtype", "numel", "meta"))
+    if type(name) is not str or (codec is not None and name not in (codec, _RAW)):
+        raise WireError(f"{payload!r} is compressed by {name!r}, where {codec or 'a codec'} is expected")
+    if type(dtype) is not str or dtype not in DTYPES or type(numel) is not int or numel < 0:
+        raise WireError(f"{payload!r} stands for {numel!r:.40} elements of type {dtype!r:.40}")
+    if name == _RAW:
+        return _open_unchanged(payload, dtype, numel, meta)
+    if name not in CODECS or not _shrinks(name, dtype):
+        raise WireError(f"{payload!r} is compressed by {name!r} from {dtype!r}, which no codec does")
+    if name == "topk":
+        return _open_topk(payload, dtype, numel, envelope.get("count"), meta)
+    if (payload.dtype, payload.numel) != _wire_form(name, numel):
+        raise WireError(f"{payload!r} cannot be {numel} elements compressed by {name}")
+    if isinstance(payload, PhantomPayload):
+        return PhantomPayload(numel, dtype, meta)
+    flat = _flat(payload)
+    return TensorPayload.of(_from_int8(flat, numel, dtype) if name == "int8" else flat.to(torch_dtype(dtype)), meta)
+
+
+_ENVELOPE: Final = frozenset({"codec", "dtype", "numel", "meta"})
+_HALVES: Final = {"fp16": "float16", "bf16": "bfloat16"}
+_MAX_INDEX: Final = 2**31 - 1
+
+
+def _envelope(name: str, payload: Payload) -> dict[str, Value]:
+    return {"codec": name, "dtype": payload.dtype, "numel": payload.numel, "meta": payload.meta}
+
+
+def _shrinks(name: str, dtype: str) -> bool:
+    """Whether a codec does anything for elements of a type."""
+    return dtype in ("float32", "float64") or (name in ("int8", "topk") and dtype in ("float16", "bfloat16"))
+
+
+def _wire_form(name: str, numel: int) -> tuple[str, int]:
+    """Element type and number of elements of a dense codec's result."""
+    return ("uint8", numel + 4 * -(-numel // BLOCK)) if name == "int8" else (_HALVES[name], numel)
+
+
+def _flat(payload: Payload) -> torch.Tensor:
+    """The elements, flat and where a type of several bytes may be read at any fourth byte."""
+    if not isinstance(payload, TensorPayload):
+        raise WireError(f"{payload!r} has no elements to compress or decompress")
+    flat = payload.tensor.view(-1)
+    return flat.clone() if payload.numel and payload.pointer % 4 else flat
+
+
+def _unchanged(payload: Payload) -> Payload:
+    envelope = _envelope(_RAW, payload)
+    if isinstance(payload, TensorPayload):
+        return payload.part(0, payload.numel).with_meta(envelope)
+    if isinstance(payload, PhantomPayload):
+        return PhantomPayload(payload.numel, payload.dtype, envelope)
+    raise TypeError(f"{payload!r} has no elements to compress")
+
+
+def _open_unchanged(payload: Payload, dtype: str, numel: int, meta: Value) -> Payload:
+    if (payload.dtype, payload.numel) != (dtype, numel):
+        raise WireError(f"{payload!r} is not the {numel} elements of {dtype} that it says")
+    if isinstance(payload, TensorPayload):
+        return payload.part(0, numel).with_meta(meta)
+    return PhantomPayload(numel, dtype, meta)
+
+
+def _to_half(flat: torch.Tensor, name: str) -> torch.Tensor:
+    import torch
+
+    half = torch_dtype(name)
+    result = flat.to(half)
+    if flat.numel():
+        low, high = torch.aminmax(flat)
+        limit = torch.finfo(half).max
+        if not (low >= -limit and high <= limit):  # rare: too large, infinite, or NaN
+            result = torch.where(flat.isfinite(), flat.clamp(-limit, limit), flat).to(half)
+    return result
+
+
+def _to_int8(flat: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    numel = flat.numel()
+    blocks = -(-numel // BLOCK)
+    packed = torch.empty(blocks * 4 + numel, dtype=torch.uint8, device=flat.device)
+    if not numel:
+        return packed
+    if flat.dtype != torch.float64:
+        flat = flat.float()
+    if numel % BLOCK:
+        flat = torch.nn.functional.pad(flat, (0, blocks * BLOCK - numel))
+    rows = flat.view(blocks, BLOCK)
+    peaks = rows.abs().amax(1, keepdim=True)
+    lost = None
+    if not bool(peaks.isfinite().all()):  # rare: a run that diverges
+        lost = ~rows.isfinite()
+        rows = rows.masked_fill(lost, 0.0)
+        peaks = rows.abs().amax(1, keepdim=True)
+    scales = (peaks / 127).to(torch.float32).clamp_max_(torch.finfo(torch.float32).max)
+    scales.masked_fill_(scales == 0, 1.0)  # nothing but zeros, or so small that the scale itself is none
+    codes = (rows / scales).round_().clamp_(-127, 127).to(torch.int8)
+    if lost is not None:
+        codes.masked_fill_(lost, _NOT_FINITE)
+    packed[: blocks * 4].view(torch.float32).copy_(scales.view(-1))
+    packed[blocks * 4 :].copy_(codes.view(-1)[:numel].view(torch.uint8))
+    return packed
+
+
+def _from_int8(packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
+    import torch
+
+    blocks = -(-numel // BLOCK)
+    target = torch_dtype(dtype)
+    if not numel:
+        return torch.empty(0, dtype=target, device=packed.device)
+    scales = packed[: blocks * 4].view(torch.float32)
+    codes = packed[blocks * 4 :].view(torch.int8)
+    result = codes.to(torch.float64 if target == torch.float64 else torch.float32)
+    whole = numel - numel % BLOCK
+    result[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK].unsqueeze(1))
+    if whole != numel:
+        result[whole:].mul_(scales[-1])
+    if int(codes.min()) == _NOT_FINITE:
+        result.masked_fill_(codes == _NOT_FINITE, math.nan)
+    return _to_half(result, dtype) if target.itemsize == 2 else result
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices, rising, of the ``count`` elements of the largest magnitude; those that are not finite first."""
+    import torch
+
+    magnitudes = values.abs()
+    if values.device.type != "cpu":
+        return torch.topk(magnitudes, count, sorted=False).indices.sort().values
+    sizes: np.ndarray[Any, Any] = magnitudes.numpy()
+    rest = sizes.size - count
+    selected = np.partition(sizes, rest)[rest:]  # ten times faster than torch.topk; NaN counts as largest
+    if np.isnan(selected).any():
+        np.nan_to_num(sizes, copy=False, nan=np.inf, posinf=np.inf)
+        selected[np.isnan(selected)] = np.inf
+    threshold = selected.min()
+    indices = np.flatnonzero(sizes >= threshold)
+    if indices.size > count:  # equal to the threshold are more than there is room for: the first of them go
+        ties = np.flatnonzero(sizes == threshold)[count - indices.size :]
+        indices = np.setdiff1d(indices, ties, assume_unique=True)
+    return torch.from_numpy(indices)
+
+
+def _open_topk(payload: Payload, dtype: str, numel: int, count: Value, meta: Value) -> Payload:
+    info = dtype_named(dtype)
+    if type(count) is not int or not 0 < count <= numel <= min(count * LARGEST_REDUCTION, _MAX_INDEX):
+        raise WireError(f"{payload!r} cannot be the largest {count!r:.40} of {numel} elements")
+    if payload.dtype != "uint8" or payload.numel != count * (4 + info.itemsize):
+        raise WireError(f"{payload!r} is not {count} indices and values of {dtype}")
+    if numel * info.itemsize > DEFAULT_LIMITS.message_bytes:
+        raise WireError(f"{payload!r} stands for {numel} elements, above the limit")
+    if isinstance(payload, PhantomPayload):
+        return PhantomPayload(numel, dtype, meta)
+    import torch
+
+    packed = _flat(payload)
+    indices = packed[: count * 4].view(torch.int32)
+    if int(indices[0]) < 0 or int(indices[-1]) >= numel or not bool((indices[1:] > indices[:-1]).all()):
+        raise WireError(f"{payload!r} holds indices that do not rise from 0 to below {numel}")
+    values = packed[count * 4 :]
+    if info.itemsize > 4 and count % 2:
+        values = values.clone()  # the indices end at a fourth byte, which is no eighth
+    result = torch.zeros(numel, dtype=torch_dtype(dtype), device=packed.device)
+    result[indices.long()] = values.view(result.dtype)
+    return TensorPayload.of(result, meta)
