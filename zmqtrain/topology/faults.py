@@ -86,14 +86,18 @@ def clean_path(location: tuple[int | str, ...], document: Mapping[str, Any]) -> 
     node: Any = document
     path: Path = ()
     for number, part in enumerate(location):
-        if (isinstance(node, list) and isinstance(part, int) and part < len(node)) or (isinstance(node, Mapping) and part in node):
+        if _has(node, part):
             node = node[part]
-        elif number == len(location) - 1 and isinstance(node, Mapping) and isinstance(part, str):
-            return (*path, part)
-        else:
+        elif number < len(location) - 1 or not isinstance(node, Mapping) or isinstance(part, int):
             continue
         path = (*path, part)
     return path
+
+
+def _has(node: Any, part: int | str) -> bool:
+    if isinstance(node, Mapping):
+        return part in node
+    return isinstance(node, list) and isinstance(part, int) and part < len(node)
 
 
 def faults_of(

@@ -1,0 +1,247 @@
+"""The coordinator and its members, over endpoints in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.membership.actions import Outcome
+from zmqtrain.membership.agent_link import AgentLink
+from zmqtrain.membership.client import Membership
+from zmqtrain.membership.coordinator import Coordinator
+from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.timeouts import Ladder
+
+LADDER = Ladder.of(20.0)
+
+
+def placement_of(groups: int, size: int, servers: int = 0, hosts: int = 1) -> Placement:
+    text = "[job]\noversubscribe = true\n"
+    text += "".join(f"[[hosts]]\nname = 'h{number}'\nslots = 4\n" for number in range(hosts))
+    text += f"[compute]\ngroups = {groups}\ngroup_size = {size}\n[exchange]\n"
+    text += f"kind = 'model_server'\nshards = {servers}\n" if servers else "kind = 'allreduce'\n"
+    return place(parse_topology(text))
+
+
+class Run:
+    """A coordinator on a network in memory, and what it has told."""
+
+    def __init__(self, placement: Placement, *, agents: bool, ladder: Ladder = LADDER) -> None:
+        self.network, self.placement, self.ladder = MemoryNetwork(), placement, ladder
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.reports: list[tuple[str, list[dict[str, Any]]]] = []
+        self.coordinator = Coordinator(
+            self.network.endpoint("coordinator"),
+            placement,
+            ladder,
+            agents=agents,
+            on_event=lambda kind, values: self.events.append((kind, values)),
+            on_report=lambda peer, events: self.reports.append((peer, events)),
+        )
+
+    async def join(self, peer: str, *, incarnation: int | None = None) -> Membership:
+        node = self.network.endpoint(peer)
+        return await Membership.join(node, coordinator_address="memory://coordinator", ladder=self.ladder, incarnation=incarnation)
+
+    async def agent(self, host: str) -> AgentLink:
+        node = self.network.endpoint(f"agent/{host}")
+        return await AgentLink.join(node, coordinator_address="memory://coordinator", ladder=self.ladder)
+
+    async def everybody(self) -> dict[str, Membership]:
+        peers = [role.peer for role in self.placement.roles]
+        return dict(zip(peers, await asyncio.gather(*map(self.join, peers)), strict=True))
+
+
+@asynccontextmanager
+async def started(
+    placement: Placement, *, agents: bool = False, ladder: Ladder = LADDER
+) -> AsyncIterator[tuple[Run, asyncio.Task[Outcome]]]:
+    run = Run(placement, agents=agents, ladder=ladder)
+    task = asyncio.create_task(run.coordinator.run())
+    try:
+        yield run, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_run_from_joining_to_its_end() -> None:
+    async with started(placement_of(2, 2, servers=2)) as (run, task):
+        members = await run.everybody()
+        view = members["worker/3"].view
+        assert view.complete
+        assert [member.peer for member in view.workers()] == [f"worker/{rank}" for rank in range(4)]
+        assert [(member.group, member.position) for member in view.workers()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert [member.address for member in view.servers()] == ["memory://server/0", "memory://server/1"]
+        assert run.coordinator.running.is_set()
+        workers = [members[f"worker/{rank}"] for rank in range(4)]
+        for _ in range(2):  # the same name again
+            await asyncio.gather(*(worker.barrier("epoch") for worker in workers))
+        await workers[2].report([{"kind": "step", "loss": 0.5}] * 1200)
+        assert sum(len(events) for _, events in run.reports) == 1200
+        assert not members["server/0"].finished.is_set()
+        await asyncio.gather(*(worker.leave() for worker in workers))
+        for number in range(2):
+            await members[f"server/{number}"].finished.wait()
+            await members[f"server/{number}"].leave()
+        outcome = await task
+        assert (outcome.status, outcome.failures) == ("done", ())
+        assert [kind for kind, _ in run.events][-1] == "ended"
+
+
+async def test_agents_vouch_for_their_roles() -> None:
+    async with started(placement_of(1, 2, hosts=2), agents=True) as (run, task):
+        links = {}
+        for host in run.placement.hosts:
+            if run.placement.of_host(host):
+                links[host] = await run.agent(host)
+                for role in run.placement.of_host(host):
+                    links[host].started(role.peer)
+        async with asyncio.TaskGroup() as group:
+            for link in links.values():
+                group.create_task(link.run())
+            members = await run.everybody()
+            for role in run.placement.roles:
+                await members[role.peer].leave()
+                await links[role.host].exited(role.peer, 0)
+        assert (await task).status == "done"
+        for link in links.values():
+            await link.leave()
+            assert link.alive == frozenset()
+
+
+@given(st.permutations([*range(5)]), st.lists(st.integers(0, 3), min_size=5, max_size=5))
+def test_joins_in_any_order_and_with_any_delay(order: list[int], delays: list[int]) -> None:
+    async def scenario() -> None:
+        async with started(placement_of(2, 2, servers=1)) as (run, _):
+            peers = [role.peer for role in run.placement.roles]
+
+            async def late(number: int) -> Membership:
+                for _ in range(delays[number]):
+                    await asyncio.sleep(0)
+                return await run.join(peers[number])
+
+            members = await asyncio.gather(*map(late, order))
+            assert {tuple(sorted(member.view.members)) for member in members} == {tuple(sorted(peers))}
+            assert len({member.view.version for member in members}) == 1
+
+    asyncio.run(scenario())
+
+
+async def test_a_stranger_is_refused() -> None:
+    async with started(placement_of(1, 2)) as (run, _):
+        with pytest.raises(ProtocolError, match=r"worker/7 is not part of this run, which expects worker/0, worker/1"):
+            await run.join("worker/7")
+
+
+async def test_a_join_that_takes_too_long_names_who_is_missing() -> None:
+    async with started(placement_of(1, 3), ladder=Ladder.of(0.1)) as (run, task):
+        with pytest.raises(PeerTimeoutError, match=r"worker/1, worker/2 did not answer .* \(2 of 3 are missing\)"):
+            await run.join("worker/0")
+        assert (await task).status == "failed"
+
+
+async def test_a_second_process_replaces_the_first_while_joining() -> None:
+    async with started(placement_of(1, 2)) as (run, _):
+        first = asyncio.create_task(run.join("worker/0", incarnation=1))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(run.join("worker/0", incarnation=2))
+        with pytest.raises(ProtocolError, match="another process has joined as worker/0"):
+            await first
+        await run.join("worker/1")
+        assert (await second).view.complete
+
+
+async def test_a_second_process_is_a_loss_once_the_run_goes() -> None:
+    async with started(placement_of(1, 2)) as (run, task):
+        members = await run.everybody()
+        with pytest.raises(PeerLostError, match="came back as another process"):
+            await run.join("worker/0", incarnation=99)
+        await members["worker/1"].halted.wait()
+        assert "worker/0" in members["worker/1"].view.lost
+        await members["worker/1"].leave()
+        assert (await task).failures[0].peer == "worker/0"
+
+
+async def test_a_barrier_with_a_dead_member_names_it() -> None:
+    async with started(placement_of(1, 3), agents=True) as (run, task):
+        link = await run.agent("h0")
+        for rank in range(3):
+            link.started(f"worker/{rank}")
+        members = await run.everybody()
+        waiting = [asyncio.create_task(members[f"worker/{rank}"].barrier("eval")) for rank in (0, 2)]
+        await asyncio.sleep(0.01)
+        await link.exited("worker/1", -9)
+        for task_ in waiting:
+            with pytest.raises(PeerLostError, match=r"lost worker/1 while waiting for the barrier 'eval': .*SIGKILL"):
+                await task_
+        await members["worker/0"].halted.wait()
+        assert members["worker/0"].halt_reason is not None
+        assert members["worker/0"].halt_reason["kind"] == "failure"
+        with pytest.raises(PeerLostError, match="worker/1"):  # the endpoint knows it, too
+            await members["worker/0"].endpoint.receive("worker/1", ("gradient", 1))
+        for rank in (0, 2):
+            await link.exited(f"worker/{rank}", 128, {"message": "lost worker/1", "consequence": True})
+        outcome = await task
+        assert len(outcome.failures) == 3
+        assert outcome.cause is not None
+        assert outcome.cause.peer == "worker/1"
+        assert isinstance(outcome.cause.error, HostLostError)
+        await link.finished.wait()
+
+
+async def test_halt_tells_everybody_once() -> None:
+    async with started(placement_of(1, 3)) as (run, task):
+        members = await run.everybody()
+        told: list[str] = []
+        for peer, member in members.items():
+            member.on_halt(lambda reason, peer=peer: told.append(f"{peer}: {reason['message']}"))  # type: ignore[misc]
+        await asyncio.gather(*(member.halt({"message": "the loss is nan"}) for member in members.values()))
+        for member in members.values():
+            await member.halted.wait()
+            await member.leave()
+        assert sorted(told) == [f"worker/{rank}: the loss is nan" for rank in range(3)]
+        late: list[dict[str, Any]] = []
+        members["worker/0"].on_halt(late.append)
+        assert late[0]["peer"] == "worker/0"
+        assert (await task).status == "halted"
+
+
+async def test_members_are_told_when_the_coordinator_is_gone() -> None:
+    async with started(placement_of(1, 1)) as (run, _):
+        member = await run.join("worker/0")
+        member.endpoint.forget("coordinator", "its process ended")
+        assert member.halt_reason is not None
+        assert member.halt_reason["kind"] == "coordinator lost"
+
+
+async def test_a_role_without_an_agent_reports_its_own_failure() -> None:
+    async with started(placement_of(1, 2)) as (run, task):
+        members = await run.everybody()
+        await members["worker/1"].fail({"message": "division by zero", "exit_code": 3, "consequence": False})
+        await members["worker/0"].halted.wait()
+        await members["worker/0"].fail({"message": "lost worker/1", "exit_code": 128, "consequence": True})
+        outcome = await task
+        assert outcome.cause is not None
+        assert (outcome.cause.peer, outcome.cause.exit_code) == ("worker/1", 3)
+
+
+async def test_cancelling_refuses_those_who_wait() -> None:
+    run = Run(placement_of(1, 2), agents=False)
+    task = asyncio.create_task(run.coordinator.run())
+    waiting = asyncio.create_task(run.join("worker/0"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(PeerLostError, match="the run has ended"):
+        await waiting

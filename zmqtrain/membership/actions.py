@@ -1,0 +1,143 @@
+"""What the roster decides: messages for its coordinator to carry out, each with the reason for the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from zmqtrain.errors import HostLostError, TaskError, ZmqTrainError
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.wire.payload import Value
+
+#: Names one request that waits for an answer.
+Ticket: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a request that waits."""
+
+    ticket: Ticket
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer a request that waits with an error."""
+
+    ticket: Ticket
+    error: ZmqTrainError
+
+    @property
+    def reason(self) -> str:
+        return str(self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Tell a member something it did not ask for."""
+
+    to: PeerId
+    what: Literal["view", "halt", "finish"]
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """A peer is a member now, and is reached there."""
+
+    peer: PeerId
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nothing more will come from this peer: give up every wait for it."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something happened that belongs into the run's events."""
+
+    kind: Literal["join", "running", "leave", "exit", "lost", "halt", "finishing", "failed", "ended"]
+    values: Mapping[str, Value]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over."""
+
+    outcome: Outcome
+    reason: str
+
+
+Action: TypeAlias = Answer | Refuse | Push | Meet | Drop | Note | End
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One role or host that failed."""
+
+    peer: PeerId
+    host: str
+    exit_code: int | None
+    """The process's exit code as its agent saw it (negative: the signal that ended it); ``None`` if it did not exit."""
+    reason: str
+    report: Mapping[str, Any] | None
+    """The error report that the role wrote, if it wrote one."""
+    consequence: bool
+    """Whether this only follows from another failure."""
+    error: ZmqTrainError
+
+    @staticmethod
+    def of_exit(peer: PeerId, host: str, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, left: bool) -> Failure:
+        """A role that exited as it should not have. ``stopped``: its agent had ended it on purpose."""
+        error: ZmqTrainError
+        if report is not None:
+            reason = f"{peer} failed: {report.get('message', 'no message')}"
+            error = TaskError(reason)
+        elif exit_code < 0:
+            reason = f"{peer} on {host} was killed by {signal_name(-exit_code)}"
+            error = HostLostError(reason)
+        elif exit_code == 0 and not left:
+            reason = f"{peer} on {host} ended without leaving the run (was sys.exit called?)"
+            error = TaskError(reason)
+        else:
+            reason = f"{peer} on {host} exited with code {exit_code} and left no error report; see its log"
+            error = TaskError(reason)
+        consequence = stopped if report is None else bool(report.get("consequence", False))
+        return Failure(peer, host, exit_code, reason, report, consequence, error)
+
+
+def signal_name(number: int) -> str:
+    """Like ``SIGKILL``."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    status: Literal["done", "halted", "failed"]
+    reason: str
+    failures: tuple[Failure, ...] = ()
+    halt: Mapping[str, Any] | None = None
+    """What the role that stopped the run gave as its reason."""
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure to show: the first one that does not only follow from another."""
+        return next((failure for failure in self.failures if not failure.consequence), next(iter(self.failures), None))

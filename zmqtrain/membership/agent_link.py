@@ -1,0 +1,83 @@
+"""An agent's side of the membership: it vouches for the roles of its host.
+
+An agent's whole life::
+
+    link = await AgentLink.join(endpoint, coordinator_address=address, ladder=ladder)    # at once, waits for nobody
+    link.on_halt(lambda reason: stop_all())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(link.run())                   # heartbeats, until the run is over
+        ...                                             # start a process:    link.started("worker/3")
+        ...                                             # one has ended:      await link.exited("worker/3", 1, report)
+    await link.leave()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from zmqtrain.errors import PeerLostError
+from zmqtrain.membership.client import COORDINATOR, HaltCallback, Membership
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.wire.payload import Value
+
+
+class AgentLink:
+    """Heartbeats and reports of one host's agent. Made by `join`."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self._alive: set[PeerId] = set()
+
+    @classmethod
+    async def join(cls, endpoint: Endpoint, *, coordinator_address: str, ladder: Ladder) -> AgentLink:
+        """Join as ``agent/HOST``. Raises as `Membership.join`, but does not wait for others."""
+        return cls(await Membership.join(endpoint, coordinator_address=coordinator_address, ladder=ladder))
+
+    @property
+    def finished(self) -> asyncio.Event:
+        """The run is over: end what still runs here, and leave."""
+        return self.membership.finished
+
+    @property
+    def alive(self) -> frozenset[PeerId]:
+        """The roles that this agent vouches for."""
+        return frozenset(self._alive)
+
+    def on_halt(self, callback: HaltCallback) -> None:
+        """Call ``callback(reason)`` when the run is to stop; see `Membership.on_halt`. The roles are told, too, and should end by
+        themselves; the agent ends those that do not within the grace time."""
+        self.membership.on_halt(callback)
+
+    def started(self, peer: PeerId) -> None:
+        """A role's process runs. Call this before the process can join."""
+        self._alive.add(peer)
+
+    async def exited(self, peer: PeerId, exit_code: int, report: Mapping[str, Any] | None = None, *, stopped: bool = False) -> None:
+        """A role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if any.
+        ``stopped``: this agent had told it to end, so that its end is nobody's fault."""
+        sent: Value = None if report is None else dict(report)
+        await self.membership._ask("exited", peer, exit_code, sent, stopped)
+        # Only now: a heartbeat without the role must not overtake the report.
+        self._alive.discard(peer)
+
+    async def run(self) -> None:
+        """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` when the coordinator is gone or has
+        given this host up: then end all roles."""
+        ladder = self.membership.ladder
+        while not self.finished.is_set():
+            living: list[Value] = [*sorted(self._alive)]
+            known = await self.membership._ask("heartbeat", living, timeout=ladder.lost_s)
+            if known is False:
+                raise PeerLostError(COORDINATOR, "it has given this host up, since it had not heard of it for too long")
+            try:
+                async with asyncio.timeout(ladder.heartbeat_s):
+                    await self.finished.wait()
+            except TimeoutError:
+                continue
+
+    async def leave(self) -> None:
+        """Say that this host is done. All its roles must have ended."""
+        await self.membership.leave()

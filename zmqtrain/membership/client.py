@@ -1,0 +1,155 @@
+"""A role's side of the membership.
+
+A role's whole life::
+
+    membership = await Membership.join(endpoint, coordinator_address=address, ladder=ladder)   # everybody is there now
+    membership.on_halt(lambda reason: worker.stop(reason))
+    await membership.barrier("started")
+    ...                                     # train; membership.view tells who is in the run
+    await membership.report([{"kind": "step", "loss": 0.3}])
+    await membership.leave()                # a server first waits for: await membership.finished.wait()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from zmqtrain.membership.view import View
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.wire.payload import Value
+
+COORDINATOR: PeerId = "coordinator"
+#: Events that travel in one request: enough for a quarter of a second, and far from the wire's limits.
+EVENTS_AT_ONCE = 500
+
+HaltCallback: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+class Membership:
+    """One process's membership in the run. Made by `join`; all methods on the loop's thread."""
+
+    def __init__(self, endpoint: Endpoint, ladder: Ladder) -> None:
+        self.endpoint = endpoint
+        self.ladder = ladder
+        self.view = View(0, False, {}, {})
+        """The newest view. Replaced, never changed."""
+        self.finished = asyncio.Event()
+        """All workers have left (for an agent: the run is over): finish and leave."""
+        self.halted = asyncio.Event()
+        """The run is to stop; `halt_reason` says why."""
+        self.halt_reason: dict[str, Any] | None = None
+        self._callbacks: list[HaltCallback] = []
+        self._left = False
+
+    @classmethod
+    async def join(
+        cls, endpoint: Endpoint, *, coordinator_address: str, ladder: Ladder, incarnation: int | None = None
+    ) -> Membership:
+        """Join the run as ``endpoint.peer``. For a worker or server it returns when all others have joined, too.
+
+        On return the endpoint knows everybody's address, and ``view`` is complete. ``incarnation`` tells two processes that call
+        themselves by the same name apart; by default it is random.
+        Raises `PeerTimeoutError` naming those who did not come, `PeerLostError` naming one that failed before everybody was there,
+        `RunTokenError`, or `ProtocolError` if this peer is not expected.
+        """
+        membership = cls(endpoint, ladder)
+        endpoint.serve("membership.view", membership._take_view)
+        endpoint.serve("membership.halt", membership._take_halt)
+        endpoint.serve("membership.finish", membership._take_finish)
+        endpoint.on_lost(membership._take_lost)
+        endpoint.add_peer(COORDINATOR, coordinator_address)
+        number = secrets.randbits(63) if incarnation is None else incarnation
+        # The coordinator gives up first and says who is missing; this time-out is for a coordinator that says nothing.
+        patience = ladder.join_s + ladder.lost_s
+        answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)
+        view = View.from_value(answer.meta)
+        for member in view.members.values():
+            if member.peer != endpoint.peer:
+                endpoint.add_peer(member.peer, member.address)
+        membership._newer(view)
+        return membership
+
+    @property
+    def peer(self) -> PeerId:
+        """Who this is."""
+        return self.endpoint.peer
+
+    async def barrier(self, name: str, members: Sequence[PeerId] | None = None) -> None:
+        """Wait until all ``members`` (all workers, if none are given) have called the barrier of this name.
+
+        A name may be used again once all have passed. Raises `PeerTimeoutError` naming the missing, or `PeerLostError` as soon as a
+        member is gone.
+        """
+        who: Value = None if members is None else list(members)
+        await self._ask("barrier", name, who, timeout=self.ladder.barrier_s + self.ladder.lost_s)
+
+    async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Hand events (plain values) to whoever keeps the run's record; on return they have arrived."""
+        for start in range(0, len(events), EVENTS_AT_ONCE):
+            batch: list[Value] = [dict(event) for event in events[start : start + EVENTS_AT_ONCE]]
+            await self._ask("report", batch)
+
+    async def halt(self, reason: Mapping[str, Any]) -> None:
+        """Ask to stop the run: every member, this one too, gets `on_halt`, once. ``reason["message"]`` is for people."""
+        await self._ask("halt", dict(reason))
+
+    async def fail(self, report: Mapping[str, Any]) -> None:
+        """Say that this role has failed, with its error report. For roles without an agent, whose end nobody would see."""
+        await self._ask("failed", dict(report))
+
+    def on_halt(self, callback: HaltCallback) -> None:
+        """Call ``callback(reason)`` when the run is to stop: a member asked for it, one failed (``kind`` is ``failure``), or the
+        coordinator is gone (``kind`` is ``coordinator lost``). At most once; at once if that has been said already."""
+        if self.halt_reason is not None:
+            callback(self.halt_reason)
+        else:
+            self._callbacks.append(callback)
+
+    async def leave(self) -> None:
+        """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent."""
+        if not self._left:
+            self._left = True
+            await self._ask("leave")
+
+    async def _ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
+        wait = self.ladder.request_s if timeout is None else timeout
+        return (await self.endpoint.request(COORDINATOR, f"membership.{method}", *args, timeout=wait)).meta
+
+    def _newer(self, view: View) -> None:
+        if view.version <= self.view.version:
+            return
+        lost_before, self.view = self.view.lost, view
+        for peer, reason in view.lost.items():
+            if peer not in lost_before and peer != self.peer:
+                self.endpoint.forget(peer, reason)
+
+    def _stop(self, reason: dict[str, Any]) -> None:
+        if self.halt_reason is None:
+            self.halt_reason = reason
+            self.halted.set()
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback(reason)
+
+    def _take_lost(self, peer: PeerId, reason: str) -> None:
+        if peer == COORDINATOR and not self._left:
+            self._stop({"kind": "coordinator lost", "peer": peer, "message": f"lost the coordinator: {reason}"})
+
+    async def _take_view(self, caller: PeerId, value: Value) -> Value:
+        if caller == COORDINATOR:
+            self._newer(View.from_value(value))
+        return None
+
+    async def _take_halt(self, caller: PeerId, value: Value) -> Value:
+        if caller == COORDINATOR and isinstance(value, dict):
+            self._stop(dict(value))
+        return None
+
+    async def _take_finish(self, caller: PeerId, _value: Value = None) -> Value:
+        if caller == COORDINATOR:
+            self.finished.set()
+        return None

@@ -1,0 +1,249 @@
+"""The coroutine around the roster: it serves the members' requests and carries out what the roster decides.
+
+The launcher's part::
+
+    coordinator = Coordinator(endpoint, placement, ladder, on_report=run_directory.write)
+    async with asyncio.TaskGroup() as group:
+        run = group.create_task(coordinator.run())
+        ...                                   # start the agents, telling them endpoint.address and the run token
+        await coordinator.running.wait()      # everybody has joined (or: coordinator.failed.wait())
+        outcome = await run                   # "done", "halted" or "failed", with all failures; outcome.cause is the one to show
+
+A program that runs the roles as coroutines of its own passes ``agents=False``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
+from zmqtrain.membership.actions import Action, Answer, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.roster import Roster
+from zmqtrain.membership.view import View, expected_members
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.wire.payload import Value
+
+#: ``on_event(kind, values)``: something happened to the membership; ``values["reason"]`` says why.
+EventCallback: TypeAlias = Callable[[str, dict[str, Any]], None]
+#: ``on_report(peer, events)``: a role's own events.
+ReportCallback: TypeAlias = Callable[[PeerId, list[dict[str, Any]]], None]
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What one member is to be told. A newer view replaces an older one that has not gone out, so this stays small."""
+
+    pending: dict[str, Value] = field(default_factory=dict)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Coordinator:
+    """Keeps the membership of one run. Make it inside the event loop, before anybody is told the endpoint's address."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        placement: Placement,
+        ladder: Ladder,
+        *,
+        agents: bool = True,
+        on_event: EventCallback | None = None,
+        on_report: ReportCallback | None = None,
+    ) -> None:
+        self.running = asyncio.Event()
+        """Everybody has joined."""
+        self.failed = asyncio.Event()
+        """Something failed; `run` goes on for a moment to collect what the others have to say."""
+        self.outcome: Outcome | None = None
+        self._endpoint, self._ladder = endpoint, ladder
+        self._loop = asyncio.get_running_loop()
+        self._roster = Roster(expected_members(placement, agents=agents), ladder, now=self._loop.time())
+        self._on_event, self._on_report = on_event, on_report
+        self._tickets = count()
+        self._waiting: dict[Ticket, asyncio.Future[Value]] = {}
+        self._outboxes: dict[PeerId, _Outbox] = {}
+        self._pushers: dict[PeerId, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()
+        for name in ("join", "barrier", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+            endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
+        endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
+
+    @property
+    def view(self) -> View:
+        """The members as they are now."""
+        return self._roster.view()
+
+    def halt(self, reason: Mapping[str, Any]) -> None:
+        """Stop the run, as a role may by `Membership.halt`: every member is told, once."""
+        self._do(self._roster.handle_halt(COORDINATOR, reason, self._now()))
+
+    async def run(self) -> Outcome:
+        """Keep the membership until the run has ended. Cancelling it refuses whoever waits, and tells nobody else."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for peer in self._outboxes:
+                    self._start_pusher(peer)
+                while self.outcome is None:
+                    await self._wait_for_change(self._roster.next_deadline())
+                    self._do(self._roster.tick(self._now()))
+                await self._drain()
+                self._group = None
+                for pusher in self._pushers.values():
+                    pusher.cancel()
+        finally:
+            self._group = None
+            why = "the run has ended" if self.outcome is None else f"the run has ended: {self.outcome.reason}"
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(PeerLostError(COORDINATOR, why))
+        return self.outcome
+
+    async def _wait_for_change(self, deadline: float | None) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    async def _drain(self) -> None:
+        """Let the last words go out, for as long as the ladder allows."""
+        try:
+            async with asyncio.timeout(self._ladder.drain_s):
+                for outbox in list(self._outboxes.values()):
+                    await outbox.idle.wait()
+        except TimeoutError:
+            pass
+
+    def _now(self) -> float:
+        return self._loop.time()
+
+    # Carrying out -------------------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Answer(ticket, value):
+                    future = self._waiting.get(ticket)
+                    if future is not None and not future.done():
+                        future.set_result(value)
+                case Refuse(ticket, error):
+                    future = self._waiting.get(ticket)
+                    if future is not None and not future.done():
+                        future.set_exception(error)
+                case Push(to, what, value):
+                    self._push(to, what, value)
+                case Meet(peer, address):
+                    self._endpoint.add_peer(peer, address)
+                case Drop(peer, reason):
+                    self._endpoint.forget(peer, reason)
+                case Note(kind, values, reason):
+                    self._note(kind, values, reason)
+                case End(outcome):
+                    self.outcome = outcome
+        if actions:
+            self._changed.set()
+
+    def _note(self, kind: str, values: Mapping[str, Value], reason: str) -> None:
+        if kind == "running":
+            self.running.set()
+        elif kind == "failed":
+            self.failed.set()
+        if self._on_event is not None:
+            self._on_event(kind, {**values, "reason": reason})
+
+    def _push(self, peer: PeerId, what: str, value: Value) -> None:
+        outbox = self._outboxes.get(peer)
+        if outbox is None:
+            outbox = self._outboxes[peer] = _Outbox()
+            self._start_pusher(peer)
+        outbox.pending[what] = value
+        outbox.idle.clear()
+        outbox.filled.set()
+
+    def _start_pusher(self, peer: PeerId) -> None:
+        if self._group is not None and peer not in self._pushers:
+            self._pushers[peer] = self._group.create_task(self._tell(peer, self._outboxes[peer]), name=f"tell {peer}")
+
+    async def _tell(self, peer: PeerId, outbox: _Outbox) -> None:
+        while True:
+            await outbox.filled.wait()
+            while outbox.pending:
+                what = next(iter(outbox.pending))
+                value = outbox.pending.pop(what)
+                try:
+                    await self._endpoint.request(peer, f"membership.{what}", value, timeout=self._ladder.request_s)
+                except ZmqTrainError as error:
+                    # A member that cannot be told is busy or gone; its agent says which, and the roster acts on that.
+                    self._note("untold", {"peer": peer, "what": what}, str(error))
+            outbox.filled.clear()
+            outbox.idle.set()
+
+    # Requests -----------------------------------------------------------------------------------------------------------------
+
+    async def _decide(self, decide: Callable[[Ticket], list[Action]]) -> Value:
+        """Let the roster decide on a request that may have to wait; the answer, or its refusal as an exception."""
+        ticket = next(self._tickets)
+        future: asyncio.Future[Value] = self._loop.create_future()
+        self._waiting[ticket] = future
+        try:
+            self._do(decide(ticket))
+            return await future
+        finally:
+            del self._waiting[ticket]
+
+    async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+        if not isinstance(incarnation, int) or not isinstance(address, str):
+            raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
+        return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
+
+    async def _serve_barrier(self, caller: PeerId, name: Value, members: Value) -> Value:
+        if not isinstance(name, str) or not (members is None or isinstance(members, list)):
+            raise ProtocolError(f"{caller} calls a barrier with a wrong name or members")
+        who = None if members is None else [str(member) for member in members]
+        return await self._decide(lambda ticket: self._roster.handle_barrier(caller, name, who, ticket, self._now()))
+
+    async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
+        if not isinstance(alive, list):
+            raise ProtocolError(f"{caller} sends a wrong heartbeat")
+        self._do(self._roster.handle_heartbeat(caller, [str(peer) for peer in alive], self._now()))
+        return caller in self.view.members
+
+    async def _serve_exited(self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value) -> Value:
+        if not isinstance(peer, str) or not isinstance(exit_code, int) or not (report is None or isinstance(report, dict)):
+            raise ProtocolError(f"{caller} sends a wrong report of an exit")
+        self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now()))
+        return None
+
+    async def _serve_report(self, caller: PeerId, events: Value) -> Value:
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise ProtocolError(f"{caller} sends wrong events")
+        if self._on_report is not None:
+            self._on_report(caller, events)
+        return None
+
+    async def _serve_halt(self, caller: PeerId, reason: Value) -> Value:
+        if not isinstance(reason, dict):
+            raise ProtocolError(f"{caller} stops the run with a wrong reason")
+        self._do(self._roster.handle_halt(caller, reason, self._now()))
+        return None
+
+    async def _serve_failed(self, caller: PeerId, report: Value) -> Value:
+        if not isinstance(report, dict):
+            raise ProtocolError(f"{caller} sends a wrong error report")
+        self._do(self._roster.handle_failed(caller, report, self._now()))
+        return None
+
+    async def _serve_leave(self, caller: PeerId) -> Value:
+        self._do(self._roster.handle_leave(caller, self._now()))
+        return None

@@ -1,0 +1,423 @@
+"""The coordinator's mind: who is in the run, in which state the run is, and what follows. Sans-IO: time is an argument.
+
+The life of a run::
+
+    joining ──all expected joined──▶ running ──all workers left──▶ finishing ──all gone──▶ ended
+       │                                │                              │                     ▲
+       └────────── a failure ───────────┴───────▶ failed ◀─────────────┘                     │
+                                                     └──all exited, or the grace time over───┘
+
+A role is judged by its agent's word (heartbeats that name the living, reports of exits) and never by its own silence: a process
+whose GIL is held for a minute is healthy. An agent is judged by its silence. Roles without an agent (embedded in another program)
+are judged by the endpoint, which notices a link that stays away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
+from zmqtrain.membership.actions import Action, Answer, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.barrier import Barrier, name_some
+from zmqtrain.membership.state import TRANSITIONS, Entry, Presence, State
+from zmqtrain.membership.view import Member, View
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.wire.payload import Value
+
+#: Barriers that may be open at once. A training run has a handful; more is a program that never comes back to its barriers.
+MOST_BARRIERS = 1024
+#: Processes that only watch.
+MOST_OBSERVERS = 64
+#: Longest name of a barrier, and longest address and reason that are kept.
+LONGEST_TEXT = 1024
+
+
+class Roster:
+    """Decides; each method takes what happened and returns what to do. ``now`` is the loop's clock and never goes back."""
+
+    def __init__(self, expected: Iterable[Member], ladder: Ladder, *, now: float) -> None:
+        self.state = State.JOINING
+        self.halt_reason: Mapping[str, Any] | None = None
+        self.failures: list[Failure] = []
+        self._ladder = ladder
+        self._entries = {member.peer: Entry(member) for member in expected}
+        self._agents = {entry.member.host: entry for entry in self._entries.values() if entry.member.kind == "agent"}
+        self._heard: dict[str, float] = {}  # host -> when its agent was last heard
+        self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
+        self._barriers: dict[str, Barrier] = {}
+        self._version = 0
+        self._complete = False
+        self._join_deadline = now + ladder.join_s
+        self._last_tick = now
+        self._end_deadline: float | None = None
+        self._end_reason = ""
+
+    # What happened ------------------------------------------------------------------------------------------------------------
+
+    def handle_join(self, peer: PeerId, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
+        """A process wants in. Roles are answered when everybody is there, agents and observers at once."""
+        entry = self._entries.get(peer)
+        if entry is None:
+            if not peer.startswith("observer/"):
+                return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {self._expects()}"))]
+            if sum(other.member.kind == "observer" for other in self._entries.values()) >= MOST_OBSERVERS:
+                return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
+            entry = self._entries[peer] = Entry(Member(peer, "", "", "observer", -1))
+        if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED):
+            why = entry.reason or self._end_reason
+            return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
+        actions: list[Action] = []
+        if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
+            if entry.member.kind != "observer" and self.state is not State.JOINING:
+                reason = "it came back as another process; what it knew is gone"
+                error = PeerLostError(peer, reason)
+                return [Refuse(ticket, error), *self._lose(entry, reason, error, now)]
+            actions += self._refuse_join(peer, ProtocolError(f"another process has joined as {peer}"))
+        elif entry.presence is Presence.LEFT:
+            return [Refuse(ticket, ProtocolError(f"{peer} has left already"))]
+        changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
+        entry.presence, entry.incarnation = Presence.HERE, incarnation
+        entry.member = replace(entry.member, address=address[:LONGEST_TEXT])
+        if entry.member.kind == "agent":
+            self._heard[entry.member.host] = now
+        if changed:
+            self._version += 1
+            here = sum(other.here for other in self._entries.values())
+            values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address}
+            reason = f"{peer} joined ({here} of {len(self._entries)})"
+            actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason)]
+        if entry.member.is_role and not self._complete:
+            gone = next((other for other in self._entries.values() if other.gone), None)
+            if gone is not None:
+                error = PeerLostError(gone.member.peer, gone.reason, waiting_for="everybody to join")
+                return [*actions, Refuse(ticket, error)]
+            actions += self._refuse_join(peer, ProtocolError(f"{peer} has asked again"))
+            self._joining[peer] = ticket
+            return actions + self._maybe_complete()
+        return [*actions, Answer(ticket, self.view().to_value(), f"{peer} needs to wait for nobody"), *self._maybe_complete()]
+
+    def handle_barrier(self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float) -> list[Action]:
+        """A member is at a barrier; without ``members`` it is one of all workers."""
+        error = self._may_not(peer)
+        if error is not None:
+            return [Refuse(ticket, error)]
+        if members is None:
+            who = tuple(other.member.peer for other in self._entries.values() if other.member.kind == "worker")
+        else:
+            who = tuple(sorted(set(members)))
+        unknown = [other for other in who if other not in self._entries]
+        if unknown or peer not in who:
+            what = f"with {name_some(unknown)}, not part of this run" if unknown else "without being one of its members"
+            return [Refuse(ticket, UsageError(f"{peer} calls the barrier {name!r} {what}"))]
+        for other in who:
+            entry = self._entries[other]
+            if entry.gone:
+                return [Refuse(ticket, PeerLostError(other, entry.reason, waiting_for=f"the barrier {name!r}"))]
+        barrier = self._barriers.get(name)
+        if barrier is None:
+            if len(self._barriers) >= MOST_BARRIERS or len(name) > LONGEST_TEXT:
+                return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._barriers)}), or too long a name"))]
+            barrier = Barrier(name, who, now + self._ladder.barrier_s, self._ladder.barrier_s)
+            self._barriers[name] = barrier
+        actions = barrier.arrive(peer, who, ticket)
+        if not barrier.missing:
+            del self._barriers[name]
+        return actions
+
+    def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
+        """An agent's word: its host is there, and these of its roles are alive."""
+        entry = self._entries.get(peer)
+        if entry is None or entry.member.kind != "agent" or not entry.here:
+            return []
+        self._heard[entry.member.host] = now
+        living = set(alive)
+        actions: list[Action] = []
+        for other in self._roles_of(entry.member.host):
+            if other.here and not other.exited and other.member.peer not in living:
+                reason = f"its agent on {entry.member.host} no longer sees its process"
+                error = HostLostError(f"{other.member.peer}: {reason}")
+                actions += self._lose(other, reason, error, now)
+        return actions
+
+    def handle_exited(
+        self, agent: PeerId, peer: PeerId, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, now: float
+    ) -> list[Action]:
+        """An agent reports that a role's process has ended. ``stopped``: the agent ended it on purpose."""
+        entry, judge = self._entries.get(peer), self._entries.get(agent)
+        if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host or entry.exited:
+            return []
+        self._heard[judge.member.host] = now
+        entry.exited = True
+        left = entry.presence is Presence.LEFT
+        never_joined = entry.presence is Presence.EXPECTED and not self._joining
+        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "exit_code": exit_code}
+        actions: list[Action] = [Note("exit", values, f"{peer} exited with code {exit_code}")]
+        if exit_code == 0 and report is None and (left or never_joined):
+            # A script that never joins is no failure as long as nobody waits for it.
+            if not left:
+                actions += self._remove(entry, Presence.LEFT, "it ended without joining")
+            return actions + self._maybe_finish(now)
+        if any(failure.peer == peer and failure.report is not None for failure in self.failures):
+            return actions + self._maybe_end()  # it has said so itself
+        failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left)
+        if entry.presence is not Presence.LOST:
+            actions += self._remove(entry, Presence.LOST, failure.reason)
+        return actions + self._fail(failure, now)
+
+    def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
+        """A role says itself that it failed. Needed where it has no agent that would see its process end."""
+        entry = self._entries.get(peer)
+        if entry is None or not entry.here:
+            return []
+        failure = Failure.of_exit(peer, entry.member.host, int(report.get("exit_code", 1)), report, stopped=False, left=False)
+        gone = self._remove(entry, Presence.LOST, failure.reason)
+        # Its process is still there, and waits for the answer to this very call: no wait for it is given up here.
+        return [*(action for action in gone if not isinstance(action, Drop)), *self._fail(failure, now)]
+
+    def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
+        """A member has done its work and goes. Nobody else is told: what it has sent is still on its way to them."""
+        entry = self._entries.get(peer)
+        if entry is None or not entry.here:
+            return []
+        waited = [other for other in self._roles_of(entry.member.host) if other.here]
+        if entry.member.kind == "agent" and waited and self.state is not State.ENDED:
+            reason = f"the agent of {entry.member.host} left before its roles"
+            return self._lose(entry, reason, HostLostError(reason), now)
+        actions = self._remove(entry, Presence.LEFT, "it left")
+        if entry.member.kind == "observer":
+            del self._entries[peer]
+        actions.append(Note("leave", {"peer": peer}, f"{peer} left"))
+        return actions + self._maybe_finish(now)
+
+    def handle_halt(self, peer: PeerId, reason: Mapping[str, Any], now: float) -> list[Action]:
+        """A role asks to stop the run. Everybody is told, once; they leave by themselves."""
+        if self.halt_reason is not None or self.state in (State.FAILED, State.ENDED):
+            return []
+        if peer != "coordinator" and self._may_not(peer) is not None:
+            return []
+        self.halt_reason = dict(reason)
+        told = f"{peer} stops the run: {reason.get('message', 'no reason given')}"
+        values: dict[str, Any] = {"peer": peer, "reason": dict(reason)}
+        return [Note("halt", values, told), *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
+
+    def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
+        """The endpoint has lost its link to a peer. Says nothing about a role that has an agent."""
+        entry = self._entries.get(peer)
+        if entry is None or not entry.here or self.state is State.ENDED:
+            return []
+        if entry.member.kind == "observer":
+            del self._entries[peer]
+            return []
+        if entry.member.kind == "agent":
+            return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
+        if entry.member.host in self._agents:
+            return []
+        return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
+
+    # Time ---------------------------------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called at the latest; ``None`` once the run has ended."""
+        if self.state is State.ENDED:
+            return None
+        deadlines = [barrier.deadline for barrier in self._barriers.values()]
+        if self.state is State.JOINING:
+            deadlines.append(self._join_deadline)
+        if self._end_deadline is not None:
+            deadlines.append(self._end_deadline)
+        if self._heard:
+            # Also once a heartbeat, so that `tick` notices when this very process has been standing still.
+            deadlines += [min(self._heard.values()) + self._ladder.lost_s, self._last_tick + self._ladder.heartbeat_s]
+        return min(deadlines, default=None)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        stood_still = now - self._last_tick - self._ladder.heartbeat_s
+        self._last_tick = now
+        if self._heard and stood_still > self._ladder.lost_s / 2:
+            # It was we who stood still (a suspended machine, a stopped process): the agents' words wait unread.
+            self._heard = dict.fromkeys(self._heard, now)
+        actions: list[Action] = []
+        for host, heard in list(self._heard.items()):
+            if now >= heard + self._ladder.lost_s and self.state is not State.ENDED:
+                reason = f"its agent has been silent for {self._ladder.lost_s:g} s"
+                actions += self._lose(self._agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
+        for name, barrier in list(self._barriers.items()):
+            if now >= barrier.deadline:
+                del self._barriers[name]
+                actions += barrier.time_out()
+        if self.state is State.JOINING and now >= self._join_deadline:
+            actions += self._join_timed_out(now)
+        if self._end_deadline is not None and now >= self._end_deadline:
+            actions += self._time_is_up(now)
+        return actions
+
+    def view(self) -> View:
+        """The members as they are now."""
+        entries = self._entries.values()
+        here = {entry.member.peer: entry.member for entry in entries if entry.here}
+        lost = {entry.member.peer: entry.reason for entry in entries if entry.presence is Presence.LOST}
+        return View(self._version, self._complete, here, lost)
+
+    def presence(self, peer: PeerId) -> Presence:
+        """Where a member stands. Raises ``KeyError``."""
+        return self._entries[peer].presence
+
+    # What follows -------------------------------------------------------------------------------------------------------------
+
+    def _go(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def _expects(self) -> str:
+        return name_some([entry.member.peer for entry in self._entries.values() if entry.member.kind != "observer"])
+
+    def _roles_of(self, host: str) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.member.is_role and entry.member.host == host]
+
+    def _may_not(self, peer: PeerId) -> ZmqTrainError | None:
+        if self.state is State.ENDED:
+            return PeerLostError("coordinator", f"the run has ended: {self._end_reason}")
+        entry = self._entries.get(peer)
+        if entry is None or not entry.here:
+            return ProtocolError(f"{peer} is not a member of this run")
+        if not self._complete:
+            return ProtocolError(f"{peer} must wait until everybody has joined")
+        return None
+
+    def _refuse_join(self, peer: PeerId, error: ZmqTrainError) -> list[Action]:
+        ticket = self._joining.pop(peer, None)
+        return [] if ticket is None else [Refuse(ticket, error)]
+
+    def _maybe_complete(self) -> list[Action]:
+        if self.state is not State.JOINING or not all(entry.here for entry in self._entries.values()):
+            return []
+        self._complete = True
+        self._version += 1
+        self._go(State.RUNNING)
+        reason = f"all {len(self._entries)} have joined"
+        value = self.view().to_value()
+        answers: list[Action] = [Answer(ticket, value, reason) for ticket in self._joining.values()]
+        self._joining.clear()
+        return [Note("running", {"members": len(self._entries)}, reason), *answers]
+
+    def _remove(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
+        """A member is gone, in whichever way. Whoever waits for it is told."""
+        if entry.here:
+            self._version += 1
+        entry.presence, entry.reason = presence, reason[:LONGEST_TEXT]
+        peer = entry.member.peer
+        if entry.member.kind == "agent":
+            self._heard.pop(entry.member.host, None)
+        actions = self._refuse_join(peer, PeerLostError(peer, reason))
+        for name, barrier in list(self._barriers.items()):
+            if peer in barrier.members:
+                del self._barriers[name]
+                actions += barrier.give_up(peer, reason)
+        if not self._complete and entry.member.is_role:
+            # Everybody is still waiting for a view that will never be complete.
+            for waiting in list(self._joining):
+                actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="everybody to join"))
+        if presence is Presence.LOST:
+            actions.append(Drop(peer, reason))
+        return actions
+
+    def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
+        """A member is lost; with an agent all roles of its host."""
+        actions = self._remove(entry, Presence.LOST, reason)
+        if entry.member.kind == "agent":
+            for other in self._roles_of(entry.member.host):
+                other.exited = True  # as far as anybody can tell
+                if not other.gone:
+                    actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
+        actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
+        peer, host = entry.member.peer, entry.member.host
+        return actions + self._fail(Failure(peer, host, None, str(error), None, consequence=False, error=error), now)
+
+    def _fail(self, failure: Failure, now: float) -> list[Action]:
+        self.failures.append(failure)
+        if self.state in (State.FAILED, State.ENDED):
+            # Those who are still here need not know more, but a peer that is lost later must not be waited for either.
+            return [*self._tell_all("view", self.view().to_value(), failure.reason), *self._maybe_end()]
+        self._go(State.FAILED)
+        self._end_reason, self._end_deadline = (
+            failure.reason,
+            now + 2 * self._ladder.grace_s,
+        )  # one to end, one to be killed and reported
+        halt: dict[str, Any] = {"kind": "failure", "peer": failure.peer, "message": failure.reason}
+        actions: list[Action] = [Note("failed", {"peer": failure.peer, "reason": failure.reason}, failure.reason)]
+        for waiting in list(self._joining):
+            actions += self._refuse_join(waiting, PeerLostError(failure.peer, failure.reason, waiting_for="everybody to join"))
+        # The view first: it ends the waits for the lost, so that a role is free to hear the rest.
+        actions += self._tell_all("view", self.view().to_value(), failure.reason)
+        actions += self._tell_all("halt", halt, failure.reason)
+        return actions + self._maybe_end()
+
+    def _tell_all(self, what: Any, value: Value, reason: str) -> list[Action]:
+        here = [entry.member.peer for entry in self._entries.values() if entry.here]
+        return [Push(peer, what, value, reason) for peer in here]
+
+    def _all(self, kinds: tuple[str, ...], test: Callable[[Entry], bool]) -> bool:
+        return all(test(entry) for entry in self._entries.values() if entry.member.kind in kinds)
+
+    def _ended(self, entry: Entry) -> bool:
+        """Whether the process itself has ended, as far as anybody is there to tell."""
+        return entry.gone and (entry.exited or entry.member.host not in self._agents)
+
+    def _maybe_finish(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.state in (State.JOINING, State.RUNNING) and self._all(("worker",), lambda entry: entry.gone):
+            self._go(State.FINISHING)
+            reason = "all workers have left"
+            self._end_deadline = now + self._ladder.request_s
+            actions.append(Note("finishing", {}, reason))
+            servers = [entry for entry in self._entries.values() if entry.member.kind == "server" and not entry.gone]
+            actions += [Push(entry.member.peer, "finish", None, reason) for entry in servers]
+        return actions + self._maybe_end()
+
+    def _maybe_end(self) -> list[Action]:
+        if self.state not in (State.FINISHING, State.FAILED) or not self._all(("worker", "server"), self._ended):
+            return []
+        return self._end()
+
+    def _end(self) -> list[Action]:
+        failed = self.state is State.FAILED
+        self._go(State.ENDED)
+        self._end_deadline = None
+        if failed:
+            outcome = Outcome("failed", self._end_reason, tuple(self.failures), self.halt_reason)
+        elif self.halt_reason is not None:
+            outcome = Outcome("halted", str(self.halt_reason.get("message", "a role stopped the run")), (), self.halt_reason)
+        else:
+            outcome = Outcome("done", "all roles have finished")
+        self._end_reason = outcome.reason
+        agents: list[Action] = [
+            Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._agents.values() if agent.here
+        ]
+        return [*agents, Note("ended", {"status": outcome.status}, outcome.reason), End(outcome, outcome.reason)]
+
+    def _join_timed_out(self, now: float) -> list[Action]:
+        missing = [entry for entry in self._entries.values() if entry.presence is Presence.EXPECTED]
+        named = name_some([entry.member.peer for entry in missing])
+        error = PeerTimeoutError(
+            named, f"everybody to join ({len(missing)} of {len(self._entries)} are missing)", self._ladder.join_s
+        )
+        actions: list[Action] = []
+        for waiting in list(self._joining):
+            actions += self._refuse_join(waiting, error)
+        failure = Failure(missing[0].member.peer, missing[0].member.host, None, str(error), None, consequence=False, error=error)
+        return actions + self._fail(failure, now)
+
+    def _time_is_up(self, now: float) -> list[Action]:
+        """The time for ending is over and somebody is still there."""
+        if self.state is State.FAILED:
+            return self._end()
+        still = [entry for entry in self._entries.values() if entry.member.is_role and not entry.gone]
+        if not still:  # all have left; only their processes are slow to end, which is their agents' business
+            return self._end()
+        peers = name_some([entry.member.peer for entry in still])
+        error = PeerTimeoutError(peers, "the end of the run", self._ladder.request_s)
+        return self._fail(Failure(still[0].member.peer, still[0].member.host, None, str(error), None, False, error), now)

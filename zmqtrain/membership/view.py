@@ -1,0 +1,73 @@
+"""Who is in the run: members, and versioned views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.placement import Placement
+from zmqtrain.wire.payload import Value
+
+MemberKind = Literal["agent", "worker", "server", "observer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the run."""
+
+    peer: PeerId
+    address: str
+    """Where to connect to; empty as long as the member is only expected."""
+    host: str
+    kind: MemberKind
+    index: int
+    """Rank of a worker, number of a server, -1 for others."""
+    group: int = -1
+    position: int = -1
+
+    @property
+    def is_role(self) -> bool:
+        """Whether it takes part in training (an agent and an observer do not)."""
+        return self.kind in ("worker", "server")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The members at one moment. Each change gives a view with a higher version."""
+
+    version: int
+    complete: bool
+    """Whether everybody who was expected has joined at some time."""
+    members: Mapping[PeerId, Member]
+    """Those who joined and have not left or been lost."""
+    lost: Mapping[PeerId, str]
+    """Those who were lost, and why."""
+
+    def workers(self) -> list[Member]:
+        """By rank."""
+        return sorted((member for member in self.members.values() if member.kind == "worker"), key=lambda member: member.index)
+
+    def servers(self) -> list[Member]:
+        """By number."""
+        return sorted((member for member in self.members.values() if member.kind == "server"), key=lambda member: member.index)
+
+    def to_value(self) -> Value:
+        """As plain values for the wire."""
+        members: list[Value] = [asdict(member) for member in self.members.values()]
+        return {"version": self.version, "complete": self.complete, "members": members, "lost": dict(self.lost)}
+
+    @classmethod
+    def from_value(cls, value: Any) -> View:
+        """The view that `to_value` was called on. Raises ``KeyError`` or ``TypeError`` for anything else."""
+        members = [Member(**member) for member in value["members"]]
+        return cls(value["version"], value["complete"], {member.peer: member for member in members}, dict(value["lost"]))
+
+
+def expected_members(placement: Placement, *, agents: bool = True) -> tuple[Member, ...]:
+    """Everybody whom a run waits for: its roles and, unless without ``agents``, the agent of each host that has a role."""
+    hosts = [name for name in placement.hosts if placement.of_host(name)] if agents else []
+    found = [Member(f"agent/{name}", "", name, "agent", -1) for name in hosts]
+    found += [Member(role.peer, "", role.host, role.kind, role.index, role.group, role.position) for role in placement.roles]
+    return tuple(found)
