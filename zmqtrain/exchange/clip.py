@@ -1,0 +1,44 @@
+"""Clipping a group's gradient by its norm, while its buckets are exchanged one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import torch
+
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class GroupClip:
+    """Collects one step's sum of squares at one worker, and then holds the factor to scale by. Made on the loop's thread."""
+
+    __slots__ = ("_clip_norm", "_missing", "_total", "factor", "squares")
+
+    def __init__(self, buckets: int, clip_norm: float) -> None:
+        self._missing = buckets
+        self._clip_norm = clip_norm
+        self._total = np.zeros(1)
+        #: To be summed over the group once `add` has returned True; float64, so that it hardly depends on the cut.
+        self.squares = TensorPayload.of(self._total)
+        self.factor: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def add(self, squares: float) -> bool:
+        """Add one bucket's sum of squares. Returns whether it was the last one."""
+        self._total[0] += squares
+        self._missing -= 1
+        return self._missing == 0
+
+    def decide(self) -> None:
+        """`squares` holds the whole group's sum now."""
+        # As torch.nn.utils.clip_grad_norm_.
+        self.factor.set_result(min(1.0, self._clip_norm / (math.sqrt(float(self._total[0])) + 1e-6)))
+
+
+def square(payload: Payload) -> float:
+    """Sum of the squares of the elements; 0 for payloads without elements in memory."""
+    if not isinstance(payload, TensorPayload):
+        return 0.0
+    return float(torch.linalg.vector_norm(payload.tensor, dtype=torch.float64)) ** 2

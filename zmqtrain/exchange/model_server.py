@@ -1,0 +1,287 @@
+"""The worker's side of model servers: gradients go to the servers bucket by bucket, and parameters come back.
+
+The way of a bucket, while backward and the next forward go on::
+
+    bucket_ready -> reduce_scatter in the group -> push own pieces -> read own pieces for the next step -> all_gather in the group
+                 -> replica.parameters_ready
+
+Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
+from zmqtrain.errors import PeerTimeoutError, ProtocolError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica
+from zmqtrain.exchange.clip import GroupClip, square
+from zmqtrain.exchange.optimizer import require_elementwise
+from zmqtrain.exchange.pieces import Piece
+from zmqtrain.exchange.server_messages import (
+    BucketDescription,
+    Configuration,
+    PushMeta,
+    ReadMeta,
+    differing,
+    initial_tag,
+    parameters_tag,
+    push_tag,
+)
+from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.wire.compress import Compressor, make_compressor
+from zmqtrain.wire.payload import Payload, Value
+
+
+class ModelServerExchange:
+    """Implements `zmqtrain.exchange.base.Exchange` with servers that hold the parameters and run the optimizer.
+
+    An error of the exchange wakes the replica (`Replica.abort`) and is raised by the next `end_step`, `settle` or `stop`.
+    """
+
+    def __init__(self, endpoint: Endpoint, settings: ModelServerSettings, *, recorder: Recorder | None = None) -> None:
+        self._endpoint = endpoint
+        self._settings = settings
+        self._recorder: Recorder = recorder or NullRecorder()
+        members = settings.groups[settings.group]
+        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
+        self._replica: Replica | None = None
+        self._step = 0
+        self._in_step = False
+        self._base: OptimizerSpec | None = None
+        self._changed: Sequence[Mapping[str, Value] | None] = ()
+        self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
+        self._versions: dict[int, int] = {}  # piece -> version that was read last
+        self._staleness: list[int] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # bucket -> its exchange, until settled
+        self._held_back: list[Bucket] = []  # without overlap: complete buckets until the end of the step
+        self._clip: GroupClip | None = None
+        self._compressor: Compressor | None = None
+        if settings.compression != "none":
+            self._compressor = make_compressor(settings.compression, settings.compression_ratio)
+        self._error: BaseException | None = None
+
+    @property
+    def synchronous(self) -> bool:
+        return self._settings.policy == "sync"
+
+    async def start(self, replica: Replica, *, restored: bool = False) -> None:
+        """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
+        settings = self._settings
+        self._endpoint.serve("refused", self._on_refused)
+        self._replica = replica
+        self._base = replica.hyperparameters()
+        require_elementwise(self._base)
+        configuration = self._configuration(replica, self._base, restored)
+        cut = configuration.pieces()
+        first = settings.group == 0 and settings.position == 0
+        async with asyncio.TaskGroup() as tasks:
+            if first:
+                tasks.create_task(self._configure(configuration, cut))
+            for bucket in replica.buckets:
+                self._mine[bucket.index] = [p for p in cut if p.bucket == bucket.index and p.position == settings.position]
+                tasks.create_task(self._read_initial(bucket, source_is_self=first and not restored))
+        for bucket in replica.buckets:
+            replica.parameters_ready(bucket)
+
+    def begin_step(self, step: int) -> None:
+        assert self._replica is not None, "start() comes first"
+        assert self._base is not None
+        self._step = step
+        self._in_step = True
+        # Now, since a schedule may move on before the last bucket is pushed.
+        self._changed = differing(self._replica.hyperparameters(), self._base)
+        self._clip = GroupClip(len(self._replica.buckets), self._settings.clip_norm) if self._clips_itself else None
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self._settings.overlap:
+            self._begin(bucket)
+        else:
+            self._held_back.append(bucket)
+
+    async def end_step(self) -> None:
+        for bucket in self._held_back:
+            self._begin(bucket)
+        self._held_back.clear()
+        self._in_step = False
+        if self._error is not None or not self._settings.overlap:
+            await self.settle()
+
+    async def settle(self) -> None:
+        if self._tasks and self._error is None:
+            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if self._error is not None:
+            raise self._error
+
+    async def stop(self) -> None:
+        """Tell the servers that this worker has finished. A step that was begun and not ended is given up, as after an error."""
+        try:
+            if not self._in_step and self._error is None:
+                await self.settle()
+        finally:
+            await self._cancel()
+        if self._replica is None:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for server in self._settings.servers:
+                tasks.create_task(self._endpoint.request(server, "finished", timeout=self._settings.request_s))
+
+    def staleness(self) -> Sequence[int]:
+        result, self._staleness = self._staleness, []
+        return result
+
+    def state_dict(self) -> dict[str, Value]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        """Nothing: what there is to restore is the servers'."""
+
+    # Start.
+
+    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
+        settings = self._settings
+        return Configuration(
+            buckets=tuple(BucketDescription(b.parameters.numel, b.parameters.dtype, b.parameter_group) for b in replica.buckets),
+            optimizer=optimizer,
+            groups=settings.groups,
+            servers=settings.servers,
+            split_bytes=settings.split_bytes,
+            policy=settings.policy,
+            bound=settings.bound,
+            snapshot=settings.snapshot,
+            clip_norm=settings.clip_norm if self.synchronous else 0.0,
+            checkpoint_every=settings.checkpoint_every,
+            restored=restored,
+        )
+
+    async def _configure(self, configuration: Configuration, cut: Sequence[Piece]) -> None:
+        settings, replica = self._settings, self._replica
+        assert replica is not None
+        value = configuration.to_value()
+        async with asyncio.TaskGroup() as tasks:
+            for server in settings.servers:
+                tasks.create_task(self._endpoint.request(server, "configure", value, timeout=settings.request_s))
+        if configuration.restored:
+            return
+        for piece in cut:
+            part = replica.buckets[piece.bucket].parameters.part(piece.start, piece.stop)
+            await self._endpoint.send(settings.servers[piece.server], initial_tag(piece.index), part)
+
+    async def _read_initial(self, bucket: Bucket, *, source_is_self: bool) -> None:
+        for piece in self._mine[bucket.index]:
+            part = bucket.parameters.part(piece.start, piece.stop)
+            # Worker 0 holds these values already, and may still be sending from this very memory.
+            into = part.empty_like() if source_is_self else part
+            self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
+        await all_gather(self._group, bucket.parameters, ("initial", bucket.index), priority=bucket.index)
+
+    # A bucket's way.
+
+    def _begin(self, bucket: Bucket) -> None:
+        if self._error is not None:
+            return
+        task = asyncio.get_running_loop().create_task(self._exchange(bucket, self._step), name=f"exchange of bucket {bucket.index}")
+        self._tasks[bucket.index] = task
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if self._error is None:
+            self._error = error
+            for task in self._tasks.values():
+                task.cancel()
+            if self._replica is not None:
+                self._replica.abort(error)
+
+    async def _exchange(self, bucket: Bucket, step: int) -> None:
+        assert self._replica is not None
+        name, recorder = f"bucket {bucket.index}", self._recorder
+        if self._group.size > 1:
+            with recorder.span(f"reduce_scatter {name}", "send", step=step):
+                await reduce_scatter(self._group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
+        if self._clip is not None:
+            await self._clip_in_group(self._clip, bucket, step)
+        mine = self._mine[bucket.index]
+        with recorder.span(f"exchange {name}", "receive", step=step):
+            if len(mine) == 1:
+                await self._exchange_piece(bucket, mine[0], step)
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    for piece in mine:
+                        tasks.create_task(self._exchange_piece(bucket, piece, step))
+        if self._group.size > 1:
+            with recorder.span(f"all_gather {name}", "receive", step=step):
+                await all_gather(self._group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
+        self._replica.parameters_ready(bucket)
+
+    async def _exchange_piece(self, bucket: Bucket, piece: Piece, step: int) -> None:
+        """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
+        is free then."""
+        gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
+        changed = self._changed[bucket.parameter_group]
+        gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed).to_value()
+        server = self._settings.servers[piece.server]
+        message = self._compressor.encode(str(piece.index), gradient) if self._compressor else gradient
+        await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index)
+        into = bucket.parameters.part(piece.start, piece.stop)
+        read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
+        self._staleness.append(read.staleness)
+
+    async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:
+        server = self._settings.servers[piece.server]
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                return await self._endpoint.receive(server, tag, into=into)
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            what = (
+                f"the parameters of piece {piece.index} for step {tag[-1]}" if tag[0] == "parameters" else "the initial parameters"
+            )
+            raise PeerTimeoutError(server, what, self._settings.wait_s) from None
+
+    def _note(self, piece: Piece, received: Payload) -> ReadMeta:
+        read = ReadMeta.from_value(received.meta)
+        self._versions[piece.index] = read.version
+        return read
+
+    # Clipping by the group's own norm, where groups do not wait for each other.
+
+    @property
+    def _clips_itself(self) -> bool:
+        return self._settings.clip_norm > 0 and not self.synchronous
+
+    async def _clip_in_group(self, clip: GroupClip, bucket: Bucket, step: int) -> None:
+        """Wait until the gradients of all buckets are there, then scale this worker's part of the bucket."""
+        own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
+        if clip.add(sum(square(part) for part in own)):
+            await all_reduce(self._group, clip.squares, ("norm", step))
+            clip.decide()
+        factor = await clip.factor
+        if factor < 1.0:
+            for part in own:
+                part.scale_(factor)
+
+    # The end, good or bad.
+
+    async def _cancel(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._tasks.clear()
+
+    async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
+        if caller in self._settings.servers:
+            self._fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
+        return None

@@ -1,0 +1,178 @@
+"""What workers and model servers say to each other, as data.
+
+====================  =======================  =============================================  ==============================
+message               from, to                 tag (or method)                                carries
+====================  =======================  =============================================  ==============================
+configure (request)   worker 0 to servers      ``configure``                                  `Configuration`
+initial               worker 0 to servers      ``("initial", piece)``                         a piece's first values
+initial               server to workers        ``("initial", piece)``                         the values that all begin with
+push                  worker to server         ``("push", piece, step)``                      gradient, `PushMeta`
+parameters            server to worker         ``("parameters", piece, step)``                values for ``step``, `ReadMeta`
+refused (request)     server to worker         ``refused``                                    why a push was not taken
+finished (request)    worker to servers        ``finished``                                   this worker trains no more
+order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
+norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
+====================  =======================  =============================================  ==============================
+
+Servers hold no code of the user's: everything they need is in the `Configuration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from zmqtrain.errors import ProtocolError
+from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.exchange.pieces import BucketSize, Piece, pieces
+from zmqtrain.net.endpoint import PeerId, Tag
+from zmqtrain.wire.dtypes import dtype_named
+from zmqtrain.wire.payload import Value
+
+PolicyKind = Literal["sync", "async", "bound"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketDescription:
+    """A bucket as servers see it."""
+
+    numel: int
+    dtype: str
+    parameter_group: int
+
+    @property
+    def size(self) -> BucketSize:
+        return BucketSize(self.numel, dtype_named(self.dtype).itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The model and the rules of its exchange. The cut into pieces follows from it."""
+
+    buckets: tuple[BucketDescription, ...]
+    optimizer: OptimizerSpec
+    groups: tuple[tuple[PeerId, ...], ...]
+    """The workers of each group, by position."""
+    servers: tuple[PeerId, ...]
+    split_bytes: int
+    policy: PolicyKind
+    bound: int = 0
+    snapshot: bool = False
+    clip_norm: float = 0.0
+    """Servers clip the averaged gradient to this norm (sync only; else groups clip); 0: they do not."""
+    checkpoint_every: int = 0
+    restored: bool = False
+    """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The cut of the model."""
+        return pieces([bucket.size for bucket in self.buckets], len(self.groups[0]), len(self.servers), self.split_bytes)
+
+    def to_value(self) -> Value:
+        """As plain values; `from_value` gives an equal configuration."""
+        values = asdict(self)
+        # Rows instead of dictionaries: a large model has a thousand buckets, and headers are limited.
+        values["buckets"] = [[bucket.numel, bucket.dtype, bucket.parameter_group] for bucket in self.buckets]
+        values["groups"] = [list(members) for members in self.groups]
+        values["servers"] = list(self.servers)
+        values["optimizer"] = {"name": self.optimizer.name, "groups": [dict(group) for group in self.optimizer.groups]}
+        return cast(Value, values)
+
+    @classmethod
+    def from_value(cls, value: Value) -> Configuration:
+        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        try:
+            values: dict[str, Any] = dict(cast(Mapping[str, Any], value))
+            values["buckets"] = tuple(BucketDescription(*row) for row in values["buckets"])
+            values["groups"] = tuple(tuple(members) for members in values["groups"])
+            values["servers"] = tuple(values["servers"])
+            optimizer = values["optimizer"]
+            values["optimizer"] = OptimizerSpec(optimizer["name"], tuple(optimizer["groups"]))
+            configuration = cls(**values)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ProtocolError(f"this is no configuration of a model server: {error}") from None
+        if not configuration.buckets or not configuration.groups or configuration.policy not in ("sync", "async", "bound"):
+            raise ProtocolError(
+                f"a model server cannot work with {len(configuration.buckets)} buckets, "
+                f"{len(configuration.groups)} groups and staleness {configuration.policy!r}"
+            )
+        return configuration
+
+
+@dataclass(frozen=True, slots=True)
+class PushMeta:
+    """Rides with a gradient."""
+
+    group: int
+    version: int
+    """The version of the piece that the gradient was computed with."""
+    hyperparameters: Mapping[str, Value] | None = None
+    """Those of the optimizer's that differ from the configuration at this step, if any."""
+
+    def to_value(self) -> Value:
+        head: list[Value] = [self.group, self.version]
+        return [*head, dict(self.hyperparameters)] if self.hyperparameters else head
+
+    @classmethod
+    def from_value(cls, value: Value) -> PushMeta:
+        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        match value:
+            case [int(group), int(version)]:
+                return cls(group, version)
+            case [int(group), int(version), dict(hyperparameters)]:
+                return cls(group, version, hyperparameters)
+        raise ProtocolError(f"a push says {value!r:.100} of itself, which is no group, version and hyperparameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMeta:
+    """Rides with parameters."""
+
+    version: int
+    """Updates that the values contain."""
+    staleness: int
+    """Updates by others between the read and the write of the push that is answered."""
+
+    def to_value(self) -> Value:
+        return [self.version, self.staleness]
+
+    @classmethod
+    def from_value(cls, value: Value) -> ReadMeta:
+        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        match value:
+            case [int(version), int(staleness)]:
+                return cls(version, staleness)
+        raise ProtocolError(f"parameters say {value!r:.100} of themselves, which is no version and staleness")
+
+
+def initial_tag(piece: int) -> Tag:
+    return ("initial", piece)
+
+
+def push_tag(piece: int, step: int) -> Tag:
+    return ("push", piece, step)
+
+
+def parse_push_tag(tag: Tag) -> tuple[int, int]:
+    """Piece and step. Raises `ProtocolError`."""
+    match tag:
+        case ("push", int(piece), int(step)):
+            return piece, step
+    raise ProtocolError(f"{tag!r} is no tag of a push; those are ('push', piece, step)")
+
+
+def parameters_tag(piece: int, step: int) -> Tag:
+    return ("parameters", piece, step)
+
+
+def norm_tag(number: int) -> Tag:
+    return ("norm", number)
+
+
+def differing(now: OptimizerSpec, base: OptimizerSpec) -> Sequence[Mapping[str, Value] | None]:
+    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none."""
+    return [
+        {key: value for key, value in group.items() if first.get(key) != value} or None
+        for group, first in zip(now.groups, base.groups, strict=True)
+    ]

@@ -1,0 +1,58 @@
+"""What a worker's side of the model servers must know: its place, the others' names and the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zmqtrain.exchange.server_messages import PolicyKind
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.placement import Placement, RolePlacement
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServerSettings:
+    """Settings of one worker; all workers have the same but for ``group`` and ``position``."""
+
+    group: int
+    position: int
+    groups: tuple[tuple[PeerId, ...], ...]
+    """The workers of each group, by position."""
+    servers: tuple[PeerId, ...]
+    policy: PolicyKind = "async"
+    bound: int = 0
+    snapshot: bool = False
+    split_bytes: int = 4 << 20
+    compression: str = "none"
+    compression_ratio: float = 0.01
+    clip_norm: float = 0.0
+    overlap: bool = True
+    """Exchange buckets during backward and the next forward, instead of between them."""
+    checkpoint_every: int = 0
+    request_s: float = 60.0
+    """How long a server may take to answer a request."""
+    wait_s: float = 600.0
+    """How long parameters or the rest of the group may take (other groups may evaluate meanwhile)."""
+
+    @classmethod
+    def of(cls, topology: Topology, placement: Placement, role: RolePlacement, ladder: Ladder) -> ModelServerSettings:
+        """The settings of the worker ``role``."""
+        exchange = topology.exchange
+        return cls(
+            group=role.group,
+            position=role.position,
+            groups=tuple(placement.group_members(group) for group in range(placement.groups)),
+            servers=tuple(server.peer for server in placement.server_roles),
+            policy=exchange.policy,
+            bound=exchange.bound or 0,
+            snapshot=exchange.snapshot,
+            split_bytes=exchange.split_bytes,
+            compression=exchange.compression,
+            compression_ratio=exchange.compression_ratio,
+            clip_norm=topology.optimizer.clip_norm,
+            overlap=topology.compute.overlap,
+            checkpoint_every=topology.job.checkpoint_every,
+            request_s=ladder.request_s,
+            wait_s=ladder.barrier_s,
+        )

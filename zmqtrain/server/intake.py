@@ -1,0 +1,183 @@
+"""What a server does with the gradients that come in: checks them, collects them and says what to apply and whom to answer.
+
+A state machine without I/O around `StalenessMachine`. What is decided at one stroke is a *unit*: one piece, so that the answer to a
+bucket never waits for another bucket; or all pieces of the server at once, where a global norm or snapshots ask for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from zmqtrain.server.shard import GroupSum
+from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
+from zmqtrain.wire.payload import Value
+
+#: ``none``: pushes take effect as they come. With snapshots all servers apply the steps of groups in one order: server 0 is to
+#: ``decide`` it, the others ``follow``.
+Order = Literal["none", "decide", "follow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A group's gradient of one piece for one step. The gradient is only read."""
+
+    group: int
+    step: int
+    piece: int
+    version: int
+    gradient: Tensor
+    hyperparameters: Mapping[str, Value] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step of one piece's optimizer."""
+
+    piece: int
+    gradient: Tensor
+    hyperparameters: Mapping[str, Value] | None
+    reads: tuple[tuple[int, int], ...]
+    """(group, version that it had read) of each gradient in the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedEvent:
+    """What comes next with snapshots: a group's step, or that the group has left."""
+
+    kind: Literal["step", "left"]
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer``."""
+
+    updates: tuple[Update, ...]
+    pieces: tuple[int, ...]
+    answer: tuple[tuple[int, int], ...]
+    reason: str
+    first_step: int | None = None
+    """The step of group 0's gradient in the updates, if there is one."""
+
+
+class Intake:
+    """Takes the pushes to one server. Whatever is wrong with a push raises `ProtocolError` and changes nothing."""
+
+    def __init__(
+        self, pieces: Sequence[int], policy: Policy, groups: int, *, first_step: int = 0, whole: bool = False, order: Order = "none"
+    ) -> None:
+        """``whole``: the server's pieces are one unit (``order`` needs it); else each is one of its own."""
+        assert whole or order == "none"
+        members = range(groups)
+        cut = [tuple(pieces)] if whole else [(piece,) for piece in pieces]
+        self._units = [_Unit(part, StalenessMachine(policy, members, first_step), policy.kind == "sync") for part in cut]
+        self._unit_of = {piece: unit for unit in self._units for piece in unit.pieces}
+        self._order = order
+        self._to_come: deque[OrderedEvent] = deque()
+        #: With order "decide": what the other servers have to be told, oldest first; the caller empties it.
+        self.decided: list[OrderedEvent] = []
+
+    def lead(self, piece: int, group: int) -> int:
+        """Steps that the group has pushed this piece beyond the slowest group."""
+        return self._unit_of[piece].machine.lead(group)
+
+    def pushed(self, push: Push) -> list[Batch]:
+        """Take a gradient of a piece of this server."""
+        unit = self._unit_of[push.piece]
+        if not unit.take(push):
+            return []
+        if self._order == "follow":
+            return self._follow()
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("step", push.group))
+        return [unit.complete(push.group)]
+
+    def left(self, group: int) -> list[Batch]:
+        """The group trains no more. Where another server orders events, its word counts and this does nothing."""
+        if self._order == "follow":
+            return []
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("left", group))
+        return _useful(unit.leave(group) for unit in self._units)
+
+    def ordered(self, event: OrderedEvent) -> list[Batch]:
+        """With order "follow": server 0 has said what comes next. (A server that holds no piece has nothing to order.)"""
+        if self._order != "follow":
+            return []
+        self._to_come.append(event)
+        return self._follow()
+
+    def _follow(self) -> list[Batch]:
+        """All that has both been ordered and arrived, in the order's order."""
+        (unit,) = self._units
+        batches = []
+        while self._to_come:
+            event = self._to_come[0]
+            if event.kind == "left":
+                batches.append(unit.leave(event.group))
+            elif unit.is_complete(event.group):
+                batches.append(unit.complete(event.group))
+            else:
+                break
+            self._to_come.popleft()
+        return _useful(batches)
+
+
+class _Unit:
+    """Pieces that are decided about at one stroke."""
+
+    __slots__ = ("_arrived", "_sums", "_sync", "machine", "pieces")
+
+    def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, sync: bool) -> None:
+        self.pieces = pieces
+        self.machine = machine
+        self._sync = sync
+        self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has one step on the way at most
+        self._sums: dict[int, GroupSum] = {}
+
+    def take(self, push: Push) -> bool:
+        """Keep a push. Returns whether the group's step is complete now."""
+        self.machine.check(push.group, push.step)
+        arrived = self._arrived.get(push.group, {})
+        if push.piece in arrived:
+            raise DuplicatePushError(f"group {push.group} pushed piece {push.piece} of step {push.step} already")
+        if self._sync:
+            if push.piece not in self._sums:
+                self._sums[push.piece] = GroupSum(self.machine.groups)
+            self._sums[push.piece].add(push.group, push.gradient)
+        arrived[push.piece] = push
+        self._arrived[push.group] = arrived
+        return len(arrived) == len(self.pieces)
+
+    def is_complete(self, group: int) -> bool:
+        return len(self._arrived.get(group, {})) == len(self.pieces)
+
+    def complete(self, group: int) -> Batch:
+        """The group's step, all of it, takes effect."""
+        step = next(iter(self._arrived[group].values())).step
+        return self._batch(self.machine.pushed(group, step))
+
+    def leave(self, group: int) -> Batch:
+        return self._batch(self.machine.left(group))
+
+    def _batch(self, decision: Decision) -> Batch:
+        updates: list[Update] = []
+        first_step: int | None = None
+        if decision.apply:
+            pushes = [self._arrived.pop(group) for group in decision.apply]
+            if decision.apply[0] == 0:
+                first_step = next(iter(pushes[0].values())).step
+            for piece in self.pieces:
+                gradient = self._sums.pop(piece).mean() if self._sync else pushes[0][piece].gradient
+                reads = tuple((by_piece[piece].group, by_piece[piece].version) for by_piece in pushes)
+                updates.append(Update(piece, gradient, pushes[0][piece].hyperparameters, reads))
+        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason, first_step)
+
+
+def _useful(batches: Iterable[Batch]) -> list[Batch]:
+    return [batch for batch in batches if batch.updates or batch.answer]

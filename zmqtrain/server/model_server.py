@@ -1,0 +1,442 @@
+"""A model server as a coroutine: gradients come in, updates happen, parameters go out.
+
+What is decided stands in `intake` and `staleness`, what is computed in `shard`; here is the way of the messages::
+
+    configure (worker 0) -> initial values -> [ push -> intake -> shard -> parameters ] ... -> finished (all workers)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, ZmqTrainError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.server_messages import (
+    Configuration,
+    PushMeta,
+    ReadMeta,
+    initial_tag,
+    norm_tag,
+    parameters_tag,
+    parse_push_tag,
+)
+from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
+from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Push, Update
+from zmqtrain.server.shard import HeldPiece, Loan
+from zmqtrain.server.staleness import Policy
+from zmqtrain.wire.compress import decompress
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
+
+#: Below this size arithmetic costs less than handing it to the compute thread.
+INLINE_BYTES = 128 * 1024
+#: Refusals on their way to senders; beyond them a flood of bad pushes is dropped without a word.
+MOST_REFUSALS = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """A server's place and its time-outs."""
+
+    index: int
+    workers: tuple[PeerId, ...]
+    """All workers of the run, by rank; the server is done when each has said that it is."""
+    request_s: float = 60.0
+    """How long a peer may take to answer a request."""
+    wait_s: float = 600.0
+    """How long to wait for what other servers owe."""
+
+
+class ServerCheckpoints(Protocol):
+    """Where a server's part of a checkpoint goes to and comes from."""
+
+    async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
+
+    async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]: ...
+
+
+class ModelServer:
+    """Serves one shard of the model until all workers have finished. `run` it once."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ServerSettings,
+        *,
+        recorder: Recorder | None = None,
+        checkpoints: ServerCheckpoints | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._settings = settings
+        self._recorder: Recorder = recorder or NullRecorder()
+        self._checkpoints = checkpoints
+        self._held: dict[int, HeldPiece] = {}
+        self._finished: set[PeerId] = set()
+        self._gone: set[int] = set()
+        self._ready = False
+        self._staleness: Counter[int] = Counter()
+        self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
+        self._norms = 0
+        self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
+        self._sends: set[asyncio.Task[None]] = set()
+        self._refusals = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates of pieces so far."""
+        return sum(held.version for held in self._held.values())
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often a gradient met how many updates by others since its read."""
+        return dict(self._staleness)
+
+    @property
+    def held(self) -> dict[int, HeldPiece]:
+        """The pieces of this server, by index."""
+        return self._held
+
+    async def run(self) -> None:
+        """Returns when all workers have finished. Raises `PeerLostError` when one is lost before."""
+        loop = asyncio.get_running_loop()
+        self._configured: asyncio.Future[Configuration] = loop.create_future()
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
+        self._thread = ThreadPoolExecutor(1, "compute")
+        self._endpoint.serve("configure", self._on_configure)
+        self._endpoint.serve("finished", self._on_finished)
+        self._endpoint.on_lost(self._on_lost)
+        pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                life = self._tasks.create_task(self._live(pushes, orders))
+                await self._done
+                for task in (life, *self._sends):
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            pushes.close()
+            orders.close()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._report()
+
+    async def _live(self, pushes: Subscription, orders: Subscription) -> None:
+        configuration = await self._configured
+        first_step = await self._begin(configuration)
+        policy = Policy(configuration.policy, configuration.bound)
+        sync = policy.kind == "sync"
+        self._clip_norm = configuration.clip_norm if sync else 0.0
+        ordered = configuration.snapshot and not sync and bool(self._held)
+        order: Order = "none"
+        if ordered and len(configuration.servers) > 1:
+            order = "decide" if self._settings.index == 0 else "follow"
+        self._intake = Intake(
+            list(self._held),
+            policy,
+            len(configuration.groups),
+            first_step=first_step,
+            whole=ordered or (bool(self._clip_norm) and bool(self._held)),
+            order=order,
+        )
+        for group in range(len(configuration.groups)):
+            for piece in self._held:
+                self._answer(group, piece, initial_tag(piece))
+        self._ready = True
+        await self._let_go()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._take_pushes(pushes))
+            tasks.create_task(self._take_orders(orders))
+
+    async def _begin(self, configuration: Configuration) -> int:
+        """Make the shard and fill it. Returns the first step."""
+        index = self._settings.index
+        for piece in configuration.pieces():
+            if piece.server == index:
+                bucket = configuration.buckets[piece.bucket]
+                self._held[piece.index] = HeldPiece(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
+        if configuration.restored and self._checkpoints is not None:
+            tensors, sidecar = await self._checkpoints.restore()
+            return restore_pieces(self._held, tensors, sidecar)
+        first = configuration.groups[0]
+        for held in self._held.values():
+            source = first[0]
+            into = TensorPayload.of(held.values.detach())
+            await self._in_time(
+                self._endpoint.receive(source, initial_tag(held.piece.index), into=into), source, "initial parameters"
+            )
+        return 0
+
+    # What comes in.
+
+    async def _on_configure(self, caller: PeerId, value: Value) -> Value:
+        configuration = Configuration.from_value(value)
+        if caller != configuration.groups[0][0]:
+            raise ProtocolError(f"{caller} may not configure {self._endpoint.peer}, only {configuration.groups[0][0]} may")
+        if self._configured.done():
+            raise ProtocolError(f"{self._endpoint.peer} is configured already")
+        self._configured.set_result(configuration)
+        return None
+
+    async def _on_finished(self, caller: PeerId) -> Value:
+        if caller not in self._settings.workers or caller in self._finished:
+            return None
+        self._finished.add(caller)
+        if len(self._finished) == len(self._settings.workers):
+            if not self._done.done():
+                self._done.set_result(None)
+            return None
+        await self._let_go()
+        return None
+
+    async def _let_go(self) -> None:
+        """Let nobody wait for groups all of whose workers have finished."""
+        if not self._ready:
+            return
+        for group, members in enumerate(self._configured.result().groups):
+            if self._finished.issuperset(members) and group not in self._gone:
+                self._gone.add(group)
+                async with self._lock:
+                    await self._carry_out(partial(self._intake.left, group), 0)
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if peer in self._settings.workers and peer not in self._finished and not self._done.done():
+            self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
+
+    async def _take_pushes(self, pushes: Subscription) -> None:
+        while True:
+            sender, tag, payload = await pushes.get()
+            try:
+                push = self._parse(sender, tag, payload)
+                async with self._lock:
+                    await self._carry_out(partial(self._intake.pushed, push), payload.nbytes)
+            except ProtocolError as error:
+                self._refuse(sender, tag, error)
+            del payload
+
+    async def _take_orders(self, orders: Subscription) -> None:
+        while True:
+            sender, _, payload = await orders.get()
+            match payload.meta:
+                case ["step" | "left" as kind, int(group)] if sender == self._configured.result().servers[0]:
+                    event = OrderedEvent(kind, group)
+                case _:
+                    self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
+                    continue
+            async with self._lock:
+                await self._carry_out(partial(self._intake.ordered, event), INLINE_BYTES)
+
+    def _parse(self, sender: PeerId, tag: Tag, payload: Payload) -> Push:
+        """Check a push. Raises `ProtocolError`, which says what is wrong with it."""
+        index, step = parse_push_tag(tag)
+        held = self._held.get(index)
+        if held is None:
+            raise ProtocolError(f"{self._endpoint.peer} holds no piece {index}; it holds {_ranges(list(self._held))}")
+        if isinstance(payload.meta, dict):
+            payload = self._decompress(held, payload)
+        meta = PushMeta.from_value(payload.meta)
+        groups = self._configured.result().groups
+        if not 0 <= meta.group < len(groups):
+            raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
+        if groups[meta.group][held.piece.position] != sender:
+            raise ProtocolError(
+                f"{sender} pushed piece {index} of group {meta.group}, which is {groups[meta.group][held.piece.position]}'s"
+            )
+        if not 0 <= meta.version <= held.version:
+            raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {held.version}")
+        if not isinstance(payload, TensorPayload) or payload.numel != held.piece.numel or payload.dtype != held.dtype:
+            raise ProtocolError(
+                f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
+                f"which has {held.piece.numel} of {held.dtype}"
+            )
+        held.check_hyperparameters(meta.hyperparameters)
+        return Push(meta.group, step, index, meta.version, payload.tensor.view(-1), meta.hyperparameters)
+
+    def _decompress(self, held: HeldPiece, payload: Payload) -> Payload:
+        assert isinstance(payload.meta, dict)
+        if payload.meta.get("numel") != held.piece.numel:  # before anything of that size is allocated
+            raise ProtocolError(
+                f"a compressed push to piece {held.piece.index} stands for {payload.meta.get('numel')!r:.40} elements, "
+                f"not {held.piece.numel}"
+            )
+        return decompress(payload)
+
+    def _refuse(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
+        self._recorder.event("refused", sender=sender, reason=str(error))
+        if self._refusals < MOST_REFUSALS:
+            self._refusals += 1
+            self._spawn(self._tell_refused(sender, tag, error))
+
+    async def _tell_refused(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
+        try:
+            await self._endpoint.request(sender, "refused", list(tag), str(error), timeout=self._settings.request_s)
+        except ZmqTrainError as told:
+            self._recorder.event("refused", sender=sender, reason=f"{sender} could not be told: {told}")
+        finally:
+            self._refusals -= 1
+
+    # What is done about it. All under the lock.
+
+    async def _carry_out(self, decide: Callable[[], list[Batch]], nbytes: int) -> None:
+        """Apply and answer what ``decide`` returns."""
+
+        def work() -> list[Batch]:
+            batches = decide()
+            if not self._clip_norm:
+                for batch in batches:
+                    self._apply(batch.updates)
+            return batches
+
+        for batch in await self._compute(work, nbytes):
+            if self._clip_norm and batch.updates:
+                await self._apply_clipped(batch)
+            for update in batch.updates:
+                self._count(update)
+            for group, step in batch.answer:
+                for piece in batch.pieces:
+                    self._answer(group, piece, parameters_tag(piece, step))
+            self._checkpoint(batch)
+        for event in self._intake.decided:
+            for other in self._configured.result().servers[1:]:
+                await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.group]))
+        self._intake.decided.clear()
+
+    def _apply(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self._held[update.piece].update(update.gradient, update.hyperparameters)
+
+    async def _apply_clipped(self, batch: Batch) -> None:
+        """Clip the mean gradient by its norm over all pieces of all servers, then apply it."""
+        gradients = [update.gradient for update in batch.updates]
+        nbytes = sum(gradient.nbytes for gradient in gradients)
+        mine = await self._compute(lambda: sum_of_squares(gradients), nbytes)
+        norm = math.sqrt(await self._sum_over_servers(mine))
+        factor = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        updates = batch.updates
+        if factor < 1.0:
+            updates = tuple(replace(update, gradient=update.gradient * factor) for update in updates)
+        await self._compute(lambda: self._apply(updates), nbytes)
+
+    async def _sum_over_servers(self, mine: float) -> float:
+        """The sum of all servers' numbers, the same bits on each."""
+        # Servers without a piece take no part: they see no step.
+        configuration = self._configured.result()
+        holding = sorted({piece.server for piece in configuration.pieces()})
+        tag = norm_tag(self._norms)
+        self._norms += 1
+        others = {index: configuration.servers[index] for index in holding if index != self._settings.index}
+        for other in others.values():
+            await self._endpoint.send(other, tag, ValuePayload(mine))
+        total = 0.0
+        for index in holding:
+            if index == self._settings.index:
+                total += mine
+                continue
+            answer = await self._in_time(self._endpoint.receive(others[index], tag), others[index], "its sum of squared gradients")
+            if not isinstance(answer.meta, float):
+                raise ProtocolError(f"{others[index]} sent {answer.meta!r:.100} as its sum of squared gradients")
+            total += answer.meta
+        return total
+
+    def _count(self, update: Update) -> None:
+        before = self._held[update.piece].version - 1
+        for group, version in update.reads:
+            staleness = before - version
+            self._staleness[staleness] += 1
+            self._last_staleness[group, update.piece] = staleness
+
+    def _answer(self, group: int, piece: int, tag: Tag) -> None:
+        """Send the piece's values as they are now."""
+        held = self._held[piece]
+        to = self._configured.result().groups[group][held.piece.position]
+        loan = held.lend()
+        meta = ReadMeta(held.version, self._last_staleness.get((group, piece), 0)).to_value()
+        task = self._spawn(self._send(to, tag, TensorPayload.of(loan.values, meta), loan, held.piece.bucket))
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
+    async def _send(self, to: PeerId, tag: Tag, payload: Payload, loan: Loan, priority: int) -> None:
+        try:
+            loan.sent = await self._endpoint.send(to, tag, payload, priority=priority)
+        except PeerLostError:
+            if to not in self._finished:
+                raise
+        finally:
+            if loan.sent is None:
+                loan.give_back()
+
+    def _checkpoint(self, batch: Batch) -> None:
+        """Once group 0's gradient of the step before a checkpoint is in all pieces, send them off."""
+        every = self._configured.result().checkpoint_every
+        if not every or self._checkpoints is None or batch.first_step is None:
+            return
+        step = batch.first_step + 1
+        if step % every:
+            return
+        self._applied_by_first[step] += len(batch.pieces)
+        if self._applied_by_first[step] == len(self._held):
+            del self._applied_by_first[step]
+            tensors, sidecar = keep_pieces(self._held, step)
+            self._spawn(self._checkpoints.save(step, tensors, sidecar))
+
+    # Helpers.
+
+    async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
+        if nbytes < INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(coroutine)
+
+    async def _in_time(self, wait: Awaitable[T], peer: PeerId, what: str) -> T:
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                return await wait
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            raise PeerTimeoutError(peer, what, self._settings.wait_s) from None
+
+    def _report(self) -> None:
+        pushes = sum(self._staleness.values())
+        mean = sum(staleness * count for staleness, count in self._staleness.items()) / pushes if pushes else 0.0
+        self._recorder.event(
+            "server",
+            updates=self.updates,
+            pushes=pushes,
+            staleness={str(staleness): count for staleness, count in sorted(self._staleness.items())},
+            staleness_mean=mean,
+            staleness_max=max(self._staleness, default=0),
+        )
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """In double precision, so that it hardly depends on how the model is cut."""
+    return math.fsum(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 8 else shown or "none"
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,134 @@
+"""Who may read when: the staleness policies as one state machine without I/O.
+
+=========  ============================================  ==========================================================
+policy     a group's gradient of step t is applied       the group may read the parameters for step t + 1
+=========  ============================================  ==========================================================
+sync       with all other groups' gradients of step t    once step t is applied
+async      when it arrives                               at once
+bound n    when it arrives                               once every group has pushed step t - n
+=========  ============================================  ==========================================================
+
+A machine stands for whatever is pushed at one stroke: a piece, or with snapshots a whole step of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from zmqtrain.errors import ProtocolError
+
+PolicyKind = Literal["sync", "async", "bound"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``bound`` counts steps, and only matters to the kind ``bound``."""
+
+    kind: PolicyKind
+    bound: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sync", "async", "bound") or self.bound < 0:
+            raise ValueError(f"no staleness policy: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a push, or a group's leaving, brings about."""
+
+    apply: tuple[int, ...] = ()
+    """Groups whose gradients are to be applied now, as one update, in this order."""
+    answer: tuple[tuple[int, int], ...] = ()
+    """(group, step) of the groups that may now read parameters for that step, after the update."""
+    reason: str = ""
+
+
+class DuplicatePushError(ProtocolError):
+    """A group's gradient of a step came twice."""
+
+
+class OutOfOrderPushError(ProtocolError):
+    """A group left out a step."""
+
+
+class UnknownGroupError(ProtocolError):
+    """No such group, or it has left."""
+
+
+class StalenessMachine:
+    """Follows how many steps each group has pushed. ``first_step`` is the step of the first push (not 0 after a resume)."""
+
+    __slots__ = ("_clock", "_policy", "_waiting")
+
+    def __init__(self, policy: Policy, groups: Collection[int], first_step: int = 0) -> None:
+        self._policy = policy
+        self._clock = dict.fromkeys(sorted(groups), first_step)  # group -> the step it has to push next
+        self._waiting: list[int] = []  # groups that pushed and have no answer yet, in the order of their pushes
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups that train, in order."""
+        return tuple(self._clock)
+
+    def expected(self, group: int) -> int:
+        """The step that the group has to push next. Raises `UnknownGroupError`."""
+        if group not in self._clock:
+            raise UnknownGroupError(f"there is no group {group} here; groups that train: {list(self._clock)}")
+        return self._clock[group]
+
+    def lead(self, group: int) -> int:
+        """Steps that the group has pushed beyond the slowest."""
+        return self._clock[group] - min(self._clock.values())
+
+    def check(self, group: int, step: int) -> None:
+        """Raise what `pushed` would raise, and change nothing."""
+        expected = self.expected(group)
+        if step < expected:
+            raise DuplicatePushError(f"group {group} pushed step {step} already; its next step is {expected}")
+        if step > expected:
+            raise OutOfOrderPushError(f"group {group} pushed step {step}, but its next step is {expected}")
+
+    def pushed(self, group: int, step: int) -> Decision:
+        """The group's gradient of ``step`` is here. Raises a `ProtocolError` (and changes nothing) if it may not be."""
+        self.check(group, step)
+        self._clock[group] = step + 1
+        self._waiting.append(group)
+        if self._policy.kind == "sync":
+            return self._sync()
+        return Decision((group,), self._released(), self._reason(group))
+
+    def left(self, group: int) -> Decision:
+        """The group trains no more: others stop waiting for it. A gradient that it pushed and that waits is still applied."""
+        if group not in self._clock:
+            return Decision()
+        if self._policy.kind == "sync":
+            decision = self._sync(leaving=group)
+        else:
+            del self._clock[group]
+            self._waiting = [other for other in self._waiting if other != group]
+            decision = Decision((), self._released(), f"group {group} left")
+        self._clock.pop(group, None)
+        return decision
+
+    def _sync(self, leaving: int | None = None) -> Decision:
+        behind = [group for group in self._clock if group not in self._waiting and group != leaving]
+        if behind:
+            return Decision(reason=f"waiting for the gradients of groups {behind}")
+        # In the order of groups, not of arrival: sums must not depend on timing.
+        together = tuple(sorted(self._waiting))
+        self._waiting = []
+        answer = tuple((group, self._clock[group]) for group in together if group in self._clock and group != leaving)
+        return Decision(together, answer, "all groups' gradients are there") if together else Decision()
+
+    def _released(self) -> tuple[tuple[int, int], ...]:
+        ready = [group for group in self._waiting if self._policy.kind == "async" or self.lead(group) <= self._policy.bound]
+        self._waiting = [group for group in self._waiting if group not in ready]
+        return tuple((group, self._clock[group]) for group in ready)
+
+    def _reason(self, group: int) -> str:
+        if group not in self._waiting:
+            return "applied on arrival"
+        slowest = min(self._clock, key=lambda other: self._clock[other])
+        return f"group {group} is {self.lead(group)} steps ahead of group {slowest}, {self._policy.bound} are allowed"
