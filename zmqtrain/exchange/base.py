@@ -56,7 +56,8 @@ class Replica(Protocol):
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
         """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
-        parameters, in the device's compute thread. For exchanges without a server."""
+        parameters, in the device's compute thread. For exchanges without a server. Afterwards all buckets count as ready; the
+        exchange calls `parameters_ready` only for those that it changes once more."""
 
 
 class Exchange(Protocol):
