@@ -46,6 +46,8 @@ class ReplicaSettings:
     """Whether buckets are handed over during backward; otherwise all of them at its end."""
     gate_timeout_s: float = 60.0
     """How long a layer waits for its parameters."""
+    loss_scale: float = 1.0
+    """By what the caller multiplies losses; gradients are divided by it before they travel."""
 
 
 @dataclass(slots=True)
@@ -205,6 +207,8 @@ class TorchReplica:
         for index in range(self._next, stop):
             self.gates.close(index)
             held = self._held[index]
+            if self.settings.loss_scale != 1.0:
+                held.gradients.div_(self.settings.loss_scale)
             deliver = partial(self._from_compute, index)
             staging = self._device.staging
             if staging is None:

@@ -1,0 +1,67 @@
+"""A thread that calls functions one after another, for an event loop that must not wait for them itself."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundThread:
+    """A daemon thread with a queue of functions.
+
+    Not a ThreadPoolExecutor, since the interpreter joins its threads at exit: a step that waits for a lost peer would hold the
+    process back.
+    """
+
+    def __init__(self, name: str, first: Callable[[], None] | None = None) -> None:
+        """``first`` is called in the thread before anything else."""
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        if first is not None:
+            self._jobs.put(first)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds the last call's tensors
+        self._ended.set()
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Call ``function`` after what was submitted before. Cancelling the future does not stop a call that runs already."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[T] = loop.create_future()
+
+        def settle(setter: Callable[[Any], None], value: object) -> None:
+            if not outcome.done():  # else the waiter was cancelled
+                setter(value)
+
+        def report(setter: Callable[[Any], None], value: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, setter, value)
+
+        def job() -> None:
+            if outcome.cancelled():
+                return
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - handed to the waiter, whatever it is
+                report(outcome.set_exception, error)
+            else:
+                report(outcome.set_result, result)
+
+        self._jobs.put(job)
+        return outcome
+
+    async def close(self, timeout_s: float) -> None:
+        """End after what was submitted; wait for that at most ``timeout_s``."""
+        self._jobs.put(None)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self._ended.is_set() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - ends in a thread
+            await asyncio.sleep(0.002)

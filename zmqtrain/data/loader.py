@@ -1,0 +1,147 @@
+"""A worker's batches, fetched one ahead in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from zmqtrain.data.background import BackgroundThread
+from zmqtrain.data.partition import Indices
+from zmqtrain.errors import TaskError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some samples: ``model(*inputs)`` is compared with ``target``."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    samples: int
+
+    def split(self, parts: int) -> list[Batch]:
+        """Even runs of samples, as views; fewer where there are fewer samples."""
+        if parts == 1 or self.samples < 2:
+            return [self]
+        cuts = np.array_split(np.arange(self.samples), min(parts, self.samples))
+        return [
+            Batch(_rows(self.inputs, slice(int(c[0]), int(c[-1]) + 1), self.samples),
+                  _rows(self.target, slice(int(c[0]), int(c[-1]) + 1), self.samples), len(c))
+            for c in cuts
+        ]  # fmt: skip
+
+    def to(self, device: torch.device) -> Batch:
+        return self if device.type == "cpu" else Batch(_move(self.inputs, device), _move(self.target, device), self.samples)
+
+
+class Fetch:
+    """Makes batches of a map-style dataset's samples. Runs in any thread.
+
+    A `TensorDataset` is indexed a batch at a time. Python's and numpy's random numbers are seeded for each batch, so augmentation
+    by them is repeatable; a dataset that draws from torch's global generator shares it with the model, and is not.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        pin: bool = False,
+    ) -> None:
+        self._dataset, self._collate, self._transform, self._pin = dataset, collate, transform, pin
+
+    def __call__(self, indices: Indices, seed: tuple[int, ...] | None = None) -> Batch:
+        """Raises `TaskError` where the dataset, collate or transform raises, or a batch is not (input, target)."""
+        try:
+            if seed is not None and not self._whole():
+                state = np.random.SeedSequence(seed).generate_state(2)
+                random.seed(int(state[0]))
+                np.random.seed(int(state[1]))
+            batch = self._batch(indices)
+            if self._transform is not None:
+                batch = self._transform(batch)
+        except TaskError:
+            raise
+        except Exception as error:
+            what = f"samples {indices[:3].tolist()}{'...' if len(indices) > 3 else ''}"
+            raise TaskError(f"making a batch of the task's {what} raised {type(error).__name__}: {error}") from error
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise TaskError(
+                f"a batch of the task's data is a {type(batch).__name__}; it must be (input, target): "
+                "let data[i] return such a pair"
+            )
+        if self._pin:
+            batch = [_map(part, torch.Tensor.pin_memory) for part in batch]
+        return Batch(tuple(batch[:-1]), batch[-1], len(indices))
+
+    def _whole(self) -> bool:
+        return type(self._dataset) is TensorDataset and self._collate is None and self._transform is None
+
+    def _batch(self, indices: Indices) -> Any:
+        if type(self._dataset) is TensorDataset and self._collate is None:
+            rows = torch.from_numpy(indices.copy())
+            return [tensor.index_select(0, rows) for tensor in self._dataset.tensors]
+        samples = [self._dataset[int(index)] for index in indices]
+        return (self._collate or default_collate)(samples)
+
+
+class Loader:
+    """The batches of one worker, by step; the next one is fetched while this one is computed."""
+
+    def __init__(self, fetch: Fetch, indices: Callable[[int], Indices], seed: tuple[int, ...]) -> None:
+        """``indices(step)``: the worker's samples; ``seed``: distinguishes run and worker."""
+        self._fetch, self._indices, self._seed = fetch, indices, seed
+        self._thread = BackgroundThread("zmqtrain-loader")
+        self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
+
+    async def batch(self, step: int, *, ahead: bool = True) -> Batch:
+        """The step's batch. ``ahead``: begin to fetch the next step's."""
+        if self._ahead is not None and self._ahead[0] == step:
+            future = self._ahead[1]
+        else:
+            self._drop()
+            future = self._submit(step)
+        self._ahead = None
+        batch = await future
+        if ahead:
+            self._ahead = (step + 1, self._submit(step + 1))
+        return batch
+
+    def _submit(self, step: int) -> asyncio.Future[Batch]:
+        return self._thread.submit(lambda: self._fetch(self._indices(step), (*self._seed, step)))
+
+    def _drop(self) -> None:
+        if self._ahead is not None:
+            future = self._ahead[1]
+            future.cancel()
+            self._ahead = None
+
+    async def close(self, timeout_s: float) -> None:
+        self._drop()
+        await self._thread.close(timeout_s)
+
+
+def _map(part: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``part`` with ``function`` of each tensor in it."""
+    if isinstance(part, torch.Tensor):
+        return function(part)
+    if isinstance(part, dict):
+        return {key: _map(value, function) for key, value in part.items()}
+    if isinstance(part, tuple | list):
+        return type(part)([_map(value, function) for value in part])
+    return part
+
+
+def _rows(part: Any, rows: slice, samples: int) -> Any:
+    return _map(part, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == samples else tensor)
+
+
+def _move(part: Any, device: torch.device) -> Any:
+    return _map(part, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,0 +1,82 @@
+"""Which samples which worker takes at which step: pure, the same on every machine and with every numpy release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from zmqtrain.errors import UsageError
+
+Indices = npt.NDArray[np.int64]
+
+
+def even_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Start and stop of one of ``parts`` even parts of ``count``; the first ones are one larger where it does not divide."""
+    each, more = divmod(count, parts)
+    start = part * each + min(part, more)
+    return start, start + each + (part < more)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The training samples, divided over steps, groups and the workers of a group.
+
+    Each epoch takes each sample at most once; what does not fill a step of all groups is left out (with ``shuffle = "global"``
+    another few each epoch). The samples of one step of all groups are one run of the epoch's order, so that a synchronous step
+    of g groups equals one process's step on g times the batch.
+    """
+
+    samples: int
+    groups: int
+    group_size: int
+    batch_size: int
+    """Samples of a group in a step."""
+    seed: int
+    shuffle: Literal["global", "none"] = "global"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < self.group_size:
+            raise UsageError(
+                f"[compute] batch_size = {self.batch_size} is smaller than group_size = {self.group_size}: some workers would have "
+                "no sample. Raise batch_size or lower group_size"
+            )
+        if self.samples < self.step_samples:
+            raise UsageError(
+                f"the training data has {self.samples} samples, but one step of {self.groups} groups with batch_size = "
+                f"{self.batch_size} takes {self.step_samples}. Lower [compute] batch_size or groups, or give more data"
+            )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of one step of all groups."""
+        return self.groups * self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.samples // self.step_samples
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def indices(self, step: int, group: int, position: int) -> Indices:
+        """The samples that the worker takes at the step, counted from 0 over all epochs."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        begin = place * self.step_samples + group * self.batch_size
+        start, stop = even_bounds(self.batch_size, self.group_size, position)
+        return _order(self.samples, self.seed, epoch, self.shuffle)[begin + start : begin + stop]
+
+
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int, shuffle: Literal["global", "none"]) -> Indices:
+    """The epoch's order of all samples."""
+    if shuffle == "none":
+        return np.arange(samples)
+    # numpy promises the raw stream of a bit generator for all releases, but not what `permutation` makes of it.
+    keys = np.random.Philox(key=seed, counter=[0, 0, epoch, 0]).random_raw(samples)
+    order: Indices = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order

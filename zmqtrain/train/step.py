@@ -1,0 +1,108 @@
+"""One training step of one worker, in the compute thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zmqtrain.data.loader import Batch
+from zmqtrain.errors import NonFiniteLossError, TaskError
+from zmqtrain.events import Recorder
+from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.task import Measure, user_code
+
+Precision = Literal["float32", "bfloat16", "float16"]
+#: By what losses are multiplied in float16 arithmetic, so that small gradients do not vanish; divided out again before gradients
+#: travel. A power of two: no digit is lost.
+LOSS_SCALE = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """How a worker computes a step."""
+
+    rank: int
+    group_batch: int
+    """Samples of the whole group in a step: the worker's gradient counts by its share of them."""
+    accumulate: int = 1
+    precision: Precision = "float32"
+    on_nan: Literal["stop", "continue"] = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step was like on one worker."""
+
+    loss: float  # mean over the worker's samples
+    samples: int
+    compute_s: float  # the whole step in the compute thread, without waiting
+    exposed_s: float  # waiting for parameters
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Arithmetic in ``precision`` where that is safe; parameters keep their type."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))
+
+
+class TrainStep:
+    """Forward and backward over a batch, cut into micro-batches.
+
+    The loss of n samples counts n / (the group's batch), so that the *sum* of a group's gradients is the gradient of its mean loss.
+    """
+
+    def __init__(
+        self, replica: TorchReplica, loss: Measure, device: torch.device, settings: StepSettings, recorder: Recorder
+    ) -> None:
+        self._replica, self._loss, self._device, self._settings, self._recorder = replica, loss, device, settings, recorder
+
+    def __call__(self, step: int, batch: Batch) -> StepResult:
+        """Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
+        start = time.perf_counter()
+        replica, settings = self._replica, self._settings
+        scale = LOSS_SCALE[settings.precision]
+        replica.model.train()
+        replica.begin_step(step)
+        total = 0.0
+        parts = batch.to(self._device).split(settings.accumulate)
+        for number, part in enumerate(parts):
+            with self._recorder.span("forward", "compute", step=step):
+                loss = self._forward(part)
+                value = float(loss.detach())
+            if not math.isfinite(value) and settings.on_nan == "stop":
+                raise NonFiniteLossError(value, settings.rank, step)
+            total += value * part.samples
+            replica.begin_backward(last=number == len(parts) - 1)
+            with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
+                (loss * (scale * part.samples / settings.group_batch)).backward()  # type: ignore[no-untyped-call]
+            replica.end_backward()
+        exposed_s = replica.waited_s
+        return StepResult(total / batch.samples, batch.samples, time.perf_counter() - start - exposed_s, exposed_s)
+
+    def _forward(self, part: Batch) -> Tensor:
+        with autocast(self._device, self._settings.precision):
+            with user_code("the model's forward"):
+                output = self._replica.model(*part.inputs)
+            with user_code("Task.loss(output, target)"):
+                loss = self._loss(output, part.target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TaskError(
+                f"Task.loss(output, target) returned {_describe(loss)}; it must return the mean loss as a tensor of one element "
+                "that depends on the model's parameters"
+            )
+        return loss
+
+
+def _describe(loss: Callable[..., Any] | object) -> str:
+    if isinstance(loss, Tensor):
+        gradient = "" if loss.requires_grad else " that needs no gradient"
+        return f"a tensor of shape {list(loss.shape)}{gradient}"
+    return f"a {type(loss).__name__}"
