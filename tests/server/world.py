@@ -22,7 +22,7 @@ SIZES = (7, 40, 1, 23)
 
 
 class LinearReplica:
-    """``prediction = sum of features[b] @ parameters[b]``, with the mean squared error: gradients of buckets depend on each other."""
+    """``prediction = sum of features[b] @ parameters[b]``, with the mean squared error."""
 
     def __init__(
         self,

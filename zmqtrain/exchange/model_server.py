@@ -130,6 +130,12 @@ class ModelServerExchange:
             for server in self._settings.servers:
                 tasks.create_task(self._endpoint.request(server, "finished", timeout=self._settings.request_s))
 
+    async def keep(self, step: int) -> None:
+        """Have the servers send their parts of a checkpoint at ``step`` now, out of turn: a run stops early. One worker asks."""
+        async with asyncio.TaskGroup() as tasks:
+            for server in self._settings.servers:
+                tasks.create_task(self._endpoint.request(server, "checkpoint", step, timeout=self._settings.request_s))
+
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
         return result

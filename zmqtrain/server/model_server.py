@@ -118,6 +118,7 @@ class ModelServer:
         self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
         self._thread = ThreadPoolExecutor(1, "compute")
         self._endpoint.serve("configure", self._on_configure)
+        self._endpoint.serve("checkpoint", self._on_checkpoint)
         self._endpoint.serve("finished", self._on_finished)
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
@@ -201,6 +202,15 @@ class ModelServer:
                 self._done.set_result(None)
             return None
         await self._let_go()
+        return None
+
+    async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
+        """Keep the shard as it is now: a run that stops early asks for it."""
+        if caller not in self._settings.workers or not self._ready or self._checkpoints is None:
+            raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller} now")
+        async with self._lock:
+            tensors, sidecar = keep_pieces(self._held, step)
+        self._spawn(self._checkpoints.save(step, tensors, sidecar))
         return None
 
     async def _let_go(self) -> None:

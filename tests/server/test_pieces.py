@@ -1,0 +1,39 @@
+"""The cut of the model: every element once, balanced."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.collectives.group import bounds
+from zmqtrain.exchange.pieces import BucketSize, pieces
+
+buckets = st.lists(st.builds(BucketSize, st.integers(1, 500), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8)
+
+
+@given(buckets, st.integers(1, 5), st.integers(1, 4), st.integers(1, 400))
+def test_pieces(sizes: list[BucketSize], group_size: int, servers: int, split_bytes: int) -> None:
+    cut = pieces(sizes, group_size, servers, split_bytes)
+    assert [piece.index for piece in cut] == list(range(len(cut)))
+    for index, bucket in enumerate(sizes):
+        here = [piece for piece in cut if piece.bucket == index]
+        edges = [0, *(piece.stop for piece in here)]
+        assert [piece.start for piece in here] == edges[:-1], "pieces follow each other without gap or overlap"
+        assert edges[-1] == bucket.numel
+        parts = bounds(bucket.numel, group_size)
+        for piece in here:
+            assert piece.numel > 0
+            assert piece.numel * bucket.itemsize <= max(split_bytes, bucket.itemsize)
+            assert parts[piece.position][0] <= piece.start
+            assert piece.stop <= parts[piece.position][1]
+    loads = [
+        sum(piece.numel * sizes[piece.bucket].itemsize for piece in cut if piece.server == server) for server in range(servers)
+    ]
+    largest = max(piece.numel * sizes[piece.bucket].itemsize for piece in cut)
+    assert max(loads) - min(loads) <= largest
+
+
+def test_a_large_bucket_that_the_bound_does_not_divide() -> None:
+    cut = pieces([BucketSize(1001, 4)], 1, 2, 1000)
+    assert [piece.numel for piece in cut] == [201, 200, 200, 200, 200]
+    assert [piece.server for piece in cut] == [0, 1, 1, 0, 1]

@@ -1,0 +1,54 @@
+"""A model server's process: its life from the view of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.checkpoint_part import fetch_part, send_part
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.wire.payload import Value
+from zmqtrain.wire.tensor import TensorPayload
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorCheckpoints:
+    """Checkpoints that the coordinator's side collects and hands out."""
+
+    endpoint: Endpoint
+    name: str
+    timeout_s: float
+
+    async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None:
+        payloads = {name: TensorPayload.of(tensor) for name, tensor in tensors.items()}
+        await send_part(self.endpoint, step, self.name, payloads, sidecar, timeout_s=self.timeout_s)
+
+    async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]:
+        part = await fetch_part(self.endpoint, self.name, timeout_s=self.timeout_s)
+        if part is None:
+            raise CheckpointError(f"the checkpoint holds nothing for {self.name}: it was written without this model server")
+        tensors: dict[str, Tensor] = {}
+        for name, payload in part.tensors.items():
+            assert isinstance(payload, TensorPayload)
+            tensors[name] = payload.tensor
+        return tensors, dict(part.sidecar)
+
+
+async def run_server(context: RoleContext) -> None:
+    """Serve a shard of the model until all workers have finished. Opens nothing and leaves nothing open.
+
+    Raises `PeerLostError` when a worker is lost, and `CheckpointError` where a resumed run has no part for this server.
+    """
+    role, ladder = context.role, context.ladder
+    settings = ServerSettings(
+        index=role.index,
+        workers=tuple(worker.peer for worker in context.placement.workers),
+        request_s=ladder.request_s,
+        wait_s=ladder.barrier_s,
+    )
+    checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", ladder.barrier_s)
+    await ModelServer(context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints).run()
