@@ -1,10 +1,11 @@
 """Which algorithm a collective uses, by size and number of ranks.
 
-The alpha-beta model: a message of n bytes takes alpha + n * beta. For p ranks, with r = 2^floor(log2 p)::
+The alpha-beta model: a message of n bytes takes alpha + n * beta, and to add or copy them n * gamma. For p ranks, with
+r = 2^floor(log2 p)::
 
     all-reduce      ring      2 (p-1) alpha      + 2 (p-1)/p n beta
                     halving   2 log2 r alpha     + 2 (r-1)/r n beta     (+ 2 alpha + 2 n beta where p is no power of two)
-                    doubling    log2 r alpha     + log2 r n beta        (+ 2 alpha + 2 n beta where p is no power of two)
+                    doubling    log2 r alpha     + log2 r n beta        (the same); adds and copies log2 r n, the others (p-1)/p n
     reduce-scatter  ring        (p-1) alpha      + (p-1)/p n beta
                     halving     log2 r alpha     + (r-1)/r n beta       (+ 2 alpha + (1 + 1/p) n beta where p is no power of two)
     all-gather      ring        (p-1) alpha      + (p-1)/p n beta
@@ -28,6 +29,8 @@ AllGatherAlgorithm: TypeAlias = Literal["ring", "bruck"]
 ALPHA_S = 150e-6
 #: Seconds a byte takes: 1.5 GB/s, as measured over loopback and as a 10 Gbit/s link does nearly.
 BETA_S = 0.7e-9
+#: Seconds it takes to add or copy a byte in memory.
+GAMMA_S = 0.2e-9
 #: How much longer a byte takes where the partner changes from step to step.
 DISTANT = 1.3
 #: A piece costs about ALPHA_S / 3 to hand over, so smaller ones do not pay; several a part let adding overlap with receiving.
@@ -40,9 +43,9 @@ def choose_all_reduce(nbytes: int, size: int) -> AllReduceAlgorithm:
     share = (1 << steps) - 1
     folding = extra * (2 * ALPHA_S + 2 * nbytes * BETA_S)
     costs: dict[AllReduceAlgorithm, float] = {
-        "ring": 2 * (size - 1) * (ALPHA_S + nbytes / size * BETA_S),
-        "halving": 2 * steps * ALPHA_S + 2 * share / (share + 1) * nbytes * BETA_S * _distant(size) + folding,
-        "doubling": steps * (ALPHA_S + nbytes * BETA_S * _distant(size)) + folding,
+        "ring": (size - 1) * (2 * ALPHA_S + nbytes / size * (2 * BETA_S + GAMMA_S)),
+        "halving": 2 * steps * ALPHA_S + share / (share + 1) * nbytes * (2 * BETA_S * _distant(size) + GAMMA_S) + folding,
+        "doubling": steps * (ALPHA_S + nbytes * (BETA_S * _distant(size) + 2 * GAMMA_S)) + folding,
     }
     return min(costs, key=lambda name: costs[name])
 
