@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import subprocess
 import sys
@@ -175,6 +176,12 @@ BAD: dict[str, dict[str, object]] = {
     "link kind has a shape and no type": {"kind": "ack", "dtype": ""},
     "meta is deep": {"meta": nested(17)},
     "meta is very deep": {"meta": nested(400)},
+    "meta is a tower": {"meta": nested(500)},
+    "kind is a tower": {"kind": nested(500)},
+    "tag is a tower": {"tag": nested(500)},
+    "shape is a tower": {"shape": nested(500)},
+    "dtype is a tower": {"dtype": nested(500)},
+    "nbytes is a tower": {"nbytes": nested(500)},
     "meta has numbers for keys": {"meta": {"a": {1: 2}}},
     "meta has an extension": {"meta": msgpack.ExtType(1, b"x")},
     "meta has a time": {"meta": [msgpack.Timestamp(1, 2)]},
@@ -190,6 +197,16 @@ def test_bad_fields_are_refused(fault: str) -> None:
 def test_the_unchanged_fields_are_good() -> None:
     assert decode([fields(), bytes(24)]).payload.numel == 6
     assert decode([fields(meta=nested(16)), bytes(24)]).payload.meta == nested(16)
+
+
+@pytest.mark.parametrize("field", range(11))
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01"])
+def test_towers_of_any_height_are_refused(field: int, opening: bytes) -> None:
+    for height in (17, 100, 900, 990, 1000, 1010, 1020, 1030, 5000):
+        members = [msgpack.packb(member) for member in msgpack.unpackb(fields())]
+        members[field] = opening * height + b"\x01"
+        with pytest.raises(WireError):
+            decode([b"\x9b" + b"".join(members), bytes(24)])
 
 
 def test_bad_frames_are_refused() -> None:
@@ -255,19 +272,47 @@ def test_a_tower_of_lists_takes_bounded_memory() -> None:
     assert peak < 64_000_000
 
 
-def test_what_would_be_refused_there_is_not_sent_from_here() -> None:
-    for meta in ("x" * DEFAULT_LIMITS.header_bytes, list(range(5000)), 2**70):
-        with pytest.raises(ValueError, match="header"):
-            encode(TensorPayload.empty(1, "float32", meta))
-    with pytest.raises(ValueError, match="value"):
-        pack_value(list(range(100_000)))
-    with pytest.raises(ValueError, match="value"):
-        pack_value(2**70)
-    with pytest.raises(TypeError):
-        pack_value(object())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "meta",
+    [
+        "x" * DEFAULT_LIMITS.header_bytes,
+        list(range(5000)),
+        2**70,
+        nested(17),
+        {1: 2},
+        [msgpack.Timestamp(1, 2)],
+        object(),
+        {"a": {1}},
+    ],
+)
+def test_a_meta_that_would_be_refused_is_not_sent(meta: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        encode(TensorPayload.empty(1, "float32", meta))
+
+
+@pytest.mark.parametrize("tag", [(1.5,), (True,), (None,), (("a",),), ("x" * 257,), tuple(range(17)), (2**64,)])
+def test_a_tag_that_would_be_refused_is_not_sent(tag: Any) -> None:
+    with pytest.raises(ValueError, match="header"):
+        encode(ValuePayload(), tag)
+
+
+@pytest.mark.parametrize("value", [list(range(70_000)), [2**70], nested(17), {1: 2}, object(), msgpack.ExtType(1, b"")])
+def test_a_value_that_would_be_refused_is_not_sent(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        pack_value(value)
+
+
+def test_values_have_a_largest_size() -> None:
+    data = pack_value([1, {"a": b"x"}, (np.float64(0.5), Colour.RED)])
+    assert unpack_value(data) == [1, {"a": b"x"}, [0.5, "red"]]
     with pytest.raises(WireError, match="above the limit"):
-        unpack_value(bytes(100), Limits(value_bytes=99))
-    assert unpack_value(pack_value([1, {"a": b"x"}])) == [1, {"a": b"x"}]
+        unpack_value(data, Limits(value_bytes=len(data) - 1))
+    with pytest.raises(ValueError, match="above the limit"):
+        pack_value("x" * 100, Limits(value_bytes=100))
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
 
 
 def accept_only_wire_errors(frames: list[bytes]) -> None:

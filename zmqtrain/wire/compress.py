@@ -56,8 +56,8 @@ class Compressor(Protocol):
     name: CodecName
 
     def encode(self, key: str, payload: Payload) -> Payload:
-        """What to send for ``payload``, which is read and not kept. ``key`` names the stream it is one step of: the same bucket or
-        piece each step, with always the same size."""
+        """What to send for ``payload``. ``key`` names the stream it is one step of: the same bucket or piece each step, with always
+        the same size. The result may alias ``payload`` (where nothing shrinks), so that must stay as it is until it is sent."""
         ...
 
     def decode(self, payload: Payload) -> Payload:
@@ -192,7 +192,7 @@ def decompress(payload: Payload, codec: str | None = None) -> Payload:
         raise WireError(f"{payload!r} stands for {numel!r:.40} elements of type {dtype!r:.40}")
     if name == _RAW:
         return _open_unchanged(payload, dtype, numel, meta)
-    if name not in CODECS or not _shrinks(name, dtype):
+    if not _shrinks(name, dtype):
         raise WireError(f"{payload!r} is compressed by {name!r} from {dtype!r}, which no codec does")
     if name == "topk":
         return _open_topk(payload, dtype, numel, envelope.get("count"), meta)
@@ -205,6 +205,12 @@ def decompress(payload: Payload, codec: str | None = None) -> Payload:
 
 
 _ENVELOPE: Final = frozenset({"codec", "dtype", "numel", "meta"})
+_SHRINKS: Final = {
+    "fp16": ("float64", "float32"),
+    "bf16": ("float64", "float32"),
+    "int8": ("float64", "float32", "float16", "bfloat16"),
+    "topk": ("float64", "float32", "float16", "bfloat16"),
+}
 _HALVES: Final = {"fp16": "float16", "bf16": "bfloat16"}
 _MAX_INDEX: Final = 2**31 - 1
 
@@ -214,8 +220,8 @@ def _envelope(name: str, payload: Payload) -> dict[str, Value]:
 
 
 def _shrinks(name: str, dtype: str) -> bool:
-    """Whether a codec does anything for elements of a type."""
-    return dtype in ("float32", "float64") or (name in ("int8", "topk") and dtype in ("float16", "bfloat16"))
+    """Whether there is such a codec, and it does anything for elements of the type."""
+    return name in _SHRINKS and dtype in _SHRINKS[name]
 
 
 def _wire_form(name: str, numel: int) -> tuple[str, int]:
@@ -280,7 +286,8 @@ def _to_int8(flat: torch.Tensor) -> torch.Tensor:
         lost = ~rows.isfinite()
         rows = rows.masked_fill(lost, 0.0)
         peaks = rows.abs().amax(1, keepdim=True)
-    scales = (peaks / 127).to(torch.float32).clamp_max_(torch.finfo(torch.float32).max)
+    largest = torch.finfo(torch.float32).max  # of the scale, or, where elements have 32 bits, of 127 times the scale
+    scales = (peaks / 127).clamp_max_(largest if flat.dtype == torch.float64 else largest / 127 * (1 - 1e-6)).to(torch.float32)
     scales.masked_fill_(scales == 0, 1.0)  # nothing but zeros, or so small that the scale itself is none
     codes = (rows / scales).round_().clamp_(-127, 127).to(torch.int8)
     if lost is not None:

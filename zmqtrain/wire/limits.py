@@ -30,8 +30,8 @@ class Limits:
     tag_items: int = 16
     """Members of a tag; the longest in use has half as many."""
 
-    tag_bytes: int = 256
-    """UTF-8 bytes of each string in a tag, and of ``kind``: names of topics, not content."""
+    tag_characters: int = 256
+    """Length of each string in a tag, and of ``kind``: names of topics, not content."""
 
     dimensions: int = 32
     """Dimensions of a shape; numpy knows at most 64, and no layer comes near."""

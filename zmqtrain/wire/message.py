@@ -8,15 +8,15 @@ every other from garbage; the rest belongs to the version::
 Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define kinds of its own, whose ``meta`` only it understands.
 
 Decoding raises `WireError` for anything that is no message within the limits, and no other error. Encoding raises `ValueError` or
-`TypeError` for what could not be decoded on the other side.
+`TypeError` for a tag or value that the other side would refuse. Tuples within a ``meta`` arrive as lists.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
 import msgpack
 
@@ -51,7 +51,7 @@ class Header(NamedTuple):
 
     #: What the message is: ``tensor``, ``phantom``, ``value``, or a kind of the link's own.
     kind: str
-    #: What the message is about; lists arrive as tuples here (but as lists in `meta`).
+    #: What the message is about.
     tag: Tag = ()
     #: Place of the frame in its lane.
     sequence: int = 0
@@ -77,23 +77,28 @@ class Message:
 
 
 _LENGTH: Final = 11
-_pack = msgpack.Packer().pack
+_pack = msgpack.packb
 #: How every header of this version begins: list of 11, the magic, the version.
 _PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * 9])[: len(MAGIC) + 3])
 
 
 def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The header's bytes. Raises `ValueError` or `TypeError` where the other side would refuse it."""
+    """The header's bytes. Raises `ValueError` or `TypeError` where the other side would refuse its tag or ``meta``."""
     kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, version = header
     try:
         data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta))
+        _check_tag(tag, limits)
+        if meta is not None:
+            check_value(meta, limits.depth, limits.items)
     except OverflowError as error:
         raise ValueError(f"the header of {kind} {tag} holds an integer beyond 64 bits") from error
-    if len(data) > limits.inline_value_bytes:  # rare; within this size only a wrong type in `meta` could be refused
-        try:
-            decode_header(data, limits)
-        except WireError as error:
-            raise ValueError(f"the header of {kind} {tag} cannot be sent: {error}") from error
+    except WireError as error:
+        raise ValueError(f"the header of {kind} {tag} cannot be sent: {error}") from error
+    if len(data) > limits.header_bytes:
+        raise ValueError(
+            f"the header of {kind} {tag} takes {len(data)} bytes, above the limit of {limits.header_bytes}: "
+            "send its meta as a tensor, or as a value of its own"
+        )
     return data
 
 
@@ -106,34 +111,30 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         _refuse(data)
     fields = _unpack(data, limits.items)
     kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta = fields[2:]
-    if type(kind) is not str or not 0 < len(kind) <= limits.tag_bytes:
-        raise WireError(f"the header's kind is {kind!r:.60}")
-    if type(raw_tag) is not list or len(raw_tag) > limits.tag_items:
-        raise WireError(f"the header's tag is {raw_tag!r:.60}")
-    for item in raw_tag:
-        if type(item) is not int and (type(item) is not str or len(item) > limits.tag_bytes):
-            raise WireError(f"the header's tag holds {item!r:.60}")
+    if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
+        raise WireError(f"the header's kind is {_shown(kind)}")
+    if type(raw_tag) is not list:
+        raise WireError(f"the header's tag is {_shown(raw_tag)}")
+    _check_tag(raw_tag, limits)
     for name, number in (("sequence", sequence), ("message", message), ("offset", offset), ("nbytes", nbytes)):
         if type(number) is not int or number < 0:
-            raise WireError(f"the header's {name} is {number!r:.60}")
+            raise WireError(f"the header's {name} is {_shown(number)}")
     if nbytes > limits.message_bytes:
         raise WireError(f"a message of {nbytes} bytes is declared, above the limit of {limits.message_bytes}")
     if offset > nbytes:
         raise WireError(f"bytes from {offset} on are declared in a message of {nbytes}")
     if type(raw_shape) is not list or len(raw_shape) > limits.dimensions:
-        raise WireError(f"the header's shape is {raw_shape!r:.60}")
+        raise WireError(f"the header's shape is {_shown(raw_shape)}")
     if type(dtype) is not str:
-        raise WireError(f"the header's dtype is {dtype!r:.60}")
+        raise WireError(f"the header's dtype is {_shown(dtype)}")
     if dtype or kind in (TENSOR, PHANTOM):
         _check_elements(dtype, raw_shape, nbytes, limits)
     elif raw_shape:
         raise WireError(f"a shape {raw_shape} is declared without an element type")
     if kind == VALUE and (dtype or nbytes > limits.value_bytes):
-        raise WireError(f"a value of {nbytes} bytes and type {dtype!r} is declared; the limit is {limits.value_bytes}")
-    if type(meta) in _CONTAINERS:
-        check_value(meta, limits.depth)
-    elif type(meta) not in _SCALARS:
-        raise WireError(f"the header's meta is {meta!r:.60}")
+        raise WireError(f"a value of {nbytes} bytes and type {_shown(dtype)} is declared; the limit is {limits.value_bytes}")
+    if meta is not None:
+        check_value(meta, limits.depth, limits.items)
     return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta)
 
 
@@ -163,7 +164,7 @@ def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> 
         if len(body) != header.nbytes:
             raise WireError(f"{len(body)} bytes were received for a value of {header.nbytes}")
         return ValuePayload(unpack_value(body, limits) if header.nbytes else header.meta)
-    raise WireError(f"{len(body)} bytes of kind {header.kind!r:.60} are no payload")
+    raise WireError(f"{len(body)} bytes of kind {_shown(header.kind)} are no payload")
 
 
 def encode(payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0) -> list[bytes | memoryview]:
@@ -189,13 +190,13 @@ def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
     """A value's bytes. Raises `TypeError` or `ValueError` for what `unpack_value` would refuse."""
     try:
         data: bytes = _pack(value)
+        check_value(value, limits.depth, limits.value_items)
     except OverflowError as error:
         raise ValueError("the value holds an integer beyond 64 bits") from error
-    if len(data) > limits.inline_value_bytes:
-        try:
-            unpack_value(data, limits)
-        except WireError as error:
-            raise ValueError(f"the value cannot be sent: {error}") from error
+    except WireError as error:
+        raise ValueError(f"the value cannot be sent: {error}") from error
+    if len(data) > limits.value_bytes:
+        raise ValueError(f"the value takes {len(data)} bytes, above the limit of {limits.value_bytes}: send it as a tensor")
     return data
 
 
@@ -204,43 +205,62 @@ def unpack_value(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Value:
     if len(data) > limits.value_bytes:
         raise WireError(f"a value of {len(data)} bytes, above the limit of {limits.value_bytes}")
     value: Value = _unpack(data, limits.value_items)
-    check_value(value, limits.depth)
+    check_value(value, limits.depth, limits.value_items)
     return value
 
 
-def check_value(value: object, depth: int = DEFAULT_LIMITS.depth) -> None:
-    """Raise `WireError` where an unpacked value is nested deeper than ``depth``, or holds what no `Value` may."""
-    kind = type(value)
-    if kind in _SCALARS:
+def check_value(value: object, depth: int, items: int) -> None:
+    """Raise `WireError` for what is no `Value`, is nested deeper than ``depth``, or has more than ``items`` members at a place."""
+    if type(value) in _SCALARS:
         return
-    if kind not in _CONTAINERS:
-        raise WireError(f"a value of type {kind.__name__} does not belong on the wire")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise WireError(f"a map has the key {_shown(key)}, which is no string")
+        members: Collection[object] = value.values()
+    elif type(value) in (list, tuple):
+        members = cast("Collection[object]", value)
+    elif isinstance(value, _NEARLY_SCALARS):
+        return
+    else:
+        raise WireError(f"a {type(value).__name__} is nothing that travels")
     if depth <= 0:
         raise WireError("a value is nested too deep")
-    if isinstance(value, dict):
-        for key, member in value.items():
-            if type(key) is not str:
-                raise WireError(f"a map has the key {key!r:.60}, which is no string")
-            if type(member) not in _SCALARS:
-                check_value(member, depth - 1)
-    elif isinstance(value, list):
-        for member in value:
-            if type(member) not in _SCALARS:
-                check_value(member, depth - 1)
+    if len(members) > items:
+        raise WireError(f"a list or map has {len(members)} members, above the limit of {items}")
+    for member in members:
+        if type(member) not in _SCALARS:
+            check_value(member, depth - 1, items)
 
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
-_CONTAINERS: Final = frozenset({list, dict})
+#: Enumerations, numpy's float64 and the like are sent as what they derive from.
+_NEARLY_SCALARS: Final = (int, float, str, bytes, bytearray, memoryview)
+
+
+def _shown(value: object) -> str:
+    """A foreign value in an error's text. Towers of lists have no `repr` (it would overflow the stack)."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:60])
+    return repr(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
+
+
+def _check_tag(tag: Sequence[Any], limits: Limits) -> None:
+    if len(tag) > limits.tag_items:
+        raise WireError(f"a tag has {len(tag)} items, above the limit of {limits.tag_items}")
+    for item in tag:
+        if type(item) is not int and (not isinstance(item, str) or len(item) > limits.tag_characters):
+            raise WireError(f"a tag holds {_shown(item)}, where whole numbers and short strings may stand")
 
 
 def _check_elements(dtype: str, shape: list[Any], nbytes: int, limits: Limits) -> None:
     info = DTYPES.get(dtype)
     if info is None:
-        raise WireError(f"elements of the unknown type {dtype!r:.60} are declared")
+        raise WireError(f"elements of the unknown type {_shown(dtype)} are declared")
     count = extent = info.itemsize
     for length in shape:
         if type(length) is not int or length < 0:
-            raise WireError(f"a shape with the length {length!r:.60} is declared")
+            raise WireError(f"a shape with the length {_shown(length)} is declared")
         count *= length
         extent *= length or 1  # a length of 0 must not hide others that overflow
     if extent > limits.message_bytes:
