@@ -55,7 +55,9 @@ def test_errors_are_bounded(name: str, dtype: str, numel: int, exponent: float, 
         case _:  # half a step of the block's scale, and the rounding of the type itself
             blocks = torch.nn.functional.pad(size, (0, -numel % BLOCK)).view(-1, BLOCK)
             steps = blocks.amax(1, keepdim=True).expand_as(blocks).reshape(-1)[:numel] / 127 if numel else size
-            bound = steps * 0.5001 + (0 if dtype in ("float32", "float64") else size * 2**-8 + (2**-25 if dtype == "float16" else 0))
+            bound = steps * 0.5001 + (
+                0 if dtype in ("float32", "float64") else size * 2**-8 + (2**-25 if dtype == "float16" else 0)
+            )
     assert bool((error <= bound + 1e-40).all())
 
 

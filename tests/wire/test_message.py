@@ -122,6 +122,16 @@ def test_links_have_kinds_of_their_own(sequence: int, message: int, offset: int,
         open_body(header, b"")
 
 
+@pytest.mark.parametrize("kind", ["tensor", "phantom", "value"])
+@pytest.mark.parametrize("body", [b"", bytes(4), b"\xc1\xc1\xc1\xc1"])
+def test_a_link_that_changes_the_kind_opens_no_nonsense(kind: str, body: bytes) -> None:
+    header = decode_header(encode_header(Header("link", ("x",), nbytes=4)))._replace(kind=kind)
+    if (kind, body) == ("value", bytes(4)):
+        body = b"\x00\x00"
+    with pytest.raises(WireError):
+        open_body(header, body)
+
+
 def test_another_version_is_recognised_whatever_follows() -> None:
     for foreign in ([MAGIC, WIRE_VERSION + 1], [MAGIC, 1000, {"all": b"new"}, msgpack.ExtType(5, b"x")], [MAGIC, 0, *range(30)]):
         with pytest.raises(WireVersionError) as caught:

@@ -155,10 +155,13 @@ def describe(
 
 
 def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> Payload:
-    """The payload of a message whose whole body has arrived; a tensor aliases ``body``. Raises `WireError`."""
+    """The payload of a message whose whole body has arrived; a tensor aliases ``body``. Raises `WireError`.
+
+    Also where a link has put ``kind`` into the header after it was decoded.
+    """
     if header.kind == TENSOR:
         return TensorPayload.received(body, header.dtype, header.shape, header.meta)
-    if header.kind == PHANTOM and not len(body):
+    if header.kind == PHANTOM and not len(body) and header.dtype in DTYPES:
         return PhantomPayload(math.prod(header.shape), header.dtype, header.meta)
     if header.kind == VALUE:
         if len(body) != header.nbytes:
