@@ -132,7 +132,7 @@ async def test_snapshots_are_of_one_version(policy: str) -> None:
 async def test_bad_pushes_are_refused_and_the_server_lives() -> None:
     world = World(1, 1, 1, policy="async", split_bytes=1 << 20)
     replica = LinearReplica(SUBTRACT)
-    stranger = world.network.endpoint("stranger")
+    stranger = world._open("stranger")
     refusals: list[str] = []
     told = asyncio.Event()
 
@@ -154,7 +154,7 @@ async def test_bad_pushes_are_refused_and_the_server_lives() -> None:
         await exchange.start(replica)
         before = [parameter.clone() for parameter in replica.parameters]
         await bad(push_tag(0, 0), seven, "stranger pushed piece 0 of group 0, which is worker/0's")
-        await bad(push_tag(99, 0), seven, "server/0 holds no piece 99; it holds 0, 1, 2, 3")
+        await bad(push_tag(99, 0), seven, "piece 99 is not held here; those are 0, 1, 2, 3")
         await bad(("push",), seven, "('push',) is no tag of a push")
         await bad(push_tag(0, 0), ValuePayload("garbage"), "'garbage'")
         await bad(push_tag(0, 0), ValuePayload([7, 0]), "there is no group 7; groups are 0 to 0")
@@ -186,7 +186,7 @@ async def test_a_refusal_reaches_the_worker(step: int, payload: TensorPayload, r
         exchange = world.exchanges[0]
         await exchange.start(replica)
         await exchange_once(exchange, replica, 0)
-        await world.network.nodes["worker/0"].send("server/0", push_tag(0, step), payload)
+        await world.endpoints["worker/0"].send("server/0", push_tag(0, step), payload)
         while replica.error is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         with pytest.raises(ProtocolError) as raised:
@@ -204,7 +204,7 @@ async def test_a_lost_worker_ends_the_server_with_its_name() -> None:
     async def worker(rank: int) -> None:
         await world.exchanges[rank].start(LinearReplica(SUBTRACT))
         if rank == 0:
-            world.network.nodes["server/0"].forget("worker/1", "its process ended")
+            world.endpoints["server/0"].forget("worker/1", "its process ended")
 
     with pytest.raises(ExceptionGroup) as raised:
         await world.run(worker(0), worker(1))

@@ -29,15 +29,28 @@ class Kept:
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, SGD], ids=["adam", "sgd"])
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip_norm": 0.5}, {"compression": "topk", "compression_ratio": 0.3}], ids=["plain", "clipped", "topk"]
+)
 async def test_a_resumed_run_has_the_same_bits(optimizer, settings) -> None:
     kept = [Kept(), Kept()]
 
+    states: dict[int, list] = {}
+
+    async def worker(world: World, rank: int, steps: int, first: int) -> list[torch.Tensor]:
+        exchange, replica = world.exchanges[rank], LinearReplica(optimizer, seed=first)
+        if first:
+            exchange.load_state_dict(states[first][rank])
+        result = await train(exchange, replica, steps, 48, first=first)
+        states.setdefault(steps, [{}] * 4)[rank] = exchange.state_dict()
+        return result
+
     async def run(steps: int, first: int = 0) -> list[torch.Tensor]:
         world = World(2, 2, 2, policy="sync", checkpoint_every=2, checkpoints=kept, **settings)
-        replicas = [LinearReplica(optimizer, seed=first) for _ in world.workers]
-        return (await world.run(*(train(e, r, steps, 48, first=first) for e, r in zip(world.exchanges, replicas, strict=True))))[0]
+        return (await world.run(*(worker(world, rank, steps, first) for rank in range(4))))[0]
 
+    await run(2)
+    await run(4)
     whole = await run(5)
     assert all(set(store.parts) == {2, 4} for store in kept)
     for step in (2, 4):

@@ -14,6 +14,7 @@ from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.model_server import ModelServer, ServerCheckpoints, ServerSettings
 from zmqtrain.wire.tensor import TensorPayload
@@ -112,6 +113,7 @@ class World:
         **settings: Any,
     ) -> None:
         self.network = network or MemoryNetwork()
+        self.endpoints: dict[str, Endpoint] = {}
         names = tuple(tuple(f"worker/{group * size + position}" for position in range(size)) for group in range(groups))
         self.settings = ModelServerSettings(
             0,
@@ -123,16 +125,20 @@ class World:
         self.workers = tuple(name for members in names for name in members)
         self.servers = [
             ModelServer(
-                self.network.endpoint(f"server/{index}"),
+                self._open(f"server/{index}"),
                 ServerSettings(index, self.workers, request_s=20.0, wait_s=20.0),
                 checkpoints=checkpoints[index] if checkpoints else None,
             )
             for index in range(servers)
         ]
         self.exchanges = [
-            ModelServerExchange(self.network.endpoint(name), replace(self.settings, group=rank // size, position=rank % size))
+            ModelServerExchange(self._open(name), replace(self.settings, group=rank // size, position=rank % size))
             for rank, name in enumerate(self.workers)
         ]
+
+    def _open(self, name: str) -> Endpoint:
+        endpoint = self.endpoints[name] = self.network.endpoint(name)
+        return endpoint
 
     async def run(self, *workers: Any, server_delay_s: float = 0.0) -> list[Any]:
         """Run all servers, and one coroutine a worker; returns what the workers returned."""
@@ -141,11 +147,14 @@ class World:
             await asyncio.sleep(server_delay_s)
             await server.run()
 
-        async with asyncio.TaskGroup() as tasks:
-            for server in self.servers:
-                tasks.create_task(serve(server))
-            running = [tasks.create_task(worker) for worker in workers]
-        return [task.result() for task in running]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for server in self.servers:
+                    tasks.create_task(serve(server))
+                running = [tasks.create_task(worker) for worker in workers]
+            return [task.result() for task in running]
+        finally:
+            await asyncio.gather(*(endpoint.close() for endpoint in self.endpoints.values()))
 
 
 async def exchange_once(exchange: ModelServerExchange, replica: LinearReplica, step: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
-from zmqtrain.errors import PeerTimeoutError, ProtocolError
+from zmqtrain.errors import CheckpointError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica
 from zmqtrain.exchange.clip import GroupClip, square
@@ -34,7 +34,9 @@ from zmqtrain.exchange.server_messages import (
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
+from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
 
 
 class ModelServerExchange:
@@ -84,7 +86,7 @@ class ModelServerExchange:
                 tasks.create_task(self._configure(configuration, cut))
             for bucket in replica.buckets:
                 self._mine[bucket.index] = [p for p in cut if p.bucket == bucket.index and p.position == settings.position]
-                tasks.create_task(self._read_initial(bucket, source_is_self=first and not restored))
+                tasks.create_task(self._read_initial(bucket))
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
 
@@ -141,10 +143,24 @@ class ModelServerExchange:
         return result
 
     def state_dict(self) -> dict[str, Value]:
-        return {}
+        """What compression has not sent yet. All else that there is to restore is the servers'."""
+        residuals = self._compressor.state_dict() if self._compressor else {}
+        payloads = {key: TensorPayload.of(tensor) for key, tensor in residuals.items()}
+        return {"residuals": {key: [payload.dtype, b"".join(payload.frames())] for key, payload in payloads.items()}}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        """Nothing: what there is to restore is the servers'."""
+        residuals = state.get("residuals")
+        if self._compressor is None or not isinstance(residuals, dict):
+            return
+        tensors = {}
+        for key, kept in residuals.items():
+            match kept:
+                case [str(dtype), bytes(content)]:
+                    numel = len(content) // dtype_named(dtype).itemsize
+                    tensors[key] = TensorPayload.received(bytearray(content), dtype, (numel,)).tensor
+                case _:
+                    raise CheckpointError(f"the checkpoint holds {kept!r:.100} as the unsent gradient of piece {key}")
+        self._compressor.load_state_dict(tensors)
 
     # Start.
 
@@ -177,11 +193,10 @@ class ModelServerExchange:
             part = replica.buckets[piece.bucket].parameters.part(piece.start, piece.stop)
             await self._endpoint.send(settings.servers[piece.server], initial_tag(piece.index), part)
 
-    async def _read_initial(self, bucket: Bucket, *, source_is_self: bool) -> None:
+    async def _read_initial(self, bucket: Bucket) -> None:
+        # Worker 0 may still be sending from this very memory, but what comes back are the same bytes.
         for piece in self._mine[bucket.index]:
-            part = bucket.parameters.part(piece.start, piece.stop)
-            # Worker 0 holds these values already, and may still be sending from this very memory.
-            into = part.empty_like() if source_is_self else part
+            into = bucket.parameters.part(piece.start, piece.stop)
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
         await all_gather(self._group, bucket.parameters, ("initial", bucket.index), priority=bucket.index)
 

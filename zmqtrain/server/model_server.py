@@ -10,32 +10,29 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, ZmqTrainError
+from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.server_messages import (
     Configuration,
-    PushMeta,
     ReadMeta,
     initial_tag,
-    norm_tag,
     parameters_tag,
-    parse_push_tag,
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
-from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Push, Update
+from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
+from zmqtrain.server.norm import ServerSum, in_time, sum_of_squares
+from zmqtrain.server.parse import parse_push
 from zmqtrain.server.shard import HeldPiece, Loan
 from zmqtrain.server.staleness import Policy
-from zmqtrain.wire.compress import decompress
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -90,7 +87,6 @@ class ModelServer:
         self._ready = False
         self._staleness: Counter[int] = Counter()
         self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
-        self._norms = 0
         self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
         self._sends: set[asyncio.Task[None]] = set()
         self._refusals = 0
@@ -143,6 +139,9 @@ class ModelServer:
         sync = policy.kind == "sync"
         self._clip_norm = configuration.clip_norm if sync else 0.0
         ordered = configuration.snapshot and not sync and bool(self._held)
+        # Servers without a piece take no part: they see no step.
+        holding = sorted({piece.server for piece in configuration.pieces()})
+        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.wait_s)
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
@@ -173,13 +172,11 @@ class ModelServer:
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
             return restore_pieces(self._held, tensors, sidecar)
-        first = configuration.groups[0]
+        source = configuration.groups[0][0]
         for held in self._held.values():
-            source = first[0]
             into = TensorPayload.of(held.values.detach())
-            await self._in_time(
-                self._endpoint.receive(source, initial_tag(held.piece.index), into=into), source, "initial parameters"
-            )
+            wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=into)
+            await in_time(wait, source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s)
         return 0
 
     # What comes in.
@@ -228,10 +225,11 @@ class ModelServer:
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
 
     async def _take_pushes(self, pushes: Subscription) -> None:
+        groups = self._configured.result().groups
         while True:
             sender, tag, payload = await pushes.get()
             try:
-                push = self._parse(sender, tag, payload)
+                push = parse_push(sender, tag, payload, self._held, groups)
                 async with self._lock:
                     await self._carry_out(partial(self._intake.pushed, push), payload.nbytes)
             except ProtocolError as error:
@@ -249,41 +247,6 @@ class ModelServer:
                     continue
             async with self._lock:
                 await self._carry_out(partial(self._intake.ordered, event), INLINE_BYTES)
-
-    def _parse(self, sender: PeerId, tag: Tag, payload: Payload) -> Push:
-        """Check a push. Raises `ProtocolError`, which says what is wrong with it."""
-        index, step = parse_push_tag(tag)
-        held = self._held.get(index)
-        if held is None:
-            raise ProtocolError(f"{self._endpoint.peer} holds no piece {index}; it holds {_ranges(list(self._held))}")
-        if isinstance(payload.meta, dict):
-            payload = self._decompress(held, payload)
-        meta = PushMeta.from_value(payload.meta)
-        groups = self._configured.result().groups
-        if not 0 <= meta.group < len(groups):
-            raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
-        if groups[meta.group][held.piece.position] != sender:
-            raise ProtocolError(
-                f"{sender} pushed piece {index} of group {meta.group}, which is {groups[meta.group][held.piece.position]}'s"
-            )
-        if not 0 <= meta.version <= held.version:
-            raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {held.version}")
-        if not isinstance(payload, TensorPayload) or payload.numel != held.piece.numel or payload.dtype != held.dtype:
-            raise ProtocolError(
-                f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
-                f"which has {held.piece.numel} of {held.dtype}"
-            )
-        held.check_hyperparameters(meta.hyperparameters)
-        return Push(meta.group, step, index, meta.version, payload.tensor.view(-1), meta.hyperparameters)
-
-    def _decompress(self, held: HeldPiece, payload: Payload) -> Payload:
-        assert isinstance(payload.meta, dict)
-        if payload.meta.get("numel") != held.piece.numel:  # before anything of that size is allocated
-            raise ProtocolError(
-                f"a compressed push to piece {held.piece.index} stands for {payload.meta.get('numel')!r:.40} elements, "
-                f"not {held.piece.numel}"
-            )
-        return decompress(payload)
 
     def _refuse(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
         self._recorder.event("refused", sender=sender, reason=str(error))
@@ -334,33 +297,12 @@ class ModelServer:
         gradients = [update.gradient for update in batch.updates]
         nbytes = sum(gradient.nbytes for gradient in gradients)
         mine = await self._compute(lambda: sum_of_squares(gradients), nbytes)
-        norm = math.sqrt(await self._sum_over_servers(mine))
+        norm = math.sqrt(await self._sum.of(mine))
         factor = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         updates = batch.updates
         if factor < 1.0:
             updates = tuple(replace(update, gradient=update.gradient * factor) for update in updates)
         await self._compute(lambda: self._apply(updates), nbytes)
-
-    async def _sum_over_servers(self, mine: float) -> float:
-        """The sum of all servers' numbers, the same bits on each."""
-        # Servers without a piece take no part: they see no step.
-        configuration = self._configured.result()
-        holding = sorted({piece.server for piece in configuration.pieces()})
-        tag = norm_tag(self._norms)
-        self._norms += 1
-        others = {index: configuration.servers[index] for index in holding if index != self._settings.index}
-        for other in others.values():
-            await self._endpoint.send(other, tag, ValuePayload(mine))
-        total = 0.0
-        for index in holding:
-            if index == self._settings.index:
-                total += mine
-                continue
-            answer = await self._in_time(self._endpoint.receive(others[index], tag), others[index], "its sum of squared gradients")
-            if not isinstance(answer.meta, float):
-                raise ProtocolError(f"{others[index]} sent {answer.meta!r:.100} as its sum of squared gradients")
-            total += answer.meta
-        return total
 
     def _count(self, update: Update) -> None:
         before = self._held[update.piece].version - 1
@@ -413,15 +355,6 @@ class ModelServer:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(coroutine)
 
-    async def _in_time(self, wait: Awaitable[T], peer: PeerId, what: str) -> T:
-        try:
-            async with asyncio.timeout(self._settings.wait_s):
-                return await wait
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(peer, what, self._settings.wait_s) from None
-
     def _report(self) -> None:
         pushes = sum(self._staleness.values())
         mean = sum(staleness * count for staleness, count in self._staleness.items()) / pushes if pushes else 0.0
@@ -433,16 +366,6 @@ class ModelServer:
             staleness_mean=mean,
             staleness_max=max(self._staleness, default=0),
         )
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """In double precision, so that it hardly depends on how the model is cut."""
-    return math.fsum(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:8])
-    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 8 else shown or "none"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

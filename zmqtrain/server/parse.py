@@ -1,0 +1,49 @@
+"""What makes a message a push that a server can use. Pure checks; each error says what is wrong with which piece of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zmqtrain.errors import ProtocolError
+from zmqtrain.exchange.server_messages import PushMeta, parse_push_tag
+from zmqtrain.net.endpoint import PeerId, Tag
+from zmqtrain.server.intake import Push
+from zmqtrain.server.shard import HeldPiece
+from zmqtrain.wire.compress import decompress
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+
+def parse_push(
+    sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, HeldPiece], groups: Sequence[Sequence[PeerId]]
+) -> Push:
+    """The push, decompressed; whether its step is the group's next is the intake's to say. Raises `ProtocolError`."""
+    index, step = parse_push_tag(tag)
+    if index not in held:
+        raise ProtocolError(f"piece {index} is not held here; those are {_some(list(held))}")
+    piece = held[index]
+    if isinstance(payload.meta, dict):
+        numel = payload.meta.get("numel")
+        if numel != piece.piece.numel:  # before anything of that size is allocated
+            raise ProtocolError(f"a compressed push of piece {index} stands for {numel!r:.40} elements, not {piece.piece.numel}")
+        payload = decompress(payload)
+    meta = PushMeta.from_value(payload.meta)
+    if not 0 <= meta.group < len(groups):
+        raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
+    owner = groups[meta.group][piece.piece.position]
+    if owner != sender:
+        raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which is {owner}'s")
+    if not 0 <= meta.version <= piece.version:
+        raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {piece.version}")
+    if not isinstance(payload, TensorPayload) or payload.numel != piece.piece.numel or payload.dtype != piece.dtype:
+        raise ProtocolError(
+            f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
+            f"which has {piece.piece.numel} of {piece.dtype}"
+        )
+    piece.check_hyperparameters(meta.hyperparameters)
+    return Push(meta.group, step, index, meta.version, payload.tensor.view(-1), meta.hyperparameters)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 8 else shown or "none"
