@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from zmqtrain.topology.section import ByteSize, Section, later, not_yet
+from zmqtrain.topology.section import MOST, ByteSize, Section, later, not_yet
 
 
 class Bound(Section):
@@ -16,7 +16,7 @@ class Bound(Section):
 
 
 def _staleness(value: Any) -> Any:
-    if isinstance(value, Bound) or value in ("async", "sync") or (isinstance(value, dict) and set(value) == {"bound"}):
+    if isinstance(value, Bound | dict) or value in ("async", "sync"):
         return value
     raise ValueError('is no staleness: write "async", "sync" or { bound = 4 }')
 
@@ -39,14 +39,18 @@ class ExchangeSection(Section):
         "averaging: groups train alone and average their models every `every` steps. Default: allreduce for one group, else "
         "model_server.",
     )
-    staleness: Annotated[Literal["async", "sync"] | Bound, BeforeValidator(_staleness)] = Field(
+    staleness: Annotated[
+        Annotated[Literal["async", "sync"], Tag("word")] | Annotated[Bound, Tag("table")],
+        Discriminator(lambda value: "word" if isinstance(value, str) else "table"),
+        BeforeValidator(_staleness),
+    ] = Field(
         default="async",
         description="For model servers. async: each group's gradient is applied when it arrives. sync: once all groups' are there. "
         "{ bound = n }: on arrival, but no group gets more than n steps ahead of the slowest.",
     )
     shards: int = Field(default=1, ge=1, le=4096, description="Model servers; each holds a part of the model, even by bytes.")
     snapshot: bool = Field(default=False, description="Every read of the parameters is of one version throughout.")
-    every: int = Field(default=1, ge=1, description="Steps between averagings.")
+    every: int = Field(default=1, ge=1, le=MOST, description="Steps between averagings.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
     compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
         default="none", description="How gradients are compressed on the wire."

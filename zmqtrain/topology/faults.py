@@ -15,6 +15,7 @@ from zmqtrain.topology.rules import BrokenRule, Path
 from zmqtrain.topology.schema import RULES_ERROR, Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.toml_lines import line_of
+from zmqtrain.topology.toml_writer import write_value
 
 _QUOTED = re.compile(r"'([^']*)'")
 _LONGEST_VALUE = 60
@@ -47,10 +48,10 @@ class Fault:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
-        path = f" {self.path}" if self.path else ""
-        value = f" = {self.value}" if self.value is not None and self.path else ""
+        value = f" = {self.value}" if self.value is not None else ""
+        path = f"{self.path}{value}: " if self.path else ""
         hint = f'; did you mean "{self.suggestion}"?' if self.suggestion else ""
-        return f"{place}:{path}{value}: {self.message}{hint}"
+        return f"{place}: {path}{self.message}{hint}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for ``--json``."""
@@ -77,7 +78,10 @@ def dotted(path: Path) -> str:
 
 def show(value: object) -> str:
     """A value as it would stand in the file, shortened."""
-    text = "true" if value is True else "false" if value is False else f'"{value}"' if isinstance(value, str) else repr(value)
+    try:
+        text = write_value(value)
+    except (TypeError, ValueError):  # no TOML value (not read from a file), or an integer of thousands of digits
+        text = f"(a long {type(value).__name__})"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
@@ -103,19 +107,19 @@ def _has(node: Any, part: int | str) -> bool:
 def faults_of(
     error: ValidationError, document: Mapping[str, Any], file: str, lines: Mapping[Path, int]
 ) -> list[tuple[Fault, BrokenRule | None]]:
-    """Every fault in pydantic's error, once a path; a broken rule comes with the rule."""
-    found: dict[Path, tuple[Fault, BrokenRule | None]] = {}
+    """Every fault in pydantic's error; a broken rule comes with the rule."""
+    found: list[tuple[Fault, BrokenRule | None]] = []
     for detail in error.errors(include_url=False):
         if detail["type"] == RULES_ERROR:
             for rule in detail["ctx"]["rules"]:
                 value = _value_at(document, rule.path)
-                found.setdefault(rule.path, (Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value), rule))
+                found.append((Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value), rule))
             continue
         path = clean_path(detail["loc"], document)
         message, suggestion = _worded(detail, path)
         value = None if detail["type"] in ("missing", "extra_forbidden") else show(detail["input"])
-        found.setdefault(path, (Fault(file, dotted(path), line_of(lines, path), message, value, suggestion), None))
-    return list(found.values())
+        found.append((Fault(file, dotted(path), line_of(lines, path), message, value, suggestion), None))
+    return found
 
 
 def _value_at(document: Any, path: Path) -> str | None:

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zmqtrain.topology.section import Section, Texts, _tuple
 
@@ -57,5 +57,4 @@ class Host(Section):
 Hosts = Annotated[
     tuple[Host, ...],
     BeforeValidator(_tuple),
-    WithJsonSchema({"type": "array", "items": {"$ref": "#/$defs/Host"}}),
 ]

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zmqtrain.topology.section import Section, Texts, Timeout
+from zmqtrain.topology.section import MOST, Section, Texts, Timeout
 
-_TASK = re.compile(r"[^:]+:[A-Za-z_]\w*")
+_TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 
 
 def _task(value: str) -> str:
     if not _TASK.fullmatch(value):
-        raise ValueError('names no function: write "package.module:function" or "path/to/file.py:function"')
+        raise ValueError('is no task: write "package.module:function" or "path/to/file.py:function"')
     return value
 
 
@@ -50,7 +50,7 @@ class Until(Section):
     reaches: Annotated[float, AfterValidator(_finite)] = Field(
         description="Training ends at the first evaluation where the metric is at least this (for a loss: at most this)."
     )
-    max_steps: int | None = Field(default=None, ge=1, description="Give up after this many steps of a group.")
+    max_steps: int | None = Field(default=None, ge=1, le=MOST, description="Give up after this many steps of a group.")
 
 
 class Job(Section):
@@ -63,7 +63,8 @@ class Job(Section):
     )
     task: Annotated[str, AfterValidator(_task)] | None = Field(
         default=None,
-        description="A function that returns a `zmqtrain.Task`: `package.module:function` or `path/file.py:function`. "
+        description="A function that returns a `zmqtrain.Task`: `package.module:function` or `path/file.py:function`; "
+        "without `:function` it is called `task`. "
         "Left out when a script of your own is launched.",
     )
     args: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
@@ -73,14 +74,17 @@ class Job(Section):
     seed: int = Field(
         default=1, ge=0, lt=2**63, description="Fixes initial weights, data order and every other random choice of the run."
     )
-    steps: int | None = Field(default=None, ge=1, description="Train this many steps of each group.")
+    steps: int | None = Field(default=None, ge=1, le=MOST, description="Train this many steps of each group.")
     epochs: int | None = Field(
-        default=None, ge=1, description="Train this many passes over the training data. One pass if none of the three is given."
+        default=None,
+        ge=1,
+        le=MOST,
+        description="Train this many passes over the training data. One pass if none of the three is given.",
     )
     until: Until | None = Field(default=None, description="Train until a metric is reached.")
-    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
-    checkpoint_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none.")
-    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the latest checkpoints stay on disk.")
+    eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations; 0: only at the end.")
+    checkpoint_every: int = Field(default=0, ge=0, le=MOST, description="Steps between checkpoints; 0: none.")
+    keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints stay on disk.")
     timeout: Timeout = Field(
         default=60.0,
         description="The one number that all time-outs derive from, in seconds or with a unit; `zmqtrain check` prints the ladder.",

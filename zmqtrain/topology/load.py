@@ -39,6 +39,8 @@ def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> T
         line = int(match[1]) if match else max(1, text.count("\n") + (not text.endswith("\n")))
         message = _LINE.sub("", str(error)).replace("(at end of document)", "at the end of the file").strip()
         raise TopologyFaultsError([Fault(file, "", line, f"is no valid TOML: {message}")]) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise TopologyFaultsError([Fault(file, "", None, f"is no valid TOML: {error}")]) from error
     except RecursionError as error:
         raise TopologyFaultsError([Fault(file, "", None, "is nested too deeply")]) from error
     job = document.get("job")

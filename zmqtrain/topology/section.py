@@ -11,6 +11,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from zmqtrain.topology import units
 
+#: More steps, epochs or the like than any run will see, and few enough for every format that carries them.
+MOST = 2**48
+
 
 class Section(BaseModel):
     """One table of the topology file."""

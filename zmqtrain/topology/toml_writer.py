@@ -27,7 +27,7 @@ def _is_tables(value: object) -> bool:
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(key)} = {_value(value)}\n" for key, value in table.items() if value is not None]
+    return [f"{_key(key)} = {write_value(value)}\n" for key, value in table.items() if value is not None]
 
 
 def _key(key: str) -> str:
@@ -39,7 +39,8 @@ def _text(text: str) -> str:
     return '"' + "".join(escaped) + '"'
 
 
-def _value(value: Any) -> str:
+def write_value(value: Any) -> str:
+    """One value as it stands behind a key. Raises ``TypeError`` for what TOML has no word for."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -49,10 +50,10 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
+        inner = ", ".join(f"{_key(key)} = {write_value(item)}" for key, item in value.items() if item is not None)
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, Sequence):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(write_value(item) for item in value) + "]"
     if hasattr(value, "isoformat"):  # TOML's own dates and times, which may stand in [job] args
         return str(value.isoformat())
     raise TypeError(f"TOML has no {type(value).__name__}")

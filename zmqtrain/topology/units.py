@@ -44,7 +44,7 @@ class Quantity:
 
     def _read(self, value: object) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"is no {self.noun}: write it like {self.example!r}")
             return _as_float(value)
         if not isinstance(value, str):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zmqtrain.topology.section import Bandwidth, Latency, Section, later
+from zmqtrain.topology.section import MOST, Bandwidth, Latency, Section, later
 
 
 class Optimizer(Section):
@@ -47,5 +47,5 @@ class Network(Section):
 class Observe(Section):
     """What is recorded and shown."""
 
-    trace_steps: int = Field(default=20, ge=0, description="Steps of each worker that go into `trace.json`.")
-    progress_every: int = Field(default=0, ge=0, description="Steps between progress lines; 0: about one a second.")
+    trace_steps: int = Field(default=20, ge=0, le=MOST, description="Steps of each worker that go into `trace.json`.")
+    progress_every: int = Field(default=0, ge=0, le=MOST, description="Steps between progress lines; 0: about one a second.")

@@ -1,0 +1,124 @@
+"""``zmqtrain check`` and ``zmqtrain schema``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqtrain.cli.check import run_check
+from zmqtrain.cli.schema import run_schema
+
+GOOD = """\
+[job]
+task = "job.py:task"
+[[hosts]]
+name = "alpha"
+slots = 4
+[[hosts]]
+name = "beta"
+slots = 4
+[compute]
+groups = 2
+group_size = 2
+[exchange]
+shards = 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ZMQTRAIN_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "job.py").write_text("def task(): ...\n")
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def rows_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def fault_of(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one fault's name and detail."""
+    assert run_check(file, True) == 2
+    faults = [f"{row['name']}: {row['detail']}" for row in rows_of(capsys) if row["row"] == "check" and not row["ok"]]
+    assert len(faults) == 1
+    return faults[0]
+
+
+def test_a_good_file_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(file) == 0
+    text = capsys.readouterr().out
+    for part in ("alpha", "worker", "server", "heartbeat", "torch", "task in job.py", "4 workers on 8 slots", "is ready to launch"):
+        assert part in text
+
+
+def test_a_good_file_for_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(file, json=True) == 0
+    rows = rows_of(capsys)
+    assert {row["row"] for row in rows} == {"host", "role", "timeout", "version", "check", "result"}
+    assert [row["peer"] for row in rows if row["row"] == "role"] == [*(f"worker/{n}" for n in range(4)), "server/0", "server/1"]
+    assert rows[-1] == {"row": "result", "file": str(file), "ok": True, "faults": 0}
+
+
+def test_faults_of_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("shards", "shardz").replace("slots = 4", "slots = -1", 1))
+    assert run_check(file) == 2
+    text = capsys.readouterr().err
+    assert "run.toml:5: hosts[0].slots = -1: must be greater" in text
+    assert 'did you mean "shards"?' in text
+    assert run_check(file, json=True) == 2
+    assert [row["row"] for row in rows_of(capsys)] == ["fault", "fault", "result"]
+
+
+def test_too_few_slots(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("groups = 2", "groups = 20"))
+    assert "40 workers, but there are 8 slots" in fault_of(file, capsys)
+
+
+def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("job.py:task", "job.py:tusk"))
+    assert "did you mean 'task'" in fault_of(file, capsys)
+
+
+def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(GOOD + '[data]\npath = "nowhere"\n')
+    assert fault_of(file, capsys).startswith("data: nowhere does not exist here: mend [data] path")
+    monkeypatch.setenv("ZMQTRAIN_DATA", str(file.parent))  # goes before the file's
+    assert run_check(file, True) == 0
+    assert run_check(file, True, data="not/there") == 2
+
+
+def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        file.write_text(GOOD.replace("[job]", f"[job]\nport = {port}"))
+        assert f"{port} cannot be used" in fault_of(file, capsys)
+    assert run_check(file, True) == 0
+
+
+def test_a_profile_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("[compute]", '[compute]\ndevice = "modelled"\nprofile = "p.json"'))
+    assert "p.json does not exist" in fault_of(file, capsys)
+
+
+def test_the_schema_is_json_and_documents_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_schema() == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert "job" in schema["required"]
+    assert schema["additionalProperties"] is False
+
+
+def test_neither_imports_torch() -> None:
+    code = "import sys, zmqtrain.cli.check, zmqtrain.cli.schema, zmqtrain.membership.context; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

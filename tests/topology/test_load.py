@@ -1,0 +1,365 @@
+"""Topology files: what they mean, and every fault with its place."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import TopologyError
+from zmqtrain.topology.exchange import Bound
+from zmqtrain.topology.faults import Fault, TopologyFaultsError
+from zmqtrain.topology.load import LARGEST_FILE, load_topology, parse_topology
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.toml_lines import find_lines
+from zmqtrain.topology.toml_writer import write_toml
+
+GOOD = """\
+[job]
+task = "examples.mnist:task"
+args = { lr = 0.1, layers = [16, 32], "odd key" = "a\\"b" }
+until = { metric = "eval_accuracy", reaches = 0.98, max_steps = 5000 }
+eval_every = 50
+timeout = "30 s"
+
+[[hosts]]
+name = "alpha"
+address = "10.0.0.1"
+slots = 4
+devices = ["cuda:0", "cuda:1"]
+
+[[hosts]]   # the other one
+name = "beta"
+address = "10.0.0.2"
+slots = 4
+
+[compute]
+groups = 4
+group_size = 2
+batch_size = 256
+grid = "1x2"
+bucket_size = "1 MiB"
+
+[exchange]
+kind = "model_server"
+staleness = { bound = 4 }
+shards = 2
+split_size = "512 KiB"
+
+[optimizer]
+clip_norm = 1.0
+
+[data]
+shuffle = "none"
+
+[network]
+bandwidth = "1 Gbit/s"
+latency = "200 us"
+"""
+
+
+def faults_of(text: str) -> list[Fault]:
+    with pytest.raises(TopologyFaultsError) as caught:
+        parse_topology(text, file="t.toml")
+    assert isinstance(caught.value, TopologyError)
+    assert caught.value.exit_code == 2
+    return list(caught.value.faults)
+
+
+def only(text: str) -> Fault:
+    faults = faults_of(text)
+    assert len(faults) == 1, [str(fault) for fault in faults]
+    return faults[0]
+
+
+def test_a_full_file() -> None:
+    topology = parse_topology(GOOD, name="mnist groups")
+    assert topology.job.name == "mnist-groups"
+    assert topology.job.args == {"lr": 0.1, "layers": [16, 32], "odd key": 'a"b'}
+    assert topology.job.until is not None
+    assert (topology.job.until.metric, topology.job.until.reaches) == ("eval_accuracy", 0.98)
+    assert (topology.job.epochs, topology.job.timeout) == (None, 30.0)
+    assert [host.name for host in topology.hosts] == ["alpha", "beta"]
+    assert topology.compute.bucket_bytes == 2**20
+    assert topology.exchange.staleness == Bound(bound=4)
+    assert (topology.exchange.policy, topology.exchange.bound) == ("bound", 4)
+    assert topology.servers == 2
+    assert topology.network.latency == pytest.approx(2e-4)
+
+
+def test_a_job_alone_suffices() -> None:
+    topology = parse_topology('[job]\ntask = "digits.py:task"\n', name="digits")
+    assert (topology.job.name, topology.job.epochs, topology.job.seed) == ("digits", 1, 1)
+    assert [(host.name, host.address) for host in topology.hosts] == [("localhost", "127.0.0.1")]
+    assert topology.hosts[0].slots >= 1
+    assert (topology.exchange.kind, topology.servers) == ("allreduce", 0)
+
+
+@pytest.mark.parametrize(("groups", "size", "kind"), [(1, 1, "allreduce"), (1, 2, "allreduce"), (2, 1, "model_server")])
+def test_the_exchange_by_default(groups: int, size: int, kind: str) -> None:
+    assert parse_topology(f"[job]\n[compute]\ngroups = {groups}\ngroup_size = {size}\n").exchange.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("value", "policy", "bound"), [('"async"', "async", None), ('"sync"', "sync", 0), ("{ bound = 0 }", "bound", 0)]
+)
+def test_staleness(value: str, policy: str, bound: int | None) -> None:
+    exchange = parse_topology(f'[job]\n[exchange]\nkind = "model_server"\nstaleness = {value}\n').exchange
+    assert (exchange.policy, exchange.bound) == (policy, bound)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "line", "message"),
+    [
+        ("[job]\nstepz = 3\n", "job.stepz", 2, 'unknown key .*did you mean "steps"'),
+        ("[job]\n[compte]\ngroups = 1\n", "compte", 2, 'did you mean "compute"'),
+        ("[compute]\ngroups = 1\n", "job", None, "is missing"),
+        ("job = 3\n", "job", 1, "must be a table"),
+        ("[job]\nsteps = 1.5\n", "job.steps", 2, "must be a whole number"),
+        ("[job]\nsteps = '5'\n", "job.steps", 2, "must be a whole number"),
+        ("[job]\nsteps = true\n", "job.steps", 2, "must be a whole number"),
+        ("[job]\nsteps = 0\n", "job.steps", 2, "must be greater than or equal to 1"),
+        ("[job]\noversubscribe = 1\n", "job.oversubscribe", 2, "must be true or false"),
+        ("[job]\ntask = 3\n", "job.task", 2, "must be a text in quotes"),
+        ("[job]\ntask = 'a:b:c'\n", "job.task", 2, "is no task: write"),
+        ("[job]\nname = 'a/b'\n", "job.name", 2, "must be a short name"),
+        ("[job]\nport = 70000\n", "job.port", 2, "less than or equal to 65535"),
+        ("[job]\n\ntimeout = '-3 s'\n", "job.timeout", 3, "is out of range: give a time from 100 ms"),
+        ("[job]\ntimeout = '3 parsecs'\n", "job.timeout", 2, "unknown unit 'parsecs'"),
+        ("[job]\nsteps = 1\nepochs = 1\n", "job.epochs", 3, "keep exactly one of steps, epochs and until"),
+        ("[job]\neval_every = 1\nuntil = { metric = 'a' }\n", "job.until.reaches", 3, "is missing"),
+        ("[job]\nuntil = { metric = 'a', reaches = 1 }\n", "job.until", 2, "set eval_every"),
+        ("[job]\non_nan = 'stopp'\n", "job.on_nan", 2, 'one of stop, continue; did you mean "stop"'),
+        ("[job]\nargs = { when = 2026-01-01 }\n", "job.args", 2, "cannot pass when to the task"),
+        ("[job]\n[[hosts]]\nslots = 2\n", "hosts[0].name", 2, "is missing"),
+        ("[job]\n[[hosts]]\nname = 'a'\n[[hosts]]\nname = 'a'\n", "hosts[1].name", 5, "host 0 has the same name"),
+        ("[job]\n[[hosts]]\nname = 'a'\naddress = '10.0.0.1'\n", "hosts[0].slots", 2, "is missing.*10.0.0.1 is another machine"),
+        ("[job]\n[[hosts]]\nname = 'a'\ndevices = ['gpu']\n", "hosts[0].devices", 4, 'write "cuda:0"'),
+        ("[job]\nhosts = 3\n", "job.hosts", 2, "unknown key"),
+        ("hosts = 3\n[job]\n", "hosts", 1, "must be an array"),
+        ("[job]\n[compute]\ngroup_size = 8\nbatch_size = 4\n", "compute.batch_size", 4, "smaller than the group: 8 workers"),
+        ("[job]\n[compute]\ngroup_size = 80\n", "compute.batch_size", 2, "smaller than the group: 80 workers"),
+        ("[job]\n[compute]\naccumulate = 80\n", "compute.batch_size", 2, "80 micro-batches each"),
+        ("[job]\n[compute]\ngroups = 'auto'\n", "compute.groups", 3, "not in this release"),
+        ("[job]\n[compute]\ngrid = '2x1'\n", "compute.grid", 3, "not in this release"),
+        ("[job]\n[compute]\ngrid = '1x2'\n", "compute.grid", 3, "does not have group_size = 1 places"),
+        ("[job]\n[compute]\ngrid = 'big'\n", "compute.grid", 3, "is no grid"),
+        ("[job]\n[compute]\ndevice = 'modelled'\n", "compute.device", 3, "needs profile"),
+        ("[job]\n[compute]\nprofile = 'a.json'\n", "compute.profile", 3, 'set device = "modelled"'),
+        ("[job]\n[compute]\nbucket_size = '1 TB'\n", "compute.bucket_size", 3, "out of range: give a size from 64 B to 4 GiB"),
+        ("[job]\n[exchange]\nkind = 'gossip'\n", "exchange.kind", 3, "not in this release"),
+        ("[job]\n[exchange]\nkind = 'all_reduce'\n", "exchange.kind", 3, 'did you mean "allreduce"'),
+        ("[job]\n[exchange]\nstaleness = 'asink'\n", "exchange.staleness", 3, 'write "async", "sync" or'),
+        (
+            "[job]\n[exchange]\nstaleness = { bound = -1 }\nkind = 'model_server'",
+            "exchange.staleness.bound",
+            3,
+            "greater than or equal to 0",
+        ),
+        ("[job]\n[exchange]\nshards = 2\n", "exchange.shards", 3, 'set kind = "model_server"'),
+        ("[job]\n[exchange]\nevery = 2\n", "exchange.every", 3, 'set kind = "averaging"'),
+        ("[job]\n[exchange]\ncompression_ratio = 0.1\n", "exchange.compression_ratio", 3, "for topk"),
+        ("[job]\n[exchange]\nmerged_fc = true\n", "exchange.merged_fc", 3, "not in this release"),
+        ("[job]\n[data]\nshuffle = 'ring'\n", "data.shuffle", 3, "not in this release"),
+        ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, 'use "local"'),
+        ("[job]\n[network]\nlatency = '3 h'\n", "network.latency", 3, "out of range"),
+        ("[job]\nsteps = \n", "", 2, "is no valid TOML"),
+        ("[job]\nsteps = 1\nsteps = 2\n", "", 3, "is no valid TOML"),
+        ("[job", "", 1, "is no valid TOML"),
+        ("[job]\nsteps = " + "1" * 5000, "", None, "is no valid TOML"),
+        ("[job]\nsteps = 0x" + "f" * 5000, "job.steps", 2, r"steps = \(a long int\)"),
+        ("x = " + "[" * 5000, "", None, "nested too deeply|is no valid TOML"),
+    ],
+)
+def test_a_fault_has_its_place_and_what_to_do(text: str, path: str, line: int | None, message: str) -> None:
+    fault = only(text)
+    assert (fault.path, fault.line) == (path, line) or "nested" in message
+    assert re.search(message, str(fault)), str(fault)
+
+
+def test_all_faults_at_once_in_the_order_of_the_file() -> None:
+    faults = faults_of(
+        GOOD.replace("eval_every = 50", "steps = 3\nseed = 'x'").replace("shards = 2", "shardz = 2").replace("256", "1")
+    )
+    assert [fault.path for fault in faults] == ["job.until", "job.until", "job.seed", "compute.batch_size", "exchange.shardz"]
+    message = str(TopologyFaultsError(faults))
+    line = GOOD.splitlines().index("shards = 2") + 2  # one more, since a line was put in above
+    assert 't.toml:6: job.seed = "x": must be a whole number' in message
+    assert re.search(rf't.toml:{line}: exchange.shardz: unknown key .* did you mean "shards"', message)
+    assert json.dumps([fault.to_dict() for fault in faults])
+
+
+def test_a_rule_about_an_unsound_field_is_not_told() -> None:
+    # group_size is unsound, so nothing is said about the batch being smaller than the group.
+    assert only("[job]\n[compute]\ngroup_size = 'x'\nbatch_size = 1\n").path == "compute.group_size"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=r"missing.toml: does not exist"):
+        load_topology(tmp_path / "missing.toml")
+    with pytest.raises(TopologyError, match="cannot be read"):
+        load_topology(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"[job]\n\xff\xfe")
+    with pytest.raises(TopologyError, match=r"binary.toml:2: is not UTF-8"):
+        load_topology(tmp_path / "binary.toml")
+    (tmp_path / "large.toml").write_bytes(b"#" * (LARGEST_FILE + 1))
+    with pytest.raises(TopologyError, match="is larger than"):
+        load_topology(tmp_path / "large.toml")
+    (tmp_path / "my job!.toml").write_text("[job]\r\nsteps = 3\r\n")
+    assert load_topology(tmp_path / "my job!.toml").job.name == "my-job-"
+
+
+def test_the_files_that_come_with_it_are_sound() -> None:
+    files = sorted((Path(__file__).parents[2] / "launch").glob("*.toml"))
+    assert files
+    for file in files:
+        topology = load_topology(file)
+        assert parse_topology(topology.to_toml()) == topology
+
+
+def test_a_resolved_topology_loads_to_an_equal_one() -> None:
+    topology = parse_topology(GOOD)
+    assert parse_topology(topology.to_toml()) == topology
+    assert Topology.from_dict(json.loads(json.dumps(topology.to_dict()))) == topology
+    assert 'split_size = "512 KiB"' in topology.to_toml()
+
+
+plain = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), plain, max_size=4))
+def test_any_arguments_survive_writing(args: dict[str, Any]) -> None:
+    topology = Topology.from_dict({"job": {"args": args}})
+    assert parse_topology(topology.to_toml()).job.args == args
+    assert tomllib.loads(write_toml({"a": args})) == {"a": args}
+
+
+# Mutations: whatever is done to a good file, it loads or says what is wrong.
+
+PIECES = [
+    "[",
+    "]",
+    '"',
+    "'",
+    "=",
+    "{",
+    "}",
+    ",",
+    ".",
+    "\n",
+    "#",
+    "-",
+    "0",
+    "1e999",
+    "nan",
+    "[[hosts]]\n",
+    "[job]\n",
+    "'''",
+    '"""',
+    "\\",
+    "\x00",
+    "é",
+    "true",
+    "2020-01-01",
+    "x = 1\n",
+]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(GOOD)), st.integers(0, 12), st.sampled_from(PIECES) | st.text(max_size=3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_mutated_file_loads_or_raises_a_topology_error(cuts: list[tuple[int, int, str]]) -> None:
+    text = GOOD
+    for at, length, piece in cuts:
+        text = text[:at] + piece + text[at + length :]
+    try:
+        topology = parse_topology(text)
+    except TopologyError:
+        return
+    assert parse_topology(topology.to_toml()) == topology
+
+
+values = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["auto", "1x1", "60 s", "sync"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["bound", "name", "metric", "x"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_any_value_anywhere_is_taken_or_a_topology_error(data: st.DataObject) -> None:
+    document = tomllib.loads(GOOD)
+    section = data.draw(st.sampled_from(sorted(Topology.model_fields)))
+    field = data.draw(
+        st.sampled_from(sorted({*("steps", "groups", "kind", "shards", "path", "staleness", "until", "slots", "name")}))
+    )
+    value = data.draw(values)
+    if isinstance(document.get(section), dict):
+        document[section][field] = value
+    else:
+        document[section] = value
+    with suppress(TopologyError):
+        parse_topology(write_toml(document))
+
+
+def test_lines_are_found_through_strings_and_brackets() -> None:
+    text = '''\
+a = """
+[not.a.table]
+b = 1
+"""
+"quoted.key" = [
+  1,  # ] not the end
+  { x = "}", y = [ "]" ] },
+]
+[t.u]
+v = 'it''s'
+[[many]]
+k = 1
+[many.inner]
+z = 1
+[[many]]
+k.l = 2
+'''
+    lines = find_lines(text)
+    assert lines[("a",)] == 1
+    assert lines[("quoted.key",)] == 5
+    assert lines[("quoted.key", 1, "y")] == 7
+    assert lines[("t", "u")] == 9
+    assert lines[("many", 0)] == 11
+    assert lines[("many", 0, "inner", "z")] == 14
+    assert lines[("many", 1, "k", "l")] == 16
+    assert ("b",) not in lines
+
+
+@given(st.text(alphabet="[]{}\"'=.,#\n ab1\\"))
+def test_finding_lines_ends_on_any_text(text: str) -> None:
+    find_lines(text)
+
+
+def test_every_field_is_documented_and_every_reference_leads_somewhere() -> None:
+    schema = Topology.model_json_schema()
+    definitions = schema["$defs"]
+    for name, table in {**definitions, "Topology": schema}.items():
+        for key, field in table["properties"].items():
+            assert field.get("description") or "$ref" in field, f"{name}.{key} has no description"
+    references = re.findall(r'"#/\$defs/(\w+)"', json.dumps(schema))
+    assert set(references) <= set(definitions)
+    assert "Host" in references

@@ -1,0 +1,129 @@
+"""Which role runs where."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import PlacementError
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+
+def topology_of(
+    slots: list[int], groups: int = 1, size: int = 1, servers: int = 0, *, oversubscribe: bool = False, more: str = ""
+) -> Topology:
+    text = f"[job]\noversubscribe = {str(oversubscribe).lower()}\n"
+    text += "".join(f'[[hosts]]\nname = "h{number}"\nslots = {count}\n' for number, count in enumerate(slots))
+    text += f"[compute]\ngroups = {groups}\ngroup_size = {size}\nbatch_size = 4096\n{more}\n[exchange]\n"
+    text += f'kind = "model_server"\nshards = {servers}\n' if servers else 'kind = "allreduce"\n'
+    return parse_topology(text)
+
+
+def hosts_of(placement: Placement) -> list[list[str]]:
+    """The hosts of each group's workers."""
+    return [[role.host for role in placement.workers if role.group == group] for group in range(placement.groups)]
+
+
+def test_one_worker_takes_all_slots_as_threads() -> None:
+    (role,) = place(topology_of([4])).roles
+    assert (role.peer, role.host, role.local_rank, role.threads, role.device) == ("worker/0", "h0", 0, 4, "auto")
+    assert (role.group, role.position) == (0, 0)
+
+
+def test_groups_stay_together_and_spread_over_hosts() -> None:
+    placement = place(topology_of([4, 4], groups=3, size=2, servers=3))
+    assert hosts_of(placement) == [["h0", "h0"], ["h1", "h1"], ["h0", "h0"]]
+    assert [role.local_rank for role in placement.workers] == [0, 1, 0, 1, 2, 3]
+    assert [role.threads for role in placement.workers] == [1, 1, 2, 2, 1, 1]
+    assert [(role.peer, role.host) for role in placement.server_roles] == [
+        ("server/0", "h1"),
+        ("server/1", "h0"),
+        ("server/2", "h1"),
+    ]
+    assert placement.group_members(1) == ("worker/2", "worker/3")
+    assert [role.peer for role in placement.of_host("h1")] == ["worker/2", "worker/3", "server/0", "server/2"]
+    assert placement.role("server/1").index == 1
+
+
+def test_a_group_larger_than_any_host_takes_as_few_as_can_be() -> None:
+    assert hosts_of(place(topology_of([1, 3, 2], size=5))) == [["h1", "h1", "h1", "h2", "h2"]]
+
+
+def test_more_workers_than_slots() -> None:
+    with pytest.raises(PlacementError) as caught:
+        place(topology_of([2, 1], groups=2, size=2))
+    message = str(caught.value)
+    assert "2 groups of 2 are 4 workers, but there are 3 slots (h0 has 2, h1 has 1)" in message
+    for way_out in ("raise slots", "add [[hosts]]", "lower [compute] groups", "oversubscribe = true"):
+        assert way_out in message
+
+
+def test_oversubscribed_hosts_share_by_their_slots() -> None:
+    placement = place(topology_of([2, 1], groups=6, oversubscribe=True))
+    assert Counter(role.host for role in placement.workers) == {"h0": 4, "h1": 2}
+    assert {role.threads for role in placement.workers} == {1}
+
+
+@pytest.mark.parametrize(
+    ("more", "devices"),
+    [
+        ('device = "cpu"', ["cpu", "cpu", "cpu"]),
+        ('device = "cuda"', ["cuda:0", "cuda:1", "cuda:2"]),
+        ('device = "modelled"\nprofile = "p.json"', ["modelled"] * 3),
+        ("", ["auto", "auto", "auto"]),
+    ],
+)
+def test_devices_of_a_host_without_any(more: str, devices: list[str]) -> None:
+    assert [role.device for role in place(topology_of([4], groups=3, more=more)).workers] == devices
+
+
+def test_devices_are_taken_in_turn() -> None:
+    topology = parse_topology('[job]\n[[hosts]]\nname = "a"\nslots = 4\ndevices = ["cuda:1", "cuda:3"]\n[compute]\ngroups = 3\n')
+    placement = place(topology)
+    assert [role.device for role in placement.workers] == ["cuda:1", "cuda:3", "cuda:1"]
+    assert [role.device for role in placement.server_roles] == ["cpu"]
+
+
+def test_threads_that_the_file_sets() -> None:
+    assert place(topology_of([8], groups=2, more="threads = 3")).workers[1].threads == 3
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 4), st.booleans())
+def test_any_placement(slots: list[int], groups: int, size: int, servers: int, oversubscribe: bool) -> None:
+    topology = topology_of(slots, groups, size, servers, oversubscribe=oversubscribe)
+    if groups * size > sum(slots) and not oversubscribe:
+        with pytest.raises(PlacementError):
+            place(topology)
+        return
+    placement = place(topology)
+    assert place(topology) == placement
+    assert Placement.from_dict(json.loads(json.dumps(placement.to_dict()))) == placement
+    assert [role.index for role in placement.workers] == list(range(groups * size))
+    assert [role.index for role in placement.server_roles] == list(range(servers))
+    assert len({role.peer for role in placement.roles}) == len(placement.roles)
+    times = -(-groups * size // sum(slots))
+    for number, count in enumerate(slots):
+        here = placement.of_host(f"h{number}")
+        workers = [role for role in here if role.kind == "worker"]
+        assert len(workers) <= count * times
+        assert sum(role.threads for role in workers) <= max(count, len(workers))
+        for kind in ("worker", "server"):
+            assert [role.local_rank for role in here if role.kind == kind] == list(range(sum(role.kind == kind for role in here)))
+    whole = sum(len(set(hosts)) == 1 for hosts in hosts_of(placement))
+    assert whole == min(groups, sum(count * times // size for count in slots))
+
+
+def test_the_ladder_rises() -> None:
+    for timeout_s in (0.1, 1.0, 60.0, 3600.0):
+        rungs = Ladder.of(timeout_s).rows()
+        seconds = {rung.name: rung.seconds for rung in rungs}
+        assert all(rung.purpose for rung in rungs)
+        assert seconds["heartbeat"] * 4 <= seconds["lost"] < seconds["request"] < seconds["join"] < seconds["barrier"]
+        assert seconds["drain"] <= seconds["grace"] <= seconds["lost"]

@@ -1,0 +1,230 @@
+"""``zmqtrain check FILE``: what a launch of the file would do, and what stands in its way. Starts and imports nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zmqtrain.errors import PlacementError, TopologyError, UsageError
+from zmqtrain.topology.faults import TopologyFaultsError
+from zmqtrain.topology.find_task import find_task
+from zmqtrain.topology.load import load_topology
+from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+#: What all hosts must have in the same version, beside zmqtrain and Python.
+PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
+FAULTY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What is there; where not ``ok``, what is wrong and what to do."""
+
+
+def run_check(path: str | Path, json: bool = False, *, data: str | None = None) -> int:
+    """Check a topology file and print what was found. The exit code is 0, or 2 if anything would keep it from running.
+
+    ``data``: what ``--data`` would say at the launch.
+    """
+    try:
+        topology = load_topology(path)
+    except TopologyError as error:
+        return _print_faults(error, json)
+    findings: list[Finding] = []
+    placement: Placement | None = None
+    try:
+        placement = place(topology)
+        findings.append(_slots(topology, placement))
+    except PlacementError as error:
+        findings.append(Finding("placement", False, str(error)))
+    findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology)]
+    rows = list(_rows(topology, placement, findings))
+    ok = all(finding.ok for finding in findings)
+    if json:
+        for row in rows:
+            print(dumps(row))
+        print(dumps({"row": "result", "file": str(path), "ok": ok, "faults": sum(not finding.ok for finding in findings)}))
+    else:
+        _print_tables(rows, ok, str(path))
+    return 0 if ok else FAULTY
+
+
+# What is looked at ------------------------------------------------------------------------------------------------------------
+
+
+def _slots(topology: Topology, placement: Placement) -> Finding:
+    slots = sum(host.slots for host in topology.hosts)
+    shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
+    return Finding(
+        "slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {placement.servers} model servers beside"
+    )
+
+
+def _task(topology: Topology) -> Finding:
+    if topology.job.task is None:
+        return Finding("task", True, "none: launch this file with a script, or set [job] task")
+    try:
+        place = find_task(topology.job.task, (".", *topology.job.python_path))
+    except UsageError as error:
+        return Finding("task", False, str(error))
+    return Finding("task", True, f"{place.function} in {place.file}")
+
+
+def _data(topology: Topology, given: str | None) -> Iterator[Finding]:
+    for source, path in (
+        ("--data", given),
+        ("ZMQTRAIN_DATA", os.environ.get("ZMQTRAIN_DATA")),
+        ("[data] path", topology.data.path),
+    ):
+        if path:
+            there = Path(path).exists()
+            detail = f"{path} ({source})" if there else f"{path} does not exist here: mend {source}. It must be there on every host"
+            yield Finding("data", there, detail)
+            return
+
+
+def _port(topology: Topology) -> Finding:
+    port = topology.job.port
+    if port == 0:
+        return Finding("port", True, "any free one")
+    with socket.socket() as probe:
+        # As ZeroMQ does: a port that was closed a moment ago is free, one that is listened on is not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            why = f"{port} cannot be used ({error.strerror}): choose another [job] port, or leave it out to take any free one"
+            return Finding("port", False, why)
+    return Finding("port", True, f"{port} is free")
+
+
+def _profile(topology: Topology) -> Iterator[Finding]:
+    profile = topology.compute.profile
+    if profile is not None:
+        there = Path(profile).is_file()
+        yield Finding("profile", there, profile if there else f"{profile} does not exist: mend [compute] profile")
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, None
+
+
+# How it is shown --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(topology: Topology, placement: Placement | None, findings: list[Finding]) -> Iterator[dict[str, Any]]:
+    for host in topology.hosts:
+        roles = placement.of_host(host.name) if placement else ()
+        workers = sum(role.kind == "worker" for role in roles)
+        yield {
+            **{"row": "host", "name": host.name, "address": host.address, "slots": host.slots, "devices": list(host.devices)},
+            **{"workers": workers, "servers": len(roles) - workers},
+        }
+    for role in placement.roles if placement else ():
+        yield {"row": "role", **asdict(role)}
+    for rung in Ladder.of(topology.job.timeout).rows():
+        yield {"row": "timeout", **asdict(rung)}
+    for package, version in _versions():
+        yield {"row": "version", "package": package, "version": version}
+    for finding in findings:
+        yield {"row": "check", **asdict(finding)}
+
+
+#: The kinds of rows: title, columns as (heading, key).
+_TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "host",
+        "Hosts",
+        (
+            ("name", "name"),
+            ("address", "address"),
+            ("slots", "slots"),
+            ("devices", "devices"),
+            ("workers", "workers"),
+            ("servers", "servers"),
+        ),
+    ),
+    (
+        "role",
+        "Placement",
+        (
+            ("role", "kind"),
+            ("rank", "index"),
+            ("group", "group"),
+            ("position", "position"),
+            ("host", "host"),
+            ("local rank", "local_rank"),
+            ("device", "device"),
+            ("threads", "threads"),
+        ),
+    ),
+    (
+        "timeout",
+        "Time-outs, all from \\[job] timeout",
+        (("time-out", "name"), ("seconds", "seconds"), ("how long until", "purpose")),
+    ),
+    ("version", "Versions on this machine", (("package", "package"), ("version", "version"))),
+)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None or value == [] or (key in ("group", "position") and value == -1):
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
+    console = Console()
+    for kind, title, columns in _TABLES:
+        table = Table(box=None, header_style="dim")
+        for heading, _ in columns:
+            table.add_column(heading)
+        for row in rows:
+            if row["row"] == kind:
+                table.add_row(*(escape(_cell(key, row[key])) for _, key in columns))
+        if table.row_count:
+            console.print(title, style="bold", highlight=False)
+            console.print(table)
+            console.print()
+    for row in rows:
+        if row["row"] == "check":
+            mark = "[green]ok[/]   " if row["ok"] else "[red]FAULT[/]"
+            console.print(f"{mark} {row['name']}: {escape(row['detail'])}", soft_wrap=True, highlight=False)
+    verdict = "[green]is ready to launch[/]" if ok else "[red]would not run: mend the faults above[/]"
+    console.print(f"{escape(file)} {verdict}", soft_wrap=True, highlight=False)
+
+
+def _print_faults(error: TopologyError, json: bool) -> int:
+    if json:
+        faults = error.faults if isinstance(error, TopologyFaultsError) else ()
+        for fault in faults:
+            print(dumps({"row": "fault", **fault.to_dict()}))
+        print(dumps({"row": "result", "ok": False, "faults": len(faults), "message": str(error)}))
+    else:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    return FAULTY
