@@ -1,196 +1,200 @@
-"""Endpoints in one process: no sockets, delivery by the event loop."""
+"""A network in one process: no sockets, delivery by the event loop.
+
+The whole endpoint above the transport is the real one (greeting, sequence numbers, credits, chunks); frames are copied when they
+are handed over, as a socket would. Connections can be dropped, peers killed and groups parted, for tests and simulation.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import msgpack
-
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, ZmqTrainError
-from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.net.transport import Frames, Receiver
+
+#: How long a message takes: ``delay(source, destination, lane, nbytes)`` in seconds. Messages of a lane never overtake each other.
+Delay = Callable[[PeerId, PeerId, int, int], float]
 
 
-class _Sent:
-    released = True
+class MemoryNetwork:
+    """Connects the endpoints that are made on it."""
 
-    async def wait_released(self) -> None:
-        return None
+    def __init__(self, delay: Delay | None = None) -> None:
+        self._transports: dict[PeerId, MemoryTransport] = {}
+        self._parted: set[frozenset[PeerId]] = set()
+        self._delay = delay
+
+    def endpoint(self, peer: PeerId, settings: NetSettings | None = None) -> Node:
+        """A new endpoint, inside a running event loop. Peers on one network find each other without `Node.add_peer`."""
+        if peer in self._transports:
+            raise ValueError(f"there is an endpoint {peer} on this network already")
+        settings = settings or NetSettings()
+        transport = MemoryTransport(self, peer)
+        return Node(peer, settings, transport)
+
+    def drop_link(self, a: PeerId, b: PeerId, *, down_s: float = 0.0) -> None:
+        """Break the connections between two peers: what is in flight is lost. They come back after ``down_s``."""
+        pair = frozenset((a, b))
+        self._parted.add(pair)
+        self._cut(pair)
+        asyncio.get_running_loop().call_later(down_s, self._heal, [pair])
+
+    def partition(self, one: Iterable[PeerId], other: Iterable[PeerId]) -> Callable[[], None]:
+        """No connection between any of ``one`` and any of ``other`` until the function that is returned is called."""
+        other = list(other)
+        pairs = [frozenset((a, b)) for a in one for b in other]
+        for pair in pairs:
+            self._parted.add(pair)
+            self._cut(pair)
+        return lambda: self._heal(pairs)
+
+    def kill(self, peer: PeerId) -> None:
+        """The peer's process vanishes without a word: nothing goes in or out any more. Its name is free again."""
+        transport = self._transports.get(peer)
+        if transport is not None:
+            transport.vanish()
+
+    def _join(self, transport: MemoryTransport) -> None:
+        self._transports[transport.peer] = transport
+        for other in list(self._transports.values()):
+            other.look_for(transport.peer)
+
+    def _leave(self, transport: MemoryTransport) -> None:
+        if self._transports.get(transport.peer) is transport:
+            del self._transports[transport.peer]
+            for other in list(self._transports.values()):
+                other.cut(transport.peer)
+
+    def _cut(self, pair: frozenset[PeerId]) -> None:
+        for peer in pair:
+            transport = self._transports.get(peer)
+            if transport is not None:
+                for other in pair - {peer}:
+                    transport.cut(other)
+
+    def _heal(self, pairs: Iterable[frozenset[PeerId]]) -> None:
+        for pair in pairs:
+            self._parted.discard(pair)
+            for peer in pair:
+                transport = self._transports.get(peer)
+                if transport is not None:
+                    for other in pair - {peer}:
+                        transport.look_for(other)
+
+    def _reach(self, source: PeerId, destination: PeerId) -> MemoryTransport | None:
+        if frozenset((source, destination)) in self._parted:
+            return None
+        return self._transports.get(destination)
+
+    def _delay_of(self, source: PeerId, destination: PeerId, lane: int, nbytes: int) -> float:
+        return self._delay(source, destination, lane, nbytes) if self._delay is not None else 0.0
 
 
-class _Subscription:
-    def __init__(self, node: MemoryEndpoint, topic: str) -> None:
-        self.node, self.topic = node, topic
-        self.ready: deque[tuple[PeerId, Tag, Payload]] = deque()
-        self.event = asyncio.Event()
+class _Connection:
+    """From one transport to another. Replaced when it breaks, so that what is in flight on the old one is lost."""
 
-    async def get(self) -> tuple[PeerId, Tag, Payload]:
-        while not self.ready:
-            self.event.clear()
-            await self.event.wait()
-        return self.ready.popleft()
+    __slots__ = ("arrives_at", "destination", "route", "up")
 
-    async def __aiter__(self) -> AsyncIterator[tuple[PeerId, Tag, Payload]]:
-        while True:
-            yield await self.get()
-
-    def close(self) -> None:
-        self.node.subscriptions.pop(self.topic, None)
+    def __init__(self, destination: PeerId, route: bytes) -> None:
+        self.destination = destination
+        self.route = route
+        self.up = False
+        self.arrives_at = [0.0, 0.0]
 
 
-class MemoryEndpoint:
-    def __init__(self, network: MemoryNetwork, peer: PeerId, settings: NetSettings) -> None:
-        self.network, self.peer, self.settings = network, peer, settings
-        self.waiting: dict[tuple[PeerId, Tag], deque[asyncio.Future[Payload]]] = {}
-        self.arrived: dict[tuple[PeerId, Tag], deque[Payload]] = {}
-        self.subscriptions: dict[str, _Subscription] = {}
-        self.handlers: dict[str, Handler] = {}
-        self.lost: dict[PeerId, str] = {}
-        self.callbacks: list[Callable[[PeerId, str], None]] = []
-        self.counters: Counter[str] = Counter()
-        self.closed = False
+class MemoryTransport:
+    """One peer's place on a `MemoryNetwork` (`zmqtrain.net.transport.Transport`)."""
+
+    def __init__(self, network: MemoryNetwork, peer: PeerId) -> None:
+        self.peer = peer
+        self._network = network
+        self._connections: dict[PeerId, _Connection] = {}
+        self._receiver: Receiver | None = None
+        self._loop = asyncio.get_running_loop()
 
     @property
     def address(self) -> str:
         return f"memory://{self.peer}"
 
-    def add_peer(self, peer: PeerId, address: str) -> None:
-        self.lost.pop(peer, None)
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._network._join(self)
 
-    async def _peer(self, peer: PeerId) -> MemoryEndpoint:
-        try:
-            async with asyncio.timeout(self.settings.connect_s):
-                while peer not in self.network.nodes:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-        except TimeoutError:
-            raise PeerTimeoutError(peer, "its first connection", self.settings.connect_s) from None
-        return self.network.nodes[peer]
+    def find(self, peer: PeerId) -> str:
+        return f"memory://{peer}"
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0) -> _Sent:
-        if to in self.lost:
-            raise PeerLostError(to, self.lost[to])
-        copy = payload.empty_like()
-        copy.copy_(payload)
-        copy.meta = msgpack.unpackb(msgpack.packb(payload.meta), strict_map_key=False)
-        other = await self._peer(to)
-        self.counters["bytes_sent"] += payload.nbytes
-        self.counters["messages_sent"] += 1
-        asyncio.get_running_loop().call_soon(other._deliver, self.peer, tuple(tag), copy)
-        return _Sent()
+    def connect(self, peer: PeerId, address: str, route: bytes) -> None:
+        destination = _peer_at(address)
+        self._connections[peer] = _Connection(destination, route)
+        self.look_for(destination)
 
-    def _deliver(self, source: PeerId, tag: Tag, payload: Payload) -> None:
-        self.counters["bytes_received"] += payload.nbytes
-        self.counters["messages_received"] += 1
-        queue = self.waiting.get((source, tag))
-        while queue:
-            future = queue.popleft()
-            if not future.done():
-                future.set_result(payload)
-                return
-        if tag[0] in self.subscriptions:
-            subscription = self.subscriptions[str(tag[0])]
-            subscription.ready.append((source, tag, payload))
-            subscription.event.set()
-            return
-        self.arrived.setdefault((source, tag), deque()).append(payload)
+    def disconnect(self, peer: PeerId) -> None:
+        self._connections.pop(peer, None)
 
-    async def receive(self, source: PeerId, tag: Tag, *, into: Payload | None = None) -> Payload:
-        tag = tuple(tag)
-        arrived = self.arrived.get((source, tag))
-        if arrived:
-            payload = arrived.popleft()
-            if not arrived:
-                del self.arrived[(source, tag)]
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+        connection = self._connections.get(peer)
+        if connection is None or not connection.up:
+            return True  # lost, as on a wire that has just been cut
+        copies = [frame if isinstance(frame, bytes) else memoryview(bytes(frame)) for frame in frames]
+        delay = self._network._delay_of(self.peer, connection.destination, lane, nbytes)
+        if delay <= 0.0:
+            self._loop.call_soon(self._arrive, connection, lane, copies)
         else:
-            if source in self.lost:
-                raise PeerLostError(source, self.lost[source])
-            future: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
-            self.waiting.setdefault((source, tag), deque()).append(future)
-            try:
-                payload = await future
-            finally:
-                queue = self.waiting.get((source, tag))
-                if queue is not None and future in queue:
-                    queue.remove(future)
-                if not queue:
-                    self.waiting.pop((source, tag), None)
-        if into is None:
-            return payload
-        into.copy_(payload)
-        into.meta = payload.meta
-        return into
+            at = max(self._loop.time() + delay, connection.arrives_at[lane])
+            connection.arrives_at[lane] = at
+            self._loop.call_at(at, self._arrive, connection, lane, copies)
+        return True
 
-    def subscribe(self, topic: str) -> _Subscription:
-        subscription = self.subscriptions[topic] = _Subscription(self, topic)
-        for key in [key for key in self.arrived if key[1][0] == topic]:
-            for payload in self.arrived.pop(key):
-                subscription.ready.append((*key, payload))
-        return subscription
-
-    async def request(self, to: PeerId, method: str, *args: Value, timeout: float) -> Payload:
-        from zmqtrain.wire.value import ValuePayload
-
-        if to in self.lost:
-            raise PeerLostError(to, self.lost[to])
-        try:
-            async with asyncio.timeout(timeout):
-                other = await self._peer(to)
-                await asyncio.sleep(0)
-                while method not in other.handlers:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-                plain: Any = msgpack.unpackb(msgpack.packb(args), strict_map_key=False)
-                answer: Any = await other.handlers[method](self.peer, *plain)
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(to, f"the answer to {method}", timeout) from None
-        if isinstance(answer, Payload):
-            return answer
-        return ValuePayload(msgpack.unpackb(msgpack.packb(answer), strict_map_key=False))
-
-    def serve(self, method: str, handler: Handler) -> None:
-        self.handlers[method] = handler
-
-    def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
-        self.callbacks.append(callback)
-
-    def forget(self, peer: PeerId, reason: str) -> None:
-        self.lost[peer] = reason
-        for (source, tag), queue in list(self.waiting.items()):
-            if source == peer:
-                for future in queue:
-                    if not future.done():
-                        future.set_exception(PeerLostError(peer, reason, waiting_for=f"message {tag}"))
-        for callback in self.callbacks:
-            callback(peer, reason)
-
-    def statistics(self) -> dict[str, int]:
-        return dict(self.counters)
+    def post(self, address: str, frames: Frames) -> None:
+        connection = _Connection(_peer_at(address), b"")
+        connection.up = True
+        self._loop.call_soon(self._arrive, connection, 0, [bytes(frame) for frame in frames])
 
     async def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
+        # What was just handed over goes out first, a farewell for instance.
         await asyncio.sleep(0)
-        self.network.nodes.pop(self.peer, None)
-        for (source, tag), queue in list(self.waiting.items()):
-            for future in queue:
-                if not future.done():
-                    future.set_exception(ZmqTrainError(f"{self.peer} was closed while waiting for message {tag} of {source}"))
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Nothing goes in or out any more."""
+        self._receiver = None
+        self._connections.clear()
+        self._network._leave(self)
+
+    def look_for(self, destination: PeerId) -> None:
+        """The destination may be there now."""
+        for peer, connection in self._connections.items():
+            reachable = self._network._reach(self.peer, destination) is not None
+            if connection.destination == destination and not connection.up and reachable:
+                connection.up = True
+                self._loop.call_soon(self._link_up, peer, connection)
+
+    def cut(self, destination: PeerId) -> None:
+        """The destination has gone, or the way to it."""
+        for peer, connection in list(self._connections.items()):
+            if connection.destination == destination and connection.up:
+                connection.up = False
+                self._connections[peer] = _Connection(destination, connection.route)
+                self._loop.call_soon(self._link_down, peer)
+
+    def _link_up(self, peer: PeerId, connection: _Connection) -> None:
+        if self._receiver is not None and self._connections.get(peer) is connection:
+            self._receiver.on_link_up(peer)
+
+    def _link_down(self, peer: PeerId) -> None:
+        if self._receiver is not None:
+            self._receiver.on_link_down(peer)
+
+    def _arrive(self, connection: _Connection, lane: int, frames: Frames) -> None:
+        destination = self._network._reach(self.peer, connection.destination)
+        if connection.up and destination is not None and destination._receiver is not None:
+            destination._receiver.on_message(lane, connection.route, frames)
 
 
-class MemoryNetwork:
-    """Connects endpoints of one process."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[PeerId, MemoryEndpoint] = {}
-        self._ids = count()
-
-    def endpoint(self, peer: PeerId, settings: NetSettings | None = None) -> MemoryEndpoint:
-        node = self.nodes[peer] = MemoryEndpoint(self, peer, settings or NetSettings())
-        return node
+def _peer_at(address: str) -> PeerId:
+    scheme, _, peer = address.partition("://")
+    if scheme != "memory" or not peer:
+        raise ValueError(f"{address!r} is no address in memory: 'memory://PEER' is")
+    return peer

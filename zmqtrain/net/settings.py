@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+
+from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -12,16 +14,16 @@ MIB = 1024 * KIB
 class NetSettings:
     """Settings of one endpoint. The defaults suit a cluster on one Ethernet; tests shorten the times."""
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     """Run token: peers with another one are refused."""
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind; ``0.0.0.0`` or ``::`` for all interfaces."""
     advertise: str = ""
-    """Address that others connect to; empty: ``host``, or this machine's name where ``host`` is a wildcard."""
+    """Address that others connect to; empty: ``host``, or this machine's name where ``host`` means all interfaces."""
     port: int = 0
     """Port of the control lane (the bulk lane takes any free one); 0: any free port."""
     window_bytes: int = 16 * MIB
-    """Bulk bytes that may lie at a receiver, from one sender, before anybody there asks for them."""
+    """Bytes that one sender may have lying at this receiver, on the bulk lane, before anybody here asks for them."""
     control_window_bytes: int = MIB
     """The same for small values on the control lane."""
     outbox_bytes: int = 16 * MIB
@@ -31,27 +33,22 @@ class NetSettings:
     inflight_bytes: int = 8 * MIB
     """Bytes handed to the transport and not acknowledged yet: what a more urgent message may have to wait for."""
     inflight_messages: int = 512
-    """The same in messages, for small ones."""
-    control_message_bytes: int = 64 * KIB
-    """Values, requests and answers larger than this travel on the bulk lane."""
-    max_message_bytes: int = 4 * 1024 * MIB
-    """Largest tensor that is accepted; checked before anything is allocated."""
-    max_header_bytes: int = 256 * KIB
-    """Largest header that is accepted, with the tag and ``meta``."""
+    """The same in pieces, for small messages. The transport's high-water marks are above it, so they never bite."""
+    limits: Limits = DEFAULT_LIMITS
+    """Bounds of one message."""
     connect_s: float = 60.0
     """A peer that somebody waits for must have answered the first greeting after this time."""
     hello_s: float = 0.25
-    """Pause before a greeting is repeated that was not answered; doubles up to eight times this."""
+    """Pause before an unanswered greeting is repeated; doubles up to eight times this."""
     lost_s: float = 10.0
     """A link that stays down for this time means that the peer is lost."""
     probe_s: float = 1.0
     """When nothing was acknowledged for this time, ask the peer how far it got."""
+    ack_s: float = 0.001
+    """An acknowledgement waits this long for others to go with it (much data is acknowledged sooner)."""
     heartbeat_s: float = 1.0
-    """Interval of the transport's own heartbeats (its I/O thread sends them: Python may be busy)."""
+    """Interval of the transport's own heartbeats; its I/O thread sends them, so Python may be busy. Three unanswered: down."""
     drain_s: float = 5.0
     """How long ``close`` waits for queued messages to be acknowledged."""
     io_threads: int = 1
-    """Threads that move bytes to and from the sockets."""
-
-    def with_token(self, token: str) -> NetSettings:
-        return replace(self, token=token)
+    """Threads that move bytes between memory and sockets."""

@@ -1,0 +1,78 @@
+"""Byte credit of one lane: how much may lie at a receiver before anybody there has asked for it. Sans-IO.
+
+Both ends count cumulatively, so a grant that is lost or repeated does no harm: the receiver announces the total up to which it
+takes bytes, the sender counts what it sent. A piece may start whenever any credit is left, so a window smaller than a piece works,
+and memory is bounded by the window and one piece.
+"""
+
+from __future__ import annotations
+
+from zmqtrain.errors import WireError
+
+
+class Allowance:
+    """The sender's side."""
+
+    __slots__ = ("limit", "used")
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.used = 0
+
+    @property
+    def open(self) -> bool:
+        return self.used < self.limit
+
+    def spend(self, nbytes: int) -> None:
+        self.used += nbytes
+
+    def grant(self, limit: int) -> None:
+        """The receiver takes bytes up to this total. An older grant that comes late changes nothing."""
+        self.limit = max(self.limit, limit)
+
+
+class Window:
+    """The receiver's side."""
+
+    __slots__ = ("announced", "consumed", "held", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held = 0
+        self.consumed = 0
+        self.announced = size
+
+    def arrive(self, nbytes: int) -> None:
+        """Bytes have come under credit. Raises `WireError` where the sender had none left."""
+        if self.held + self.consumed >= self.announced:
+            raise WireError(f"{nbytes} bytes came where none were granted (window of {self.size} bytes)")
+        self.held += nbytes
+
+    def consume(self, nbytes: int) -> None:
+        """Bytes that were held have reached whoever asked for them."""
+        self.held -= nbytes
+        self.consumed += nbytes
+
+    @property
+    def limit(self) -> int:
+        """The total up to which the sender may send."""
+        return self.consumed + self.size
+
+    @property
+    def due(self) -> bool:
+        """Whether so much became free that the sender should hear of it at once."""
+        return (self.limit - self.announced) * 4 >= self.size
+
+    @property
+    def stale(self) -> bool:
+        """Whether the sender should hear of anything at all."""
+        return self.limit > self.announced
+
+    def announce(self) -> int:
+        self.announced = self.limit
+        return self.announced
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what nobody asked for may soon keep out what somebody waits for."""
+        return self.held * 2 >= self.size

@@ -1,0 +1,65 @@
+"""Why a link ended, and the error that each wait for its peer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, RunTokenError, VersionMismatchError, WireError, ZmqTrainError
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.greeting import RefusalCode
+from zmqtrain.wire.message import WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a link ended."""
+
+    reason: str
+    error: Callable[[str], ZmqTrainError]
+    """Makes the error of a wait from what was waited for."""
+
+
+def lost(peer: PeerId, reason: str) -> Ending:
+    return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for))
+
+
+def never_came(peer: PeerId, connect_s: float, address: str) -> Ending:
+    where = f"at {address}" if address else "whose address is unknown"
+    return Ending(
+        f"no connection within {connect_s:g} s",
+        lambda waiting_for: PeerTimeoutError(
+            f"{peer} ({where})", f"its first greeting, for {waiting_for or 'a message'}", connect_s, "[job] timeout (connect_s)"
+        ),
+    )
+
+
+def other_version(peer: PeerId, theirs: int) -> Ending:
+    return Ending(
+        f"it speaks wire version {theirs}, not {WIRE_VERSION}", lambda _: VersionMismatchError(peer, WIRE_VERSION, theirs)
+    )
+
+
+def other_token(peer: PeerId) -> Ending:
+    return Ending("it has another run token", lambda _: RunTokenError(peer))
+
+
+def bad_message(peer: PeerId, reason: str) -> Ending:
+    return Ending(reason, lambda _: WireError(f"the link to {peer} was closed: {reason}"))
+
+
+def refused(peer: PeerId, code: RefusalCode, reason: str, version: int) -> Ending:
+    """The peer said so."""
+    if code == "version":
+        return other_version(peer, version)
+    if code == "token":
+        return other_token(peer)
+    if code == "protocol":
+        return bad_message(peer, f"{peer} reports: {reason}")
+    return lost(peer, f"{peer} had given this process up: {reason}")
+
+
+def closed(owner: PeerId) -> Ending:
+    return Ending(
+        "the endpoint was closed", lambda waiting_for: ZmqTrainError(f"{owner} was closed while waiting for {waiting_for}")
+    )

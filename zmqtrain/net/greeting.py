@@ -1,0 +1,90 @@
+"""The first words between two peers: greetings and refusals. Sans-IO.
+
+They must be understood between *all* releases, so that each can tell the other why they do not get on: a message of two frames,
+an ordinary header (whose magic and version never change their place) and a msgpack map whose keys below never change their meaning.
+Unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from zmqtrain.errors import WireError
+from zmqtrain.wire.message import WIRE_VERSION, Header, encode_header
+
+#: A greeting holds two names, an address and a token.
+MAX_GREETING_BYTES = 4096
+#: Names of peers are part of ZeroMQ's routing identities, which have at most 255 bytes.
+MAX_PEER_BYTES = 200
+
+RefusalCode = Literal["version", "token", "lost", "protocol"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """I am here, and this is my end of our link."""
+
+    peer: str
+    to: str
+    address: str
+    token: str
+    process: int
+    """Random number of the process: another one under the same name means a restart."""
+    session: int
+    """Random number of this end of the link: a link that was given up is never taken up again."""
+    known: int
+    """The receiver's session as far as the sender knows it, 0 if not."""
+    opened: bool
+    """Whether the sender may send already; if not, it wants an answer."""
+    control_window: int
+    bulk_window: int
+    version: int = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """There is no link between us, and why."""
+
+    peer: str
+    to: str
+    session: int
+    """The session that is refused; who does not know it cannot refuse it."""
+    code: RefusalCode
+    reason: str
+    version: int = WIRE_VERSION
+
+
+_KINDS: dict[str, type[Hello] | type[Refusal]] = {"hello": Hello, "refusal": Refusal}
+_TYPES = {"str": str, "int": int, "bool": bool, "RefusalCode": str}
+
+
+def encode_greeting(greeting: Hello | Refusal) -> list[bytes]:
+    kind = "hello" if isinstance(greeting, Hello) else "refusal"
+    body: bytes = msgpack.packb({"kind": kind, **asdict(greeting)})
+    return [encode_header(Header(kind, version=greeting.version)), body]
+
+
+def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
+    """Raises `WireError` for anything else. The version is for the caller to judge."""
+    if len(frames) != 2 or len(frames[1]) > MAX_GREETING_BYTES:
+        raise WireError("no greeting")
+    try:
+        body: Any = msgpack.unpackb(frames[1], max_array_len=0, max_map_len=64, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"no greeting: {error}") from error
+    kind = _KINDS.get(str(body.get("kind"))) if isinstance(body, dict) else None
+    if kind is None:
+        raise WireError("no greeting")
+    values: dict[str, Any] = {}
+    for name, annotation in kind.__annotations__.items():
+        value = body.get(name)
+        if type(value) is not _TYPES[annotation]:
+            raise WireError(f"a {body['kind']} whose {name} is {value!r:.60}")
+        values[name] = value
+    if not 0 < len(values["peer"].encode()) <= MAX_PEER_BYTES:
+        raise WireError("a greeting of a peer without a proper name")
+    return kind(**values)

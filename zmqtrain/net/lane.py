@@ -1,0 +1,117 @@
+"""Sequence numbers of one lane: exactly once and in order over a transport that may drop what was in flight. Sans-IO.
+
+The sender keeps every piece (by reference) until it is acknowledged, and goes back to the first missing one if asked. The receiver
+takes pieces in order only. A transport that loses a piece loses it silently; so the sender *probes* over the same lane after a
+reconnect or a long silence, and the receiver sees from the probe's number what did not come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from zmqtrain.errors import WireError
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class Parcel(Generic[Owner]):
+    """One piece on its way. Its frames alias the sender's memory until it is acknowledged."""
+
+    sequence: int
+    frames: Sequence[bytes | memoryview]
+    nbytes: int
+    owner: Owner
+
+
+class SendLane(Generic[Owner]):
+    """What was handed to the transport, or must be again."""
+
+    __slots__ = ("_cursor", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
+
+    def __init__(self) -> None:
+        self.unacknowledged: deque[Parcel[Owner]] = deque()
+        self._cursor = 0
+        self.next_sequence = 0
+        self.inflight_bytes = 0
+        self.resent_bytes = 0
+
+    @property
+    def transmitted(self) -> int:
+        """Every piece below this number was handed to the transport."""
+        return self.next_sequence - len(self.unacknowledged) + self._cursor
+
+    def add(self, frames: Sequence[bytes | memoryview], nbytes: int, owner: Owner) -> Parcel[Owner]:
+        parcel = Parcel(self.next_sequence, frames, nbytes, owner)
+        self.next_sequence += 1
+        self.inflight_bytes += nbytes
+        self.unacknowledged.append(parcel)
+        return parcel
+
+    def peek(self) -> Parcel[Owner] | None:
+        """The piece that the transport should take next."""
+        return self.unacknowledged[self._cursor] if self._cursor < len(self.unacknowledged) else None
+
+    def advance(self) -> None:
+        """The transport took what `peek` gave."""
+        self._cursor += 1
+
+    def acknowledge(self, upto: int) -> list[Parcel[Owner]]:
+        """All pieces below ``upto`` have arrived; those that had not been acknowledged before."""
+        if upto > self.transmitted:
+            raise WireError(f"piece {upto - 1} is acknowledged, but {self.transmitted} were sent")
+        done: list[Parcel[Owner]] = []
+        while self.unacknowledged and self.unacknowledged[0].sequence < upto:
+            parcel = self.unacknowledged.popleft()
+            self._cursor -= 1
+            self.inflight_bytes -= parcel.nbytes
+            done.append(parcel)
+        return done
+
+    def resume(self, sequence: int) -> None:
+        """Go back to this piece: it and those after it did not come. An outdated wish changes nothing."""
+        first = self.next_sequence - len(self.unacknowledged)
+        index = sequence - first
+        if 0 <= index < self._cursor:
+            self.resent_bytes += sum(self.unacknowledged[i].nbytes for i in range(index, self._cursor))
+            self._cursor = index
+
+
+class Verdict(Enum):
+    TAKE = "take it: it is the next"
+    REPEATED = "it came before: drop it"
+    GAP = "something before it did not come: drop it"
+    NEW_GAP = "something before it did not come: drop it, and ask for that"
+
+
+class ReceiveLane:
+    """What has come."""
+
+    __slots__ = ("_asked", "acknowledged", "expected")
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.acknowledged = 0
+        self._asked = -1
+
+    def judge(self, sequence: int) -> Verdict:
+        if sequence == self.expected:
+            self.expected += 1
+            return Verdict.TAKE
+        if sequence < self.expected:
+            return Verdict.REPEATED
+        if self._asked == self.expected:
+            return Verdict.GAP
+        self._asked = self.expected
+        return Verdict.NEW_GAP
+
+    def probed(self, transmitted: int) -> bool:
+        """The sender says how much it sent before this; whether to ask it to go back."""
+        if transmitted <= self.expected:
+            return False
+        self._asked = self.expected
+        return True

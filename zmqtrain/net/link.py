@@ -1,0 +1,371 @@
+"""One peer, as a state machine: greeting, open, closed. Sans-IO.
+
+A link joins a *session* of this process with a session of the peer. Both ends greet until each knows that the other knows it; only
+then does anything else go out, so processes may start in any order and nothing is lost to a late joiner::
+
+    greeting ──(a greeting that knows our session)──> open ──(lost, refused, restarted, left)──> closed
+        └──────────────(nobody answered in time, or refused)────────────────────────────────────────^
+
+A closed link stays closed: a peer that comes back gets a new one, with new numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from enum import Enum
+
+from zmqtrain.errors import WireError
+from zmqtrain.net.credit import Allowance, Window
+from zmqtrain.net.ending import Ending
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.greeting import Hello
+from zmqtrain.net.incoming import Buffer, Incoming
+from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
+from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
+from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.wire.message import PHANTOM, Header, encode_header
+
+LANES = (CONTROL, BULK)
+
+ACK = "ack"
+PROBE = "probe"
+RESUME = "resume"
+WANT = "want"
+UNWANT = "unwant"
+BYE = "bye"
+_UNNUMBERED = frozenset({ACK, PROBE, RESUME, BYE})
+
+
+class State(Enum):
+    GREETING = "greeting"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Link:
+    """This process's end of the link to one peer."""
+
+    def __init__(self, peer: PeerId, settings: NetSettings, mailbox: Mailbox, now: float) -> None:
+        self.peer = peer
+        self.settings = settings
+        self.mailbox = mailbox
+        self.session = random.SystemRandom().getrandbits(63) | 1
+        self.remote: Hello | None = None
+        self.state = State.GREETING
+        self.ending: Ending | None = None
+        self.address = ""
+        self.up = False
+        self.outbox = Outbox(settings.outbox_bytes, settings.chunk_bytes)
+        self.sending: tuple[SendLane[Outgoing | None], SendLane[Outgoing | None]] = (SendLane(), SendLane())
+        self.receiving = (ReceiveLane(), ReceiveLane())
+        self.allowances = (Allowance(), Allowance())
+        self.windows = (Window(settings.control_window_bytes), Window(settings.window_bytes))
+        self.ack_due = False
+        """Whether the peer should hear soon how far its pieces came, or what it may send."""
+        self.ack_urgent = False
+        self._notices: list[tuple[int, bytes]] = []
+        self._open: dict[int, Incoming] = {}
+        self._unannounced_bytes = 0
+        self._unannounced_pieces = 0
+        self._demanded_at: float | None = None
+        self._down_at = now
+        self._hello_at: float | None = None
+        self._hello_pause = settings.hello_s
+        self._progress_at: list[float] = [now, now]
+
+    # The greeting
+
+    def demand(self, now: float) -> None:
+        """Somebody here waits for the peer."""
+        if self._demanded_at is None:
+            self._demanded_at = now
+
+    @property
+    def demanded(self) -> bool:
+        return self._demanded_at is not None
+
+    def greet(self, hello: Hello) -> bool:
+        """The peer's greeting has come (version and token are right). Returns whether to greet back."""
+        if hello.known not in (0, self.session):
+            return True  # it believes in an earlier session of ours: show it this one
+        if self.remote is None or self.remote.session != hello.session:
+            assert self.state is State.GREETING
+            self.remote = hello
+            self.allowances[CONTROL].grant(hello.control_window)
+            self.allowances[BULK].grant(hello.bulk_window)
+        if hello.known == self.session and self.state is State.GREETING:
+            self.state = State.OPEN
+            self._hello_at = None
+        return not hello.opened
+
+    def link_up(self, now: float) -> None:
+        """The transport has a connection: greet over it, and find out what was lost with the one before."""
+        self.up = True
+        self._hello_at = now
+        self._hello_pause = self.settings.hello_s
+        self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
+
+    def link_down(self, now: float) -> None:
+        if self.up:
+            self.up = False
+            self._down_at = now
+            self._hello_at = None
+
+    # Time
+
+    def next_deadline(self) -> float | None:
+        times = []
+        if self.state is State.GREETING and self._demanded_at is not None:
+            times.append(self._demanded_at + self.settings.connect_s)
+        if self._hello_at is not None:
+            times.append(self._hello_at)
+        if self.state is State.OPEN:
+            if not self.up:
+                times.append(self._down_at + self.settings.lost_s)
+            else:
+                times.extend(self._progress_at[lane] + self.settings.probe_s for lane in LANES if self._silent(lane))
+        return min(times, default=None)
+
+    def tick(self, now: float) -> str | None:
+        """Do what is due; returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
+        settings = self.settings
+        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.connect_s:
+            return "connect"
+        if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
+            return "lost"
+        if self.state is State.OPEN and self.up:
+            for lane in LANES:
+                if self._silent(lane) and now >= self._progress_at[lane] + settings.probe_s:
+                    self._progress_at[lane] = now
+                    self._notice(lane, Header(PROBE, sequence=self.sending[lane].transmitted))
+        return None
+
+    def hello_due(self, now: float) -> bool:
+        """Whether to greet now; then the next greeting is further off."""
+        if self._hello_at is None or now < self._hello_at or not self.up:
+            return False
+        if self.state is State.OPEN:
+            self._hello_at = None
+        else:
+            self._hello_at = now + self._hello_pause
+            self._hello_pause = min(self._hello_pause * 2, self.settings.hello_s * 8)
+        return True
+
+    def _silent(self, lane: int) -> bool:
+        sending = self.sending[lane]
+        return bool(sending.unacknowledged) and sending.peek() is None
+
+    # What goes out
+
+    def next_parcel(self, lane: int) -> Parcel[Outgoing | None] | None:
+        """What the transport should take next on this lane; tell `parcel_sent` when it did."""
+        sending = self.sending[lane]
+        parcel = sending.peek()
+        if parcel is not None:
+            return parcel
+        if sending.inflight_bytes >= self.settings.inflight_bytes or len(sending.unacknowledged) >= self.settings.inflight_messages:
+            return None
+        allowance = self.allowances[lane]
+        message = self.outbox.next(lane, credit=allowance.open)
+        if message is None:
+            return None
+        beyond = message.beyond
+        header, body, size = self.outbox.cut(message, sending.next_sequence)
+        encoded = encode_header(header, self.settings.limits)
+        cost = len(encoded) + size
+        if not beyond:
+            allowance.spend(cost)
+        return sending.add((encoded,) if body is None else (encoded, body), cost, message)
+
+    def parcel_sent(self, lane: int, now: float) -> None:
+        sending = self.sending[lane]
+        sending.advance()
+        if len(sending.unacknowledged) == 1:
+            self._progress_at[lane] = now
+
+    def take_notices(self) -> Sequence[tuple[int, bytes]]:
+        """Short unnumbered messages that are due: (lane, header)."""
+        if self.ack_due:
+            self.ack_due = self.ack_urgent = False
+            self._unannounced_bytes = self._unannounced_pieces = 0
+            state = [n for lane in LANES for n in (self.receiving[lane].expected, self.windows[lane].announce())]
+            self._notice(CONTROL, Header(ACK, meta=state))
+        notices, self._notices = self._notices, []
+        return notices
+
+    def say_bye(self) -> None:
+        self._notice(CONTROL, Header(BYE))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was to be sent has arrived."""
+        return not self.outbox and not any(sending.unacknowledged for sending in self.sending)
+
+    def _notice(self, lane: int, header: Header) -> None:
+        self._notices.append((lane, encode_header(header)))
+
+    # What comes in
+
+    def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> bool:
+        """One message of the peer; ``size`` is its header's. Returns whether the peer takes its leave.
+
+        Raises `WireError` for what a peer of ours never sends.
+        """
+        if header.kind in _UNNUMBERED:
+            return self._noticed(lane, header, now)
+        verdict = self.receiving[lane].judge(header.sequence)
+        if verdict is not Verdict.TAKE:
+            if verdict is Verdict.NEW_GAP:
+                self._ask_again(lane)
+            elif verdict is Verdict.REPEATED:
+                self.ack_due = True
+            return False
+        self.ack_due = True
+        self._unannounced_bytes += size + len(body)
+        self._unannounced_pieces += 1
+        if header.kind in (WANT, UNWANT):
+            self._wanted(header)
+        else:
+            self._piece(lane, header, size, body)
+        if (
+            self._unannounced_bytes * 4 >= self.settings.inflight_bytes
+            or self._unannounced_pieces * 4 >= self.settings.inflight_messages
+            or self.windows[lane].due
+        ):
+            self.ack_urgent = True
+        return False
+
+    def _piece(self, lane: int, header: Header, size: int, body: Buffer) -> None:
+        kind = header.kind
+        beyond = kind.endswith(BEYOND)
+        if beyond:
+            kind = kind[: -len(BEYOND)]
+        length = len(body)
+        if kind == CHUNK:
+            incoming = self._open.get(header.message)
+            if incoming is None or header.offset != incoming.received:
+                raise WireError(f"a piece at {header.offset} of message {header.message}, which does not continue it")
+            if incoming.header.kind == PHANTOM:
+                if type(header.meta) is not int or header.meta < 0 or length:
+                    raise WireError(f"a phantom's piece of size {header.meta!r:.60}")
+                length = header.meta
+        else:
+            if kind == PHANTOM:
+                length = header.nbytes
+            elif kind == PHANTOM + FOLLOWS:
+                kind = PHANTOM
+            if header.message in self._open:
+                raise WireError(f"message {header.message} begins twice")
+            incoming = Incoming(self.peer, header._replace(kind=kind), self.windows[lane], self.settings.limits)
+            self._open[header.message] = incoming
+            self.mailbox.begin(incoming)
+        incoming.add(body, length, size + length, beyond=beyond)
+        if incoming.complete:
+            del self._open[header.message]
+            self._completed(incoming)
+        if not beyond and self.windows[lane].crowded:
+            self.crowd()
+
+    def _completed(self, incoming: Incoming) -> None:
+        owner = self.mailbox.complete(incoming)
+        if isinstance(owner, Ticket):
+            if owner.wanted and not incoming.wanted:
+                self._tell(UNWANT, incoming.tag)
+        elif isinstance(owner, Shelf) and self.peer in owner.wanted:
+            owner.wanted.discard(self.peer)
+            if not incoming.wanted:
+                self._tell(UNWANT, (owner.topic,), topic=True)
+
+    # Wants: what somebody here waits for must not be kept out by what nobody asked for
+
+    @property
+    def crowded(self) -> bool:
+        return any(window.crowded for window in self.windows)
+
+    def crowd(self) -> None:
+        """A window is filling up with what nobody asked for: ask for everything that somebody waits for."""
+        for ticket in self.mailbox.pending(self.peer):
+            self.want(ticket)
+        for shelf in self.mailbox.shelves.values():
+            self.want_topic(shelf)
+
+    def want(self, ticket: Ticket) -> None:
+        if not ticket.wanted and self.crowded:
+            ticket.wanted = True
+            self._tell(WANT, ticket.key[1])
+
+    def want_topic(self, shelf: Shelf) -> None:
+        if shelf.waiting and not shelf.ready and self.peer not in shelf.wanted and self.crowded:
+            shelf.wanted.add(self.peer)
+            self._tell(WANT, (shelf.topic,), topic=True)
+
+    def unwant(self, ticket: Ticket) -> None:
+        """The receive was cancelled."""
+        if ticket.wanted and not (ticket.incoming is not None and ticket.incoming.wanted):
+            self._tell(UNWANT, ticket.key[1])
+
+    def _tell(self, kind: str, tag: tuple[str | int, ...], *, topic: bool = False) -> None:
+        """Numbered, since it is a change and not a total, but without credit."""
+        sending = self.sending[CONTROL]
+        encoded = encode_header(Header(kind, tag, sending.next_sequence, meta=topic))
+        sending.add((encoded,), len(encoded), None)
+
+    def _wanted(self, header: Header) -> None:
+        if not header.tag:
+            raise WireError("a want of nothing")
+        key = str(header.tag[0]) if header.meta else header.tag
+        if header.kind == WANT:
+            self.outbox.want(key)
+        else:
+            self.outbox.unwant(key)
+
+    # Acknowledgements, probes and leave
+
+    def _ask_again(self, lane: int) -> None:
+        self._notice(CONTROL, Header(RESUME, sequence=self.receiving[lane].expected, meta=lane))
+
+    def _noticed(self, lane: int, header: Header, now: float) -> bool:
+        if header.kind == PROBE:
+            self.ack_due = self.ack_urgent = True
+            if self.receiving[lane].probed(header.sequence):
+                self._ask_again(lane)
+        elif header.kind == RESUME:
+            if header.meta not in LANES or type(header.meta) is not int:
+                raise WireError(f"no lane {header.meta!r:.60}")
+            self._acknowledge(header.meta, header.sequence, now)
+            self.sending[header.meta].resume(header.sequence)
+        elif header.kind == ACK:
+            state = header.meta
+            if not isinstance(state, list) or len(state) != 4 or any(type(n) is not int or n < 0 for n in state):
+                raise WireError(f"an acknowledgement of {state!r:.60}")
+            for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
+                self.allowances[at].grant(limit)
+                self._acknowledge(at, upto, now)
+        return header.kind == BYE
+
+    def _acknowledge(self, lane: int, upto: int, now: float) -> None:
+        done = self.sending[lane].acknowledge(upto)
+        if done:
+            self._progress_at[lane] = now
+        for parcel in done:
+            if parcel.owner is not None:
+                self.outbox.acknowledged(parcel.owner)
+
+    def close(self, ending: Ending) -> list[Outgoing]:
+        """The link ends here. Returns the messages that did not arrive, marked lost."""
+        self.state = State.CLOSED
+        self.ending = ending
+        messages = dict.fromkeys(self.outbox.messages())
+        for sending in self.sending:
+            for parcel in sending.unacknowledged:
+                if parcel.owner is not None:
+                    messages[parcel.owner] = None
+            sending.unacknowledged.clear()
+        for incoming in self._open.values():
+            incoming.drop()
+        self._open.clear()
+        for message in messages:
+            message.lost = True
+        return list(messages)

@@ -1,0 +1,224 @@
+"""The endpoint: links, mailbox and requests joined to a transport and an event loop.
+
+All decisions are made by the machines it holds (`Link`, `Mailbox`, `Outbox`); here their outcomes meet futures, timers and frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.net import ending as endings
+from zmqtrain.net.delivery import Delivery, TopicSubscription
+from zmqtrain.net.ending import Ending
+from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.greeting import MAX_PEER_BYTES
+from zmqtrain.net.incoming import Incoming
+from zmqtrain.net.link import Link
+from zmqtrain.net.mailbox import Mailbox, Ticket
+from zmqtrain.net.outbox import Outgoing
+from zmqtrain.net.requests import Desk
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.switchboard import Switchboard
+from zmqtrain.net.transport import Transport
+from zmqtrain.wire.message import describe, encode_header, pack_value, unpack_value
+from zmqtrain.wire.payload import Payload, Value
+
+
+class Node:
+    """One process's place on the network (`zmqtrain.net.endpoint.Endpoint`), over any transport.
+
+    Make it inside a running event loop, and `close` it.
+    """
+
+    def __init__(self, peer: PeerId, settings: NetSettings, transport: Transport) -> None:
+        if not 0 < len(peer.encode()) <= MAX_PEER_BYTES:
+            raise ValueError(f"a peer's name has 1 to {MAX_PEER_BYTES} bytes, not {peer!r:.60}")
+        self.peer = peer
+        self.settings = settings
+        self._transport = transport
+        self._mailbox = Mailbox()
+        self._board = Switchboard(peer, settings, transport, self._mailbox, self._lost)
+        self._desk = Desk(self._mailbox, self._post, settings.control_window_bytes)
+        self._waits: dict[Ticket, asyncio.Future[Incoming]] = {}
+        self._sends: dict[Outgoing, asyncio.Future[None]] = {}
+        self._subscriptions: list[TopicSubscription] = []
+        self._callbacks: list[Callable[[PeerId, str], None]] = []
+        self._closing: Ending | None = None
+        self._closed: asyncio.Future[None] | None = None
+        transport.start(self._board)
+
+    @property
+    def address(self) -> str:
+        return self._transport.address
+
+    def add_peer(self, peer: PeerId, address: str) -> None:
+        if peer != self.peer:
+            self._board.add_peer(peer, address)
+
+    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0) -> Delivery:
+        tag = tuple(tag)
+        if not tag or (isinstance(tag[0], str) and tag[0].startswith("@")):
+            raise ValueError(f"the tag {tag!r}: tags are not empty, and those that begin with '@' are reserved")
+        link, message = self._enqueue(to, tag, payload, priority)
+        if not message.admitted:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            message.on_admitted = lambda: None if turn.done() else turn.set_result(None)
+            self._sends[message] = turn
+            try:
+                await turn
+            except (asyncio.CancelledError, ZmqTrainError):
+                link.outbox.cancel(message)
+                raise
+            finally:
+                del self._sends[message]
+        return Delivery(message, link)
+
+    async def receive(self, source: PeerId, tag: Tag, *, into: Payload | None = None) -> Payload:
+        self._check_open(f"message {tag} of {source}")
+        future: asyncio.Future[Incoming] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(source, tuple(tag), into, lambda incoming: self._received(future, incoming))
+        self._mailbox.post(ticket)
+        if not future.done():
+            try:
+                link = self._board.demand(source, f"message {tag}")
+            except ZmqTrainError:
+                self._mailbox.cancel(ticket)
+                raise
+            link.want(ticket)
+            self._board.touch(link)
+            self._board.consumed(source)  # what had come of it in part
+            self._waits[ticket] = future
+            try:
+                await future
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    self._mailbox.put_back(future.result())
+                else:
+                    link.unwant(ticket)
+                    self._mailbox.cancel(ticket)
+                self._board.touch(link)
+                raise
+            finally:
+                del self._waits[ticket]
+        else:
+            self._board.consumed(source)
+        return future.result().finish()
+
+    def subscribe(self, topic: str) -> TopicSubscription:
+        self._check_open(f"messages of topic {topic!r}")
+        subscription = TopicSubscription(self._mailbox, topic, waits=self._want_topic, took=self._board.consumed)
+        self._subscriptions = [*(other for other in self._subscriptions if not other.ended), subscription]
+        return subscription
+
+    async def request(self, to: PeerId, method: str, *args: Value, timeout: float) -> Payload:
+        return await self._desk.call(to, method, args, timeout)
+
+    def serve(self, method: str, handler: Handler) -> None:
+        self._desk.serve(method, handler)
+
+    def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
+        self._callbacks.append(callback)
+
+    def forget(self, peer: PeerId, reason: str) -> None:
+        self._board.forget(peer, endings.lost(peer, reason))
+
+    def statistics(self) -> dict[str, int]:
+        return {**self._board.statistics(), **self._mailbox.statistics()}
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            await asyncio.shield(self._closed)
+            return
+        self._closed = asyncio.get_running_loop().create_future()
+        self._closing = ending = endings.closed(self.peer)
+        try:
+            self._fail_waits(ending)
+            await self._desk.close()
+            await self._board.close(ending)
+        finally:
+            self._closed.set_result(None)
+
+    async def __aenter__(self) -> Node:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def _enqueue(self, to: PeerId, tag: Tag, payload: Payload, priority: int, *, exempt: bool = False) -> tuple[Link, Outgoing]:
+        self._check_open(f"room for {tag} to {to}")
+        if to == self.peer:
+            raise ValueError(f"{to} cannot send to itself")
+        header, frames = describe(payload, tag, limits=self.settings.limits)
+        if isinstance(header.meta, (list, tuple, dict)):
+            # The header is packed when its turn comes: what the caller does to its `meta` until then must not show.
+            header = header._replace(meta=unpack_value(pack_value(header.meta)))
+            encode_header(header, self.settings.limits)  # refuse here what could not be sent later
+        link = self._board.demand(to, f"room for {tag}")
+        message = Outgoing(header, frames, priority, exempt=exempt)
+        link.outbox.put(message)
+        self._board.touch(link)
+        return link, message
+
+    def _post(self, to: PeerId, tag: Tag, payload: Payload) -> Withdrawal:
+        link, message = self._enqueue(to, tag, payload, 0, exempt=True)
+        return Withdrawal(link, message)
+
+    def _received(self, future: asyncio.Future[Incoming], incoming: Incoming) -> None:
+        if future.done():
+            self._mailbox.put_back(incoming)  # its receiver was cancelled, and has not run since
+        else:
+            future.set_result(incoming)
+
+    def _want_topic(self, subscription: TopicSubscription) -> None:
+        for link in self._board.links():
+            link.want_topic(subscription.shelf)
+            self._board.touch(link)
+
+    def _check_open(self, what: str) -> None:
+        if self._closing is not None:
+            raise self._closing.error(what)
+
+    def _lost(self, link: Link, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
+        """A link has ended: everybody who waits for its peer learns it."""
+        for ticket in tickets:
+            future = self._waits.get(ticket)
+            if future is not None and not future.done():
+                future.set_exception(ending.error(f"message {ticket.key[1]}"))
+        for message in messages:
+            turn = self._sends.get(message)
+            if turn is not None and not turn.done():
+                turn.set_exception(ending.error(f"room for {message.tag}"))
+            if message.on_released is not None:
+                message.on_released()
+        self._desk.lose(link.peer, ending.error)
+        if self._closing is None:
+            for callback in self._callbacks:
+                try:
+                    callback(link.peer, ending.reason)
+                except Exception as error:  # noqa: BLE001 - the others must hear of it, too; the loop's handler reports it
+                    message_text = f"a callback for the loss of {link.peer} raised"
+                    asyncio.get_running_loop().call_exception_handler({"message": message_text, "exception": error})
+
+    def _fail_waits(self, ending: Ending) -> None:
+        for ticket, future in self._waits.items():
+            if not future.done():
+                future.set_exception(ending.error(f"message {ticket.key[1]} of {ticket.key[0]}"))
+        for message, turn in self._sends.items():
+            if not turn.done():
+                turn.set_exception(ending.error(f"room for {message.tag}"))
+        for subscription in self._subscriptions:
+            subscription.end(ending)
+
+
+class Withdrawal:
+    """A message of a request, which may be taken back (`zmqtrain.net.requests.Withdrawable`)."""
+
+    def __init__(self, link: Link, message: Outgoing) -> None:
+        self._link = link
+        self._message = message
+
+    def withdraw(self) -> None:
+        if self._link.ending is None:
+            self._link.outbox.cancel(self._message)

@@ -1,0 +1,305 @@
+"""What waits to go to one peer: highest priority first, in pieces, messages with one tag in order. Sans-IO.
+
+A message is in the outbox from the moment of the call, so that priorities and wants see all of them; but only a bounded number of
+bytes is *admitted*, and ``send`` waits for its admission. Memory is not copied: the outbox refers to the sender's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from zmqtrain.net.endpoint import Tag
+from zmqtrain.wire.message import PHANTOM, Header
+
+CONTROL = 0
+BULK = 1
+
+#: Marks in a header's kind: the piece came beyond the window; the phantom's bytes follow in pieces of their own.
+BEYOND = "+"
+FOLLOWS = "&"
+CHUNK = "chunk"
+
+
+class Outgoing:
+    """One message on its way out."""
+
+    __slots__ = (
+        "admitted",
+        "beyond",
+        "body",
+        "cancelled",
+        "exempt",
+        "header",
+        "lane",
+        "lost",
+        "number",
+        "offset",
+        "on_admitted",
+        "on_released",
+        "order",
+        "outstanding",
+        "parked",
+        "priority",
+        "started",
+        "wanted_by_topic",
+    )
+
+    def __init__(self, header: Header, frames: Sequence[memoryview], priority: int = 0, *, exempt: bool = False) -> None:
+        self.header = header
+        self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
+        self.priority = priority
+        self.exempt = exempt
+        """Needs no credit at all: somebody there waits for it by its nature (requests and their answers)."""
+        self.beyond = exempt
+        """Needs no credit from now on."""
+        self.wanted_by_topic = False
+        self.lane = CONTROL if not header.nbytes and header.kind == "value" else BULK
+        self.order = 0
+        self.number = 0
+        self.offset = 0
+        self.started = False
+        self.admitted = False
+        self.cancelled = False
+        self.lost = False
+        self.outstanding = 0
+        """Pieces that were handed over and not acknowledged."""
+        self.parked = False
+        """First of its tag, but one before it still travels on the other lane."""
+        self.on_admitted: Callable[[], None] | None = None
+        self.on_released: Callable[[], None] | None = None
+
+    @property
+    def tag(self) -> Tag:
+        return self.header.tag
+
+    @property
+    def finished(self) -> bool:
+        """Whether every piece was handed over."""
+        return self.started and self.offset == self.header.nbytes
+
+    @property
+    def released(self) -> bool:
+        """Whether nobody reads the sender's memory any more."""
+        return self.lost or self.cancelled or (self.finished and not self.outstanding)
+
+    def __lt__(self, other: Outgoing) -> bool:
+        return (-self.priority, self.order) < (-other.priority, other.order)
+
+
+class Outbox:
+    """Everything that goes to one peer and has not gone."""
+
+    def __init__(self, capacity: int, chunk_bytes: int) -> None:
+        self.capacity = capacity
+        self.chunk_bytes = chunk_bytes
+        self.queued_bytes = 0
+        """Admitted bytes that were not yet handed over."""
+        self._queues: dict[Tag, deque[Outgoing]] = {}
+        self._heaps: tuple[list[Outgoing], list[Outgoing]] = ([], [])
+        self._beyond: tuple[list[Outgoing], list[Outgoing]] = ([], [])
+        self._waiting: deque[Outgoing] = deque()
+        self._unacknowledged: dict[Tag, tuple[int, int]] = {}
+        self._tokens: dict[Tag | str, int] = {}
+        self._orders = count()
+        self._numbers = count(1)
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def put(self, message: Outgoing) -> None:
+        """Take a message; ``message.admitted`` says whether there was room, else ``on_admitted`` will be called."""
+        message.order = next(self._orders)
+        tag = message.tag
+        if message.lane == CONTROL and self._busy_lane(tag) == BULK:
+            message.lane = BULK  # it must not overtake the tensor before it
+        queue = self._queues.setdefault(tag, deque())
+        queue.append(message)
+        self._waiting.append(message)
+        self._admit()
+        if len(queue) == 1:
+            self._offer(message)
+
+    def cancel(self, message: Outgoing) -> bool:
+        """Withdraw a message of which nothing has gone. Returns whether that was so."""
+        if message.started:
+            return False
+        message.cancelled = True
+        queue = self._queues[message.tag]
+        head = queue[0] is message
+        queue.remove(message)
+        self._withdraw(message)
+        if not queue:
+            del self._queues[message.tag]
+        elif head:
+            self._offer(queue[0])
+        return True
+
+    def want(self, key: Tag | str) -> None:
+        """The receiver waits for one message with this tag, or of this topic: it needs no credit."""
+        message = self._unwanted(key)
+        if message is None:
+            self._tokens[key] = self._tokens.get(key, 0) + 1
+            return
+        message.beyond = True
+        message.wanted_by_topic = isinstance(key, str)
+        self._offer_again(message)
+
+    def unwant(self, key: Tag | str) -> None:
+        """The receiver got one that had not needed the want."""
+        if self._tokens.get(key):
+            self._take_token(key)
+            return
+        for queue in self._of(key):
+            for message in reversed(queue):
+                if message.beyond and not message.exempt and message.wanted_by_topic == isinstance(key, str):
+                    message.beyond = False
+                    self._offer_again(message)
+                    return
+
+    def next(self, lane: int, *, credit: bool) -> Outgoing | None:
+        """The message whose piece should go next over the lane."""
+        best = _top(self._beyond[lane], beyond=True)
+        if credit:
+            other = _top(self._heaps[lane], beyond=False)
+            if other is not None and (best is None or other < best):
+                return other
+        return best
+
+    def cut(self, message: Outgoing, sequence: int) -> tuple[Header, memoryview | None, int]:
+        """Take the next piece off a message that `next` gave: its header, its bytes and its size."""
+        header = message.header
+        size = min(self.chunk_bytes, header.nbytes - message.offset)
+        kind = CHUNK
+        if not message.started:
+            message.started = True
+            message.number = next(self._numbers)
+            kind = header.kind
+            if kind == PHANTOM and size < header.nbytes:
+                kind, size = PHANTOM + FOLLOWS, 0
+        if message.beyond:
+            kind += BEYOND
+        if message.offset == 0 and not kind.startswith(CHUNK):
+            piece = header._replace(kind=kind, sequence=sequence, message=message.number)
+        else:
+            meta = size if header.kind == PHANTOM else None
+            piece = Header(kind, (), sequence, message.number, offset=message.offset, nbytes=header.nbytes, meta=meta)
+        body = message.body[message.offset : message.offset + size] if len(message.body) else None
+        message.offset += size
+        message.outstanding += 1
+        busy = self._unacknowledged.get(message.tag, (message.lane, 0))
+        self._unacknowledged[message.tag] = (message.lane, busy[1] + 1)
+        if not message.admitted:
+            self._waiting.remove(message)
+            self._accept(message, size)
+        else:
+            self.queued_bytes -= size
+        if message.finished:
+            self._finish(message)
+        self._admit()
+        return piece, body, size
+
+    def acknowledged(self, message: Outgoing) -> None:
+        """One piece of the message has arrived."""
+        message.outstanding -= 1
+        lane, pieces = self._unacknowledged[message.tag]
+        if pieces > 1:
+            self._unacknowledged[message.tag] = (lane, pieces - 1)
+        else:
+            del self._unacknowledged[message.tag]
+            queue = self._queues.get(message.tag)
+            if queue and queue[0].parked:
+                self._offer(queue[0])
+        if message.released and message.on_released is not None:
+            message.on_released()
+
+    def messages(self) -> list[Outgoing]:
+        """Everything that has not gone in whole."""
+        return [message for queue in self._queues.values() for message in queue]
+
+    def _busy_lane(self, tag: Tag) -> int | None:
+        queue = self._queues.get(tag)
+        if queue:
+            return queue[-1].lane
+        busy = self._unacknowledged.get(tag)
+        return busy[0] if busy else None
+
+    def _offer(self, message: Outgoing) -> None:
+        """The message is the first of its tag: let the lane have it, unless one before it still travels on the other lane."""
+        if self._tokens and not message.beyond:
+            self._redeem(message)
+        busy = self._unacknowledged.get(message.tag)
+        message.parked = busy is not None and busy[0] != message.lane
+        if not message.parked:
+            heapq.heappush((self._beyond if message.beyond else self._heaps)[message.lane], message)
+
+    def _offer_again(self, message: Outgoing) -> None:
+        if self._queues[message.tag][0] is message:
+            self._offer(message)
+
+    def _finish(self, message: Outgoing) -> None:
+        queue = self._queues[message.tag]
+        queue.popleft()
+        if queue:
+            self._offer(queue[0])
+        else:
+            del self._queues[message.tag]
+
+    def _admit(self) -> None:
+        while self._waiting:
+            message = self._waiting[0]
+            if self.queued_bytes and self.queued_bytes + message.header.nbytes > self.capacity:
+                return
+            self._waiting.popleft()
+            self._accept(message, 0)
+
+    def _accept(self, message: Outgoing, gone: int) -> None:
+        message.admitted = True
+        self.queued_bytes += message.header.nbytes - gone
+        if message.on_admitted is not None:
+            message.on_admitted()
+
+    def _withdraw(self, message: Outgoing) -> None:
+        if message.admitted:
+            self.queued_bytes -= message.header.nbytes
+            self._admit()
+        else:
+            self._waiting.remove(message)
+
+    def _of(self, key: Tag | str) -> list[deque[Outgoing]]:
+        if isinstance(key, str):
+            return [queue for tag, queue in self._queues.items() if str(tag[0]) == key]
+        return [self._queues[key]] if key in self._queues else []
+
+    def _unwanted(self, key: Tag | str) -> Outgoing | None:
+        """The message that a want is about: the first with the tag; of a topic one that has begun, else the most urgent."""
+        if isinstance(key, str):
+            heads = [queue[0] for queue in self._of(key) if not queue[0].beyond]
+            return min(heads, key=lambda message: (not message.started, -message.priority, message.order), default=None)
+        return next((message for queue in self._of(key) for message in queue if not message.beyond), None)
+
+    def _redeem(self, message: Outgoing) -> None:
+        """Use a want that came before the message."""
+        topic = str(message.tag[0])
+        for key in (message.tag, topic):
+            if not message.beyond and self._tokens.get(key):
+                self._take_token(key)
+                message.beyond = True
+                message.wanted_by_topic = key is topic
+
+    def _take_token(self, key: Tag | str) -> None:
+        self._tokens[key] -= 1
+        if not self._tokens[key]:
+            del self._tokens[key]
+
+
+def _top(heap: list[Outgoing], *, beyond: bool) -> Outgoing | None:
+    """The first message of a heap that still belongs there."""
+    while heap:
+        message = heap[0]
+        if not message.cancelled and not message.finished and message.beyond == beyond:
+            return message
+        heapq.heappop(heap)
+    return None

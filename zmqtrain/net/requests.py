@@ -1,0 +1,191 @@
+"""Requests and answers: ordinary messages under reserved topics, which need no credit.
+
+They need none because somebody waits for each: a caller has at most a window of unanswered requests at one peer, and an answer was
+asked for. Requests for a method that is not served yet wait until it is: roles may start in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmqtrain.errors
+from zmqtrain.errors import PeerTimeoutError, ZmqTrainError
+from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.incoming import Incoming
+from zmqtrain.net.mailbox import Mailbox
+from zmqtrain.wire.message import pack_value
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
+
+REQUEST = "@request"
+ANSWER = "@answer"
+ERROR = "@error"
+
+
+class Withdrawable(Protocol):
+    def withdraw(self) -> None:
+        """Take the message back, if nothing of it has gone."""
+
+
+#: Queues a message that needs no credit. Raises what ``send`` raises.
+Post = Callable[[PeerId, Tag, Payload], Withdrawable]
+
+
+class Desk:
+    """Both sides of all requests of one endpoint."""
+
+    def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int) -> None:
+        self._post = post
+        self._window = window_bytes
+        self._number = 0
+        self._calls: dict[int, tuple[PeerId, asyncio.Future[Payload], str]] = {}
+        self._used: dict[PeerId, int] = {}
+        self._turns: dict[PeerId, deque[asyncio.Future[None]]] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._unserved: dict[str, list[Incoming]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        mailbox.route(REQUEST, self._requested)
+        mailbox.route(ANSWER, self._answered)
+        mailbox.route(ERROR, self._answered)
+
+    # The caller's side
+
+    async def call(self, to: PeerId, method: str, args: tuple[Value, ...], timeout: float) -> Payload:
+        what = f"the answer to {method!r}"
+        payload = ValuePayload(list(args))
+        nbytes = len(pack_value(payload.meta))
+        try:
+            async with asyncio.timeout(timeout) as scope:
+                await self._room(to, nbytes)
+                try:
+                    return await self._exchange(to, method, payload, what)
+                finally:
+                    self._leave(to, nbytes)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise PeerTimeoutError(to, what, timeout) from None
+
+    async def _exchange(self, to: PeerId, method: str, payload: Payload, what: str) -> Payload:
+        self._number += 1
+        number = self._number
+        future: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        self._calls[number] = (to, future, what)
+        try:
+            message = self._post(to, (REQUEST, number, method), payload)
+            try:
+                return await future
+            except asyncio.CancelledError:
+                message.withdraw()
+                raise
+        finally:
+            del self._calls[number]
+
+    async def _room(self, peer: PeerId, nbytes: int) -> None:
+        while self._used.get(peer, 0) and self._used[peer] + nbytes > self._window:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._turns.setdefault(peer, deque()).append(turn)
+            await turn
+        self._used[peer] = self._used.get(peer, 0) + nbytes
+
+    def _leave(self, peer: PeerId, nbytes: int) -> None:
+        self._used[peer] -= nbytes
+        for turn in self._turns.pop(peer, ()):
+            if not turn.done():
+                turn.set_result(None)
+
+    def _answered(self, incoming: Incoming) -> None:
+        tag = incoming.tag
+        call = self._calls.get(tag[1]) if len(tag) == 2 and isinstance(tag[1], int) else None
+        if call is None or call[0] != incoming.source or call[1].done():
+            return  # its caller has gone
+        payload = incoming.finish()
+        if tag[0] == ERROR:
+            call[1].set_exception(rebuild_error(payload.meta, incoming.source))
+        else:
+            call[1].set_result(payload)
+
+    def lose(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
+        """The peer is gone: its answers will not come, its requests need none."""
+        for other, future, what in self._calls.values():
+            if other == peer and not future.done():
+                future.set_exception(error(what))
+        for queue in self._unserved.values():
+            queue[:] = [incoming for incoming in queue if incoming.source != peer]
+
+    # The served side
+
+    def serve(self, method: str, handler: Handler) -> None:
+        self._handlers[method] = handler
+        for incoming in self._unserved.pop(method, ()):
+            self._start(method, handler, incoming)
+
+    def _requested(self, incoming: Incoming) -> None:
+        tag = incoming.tag
+        method = str(tag[-1])
+        if len(tag) != 3 or not isinstance(tag[1], int) or not isinstance(incoming.finish().meta, list):
+            self._answer(incoming, ERROR, ValuePayload(describe_error(ZmqTrainError("that is no request"))))
+        elif method in self._handlers:
+            self._start(method, self._handlers[method], incoming)
+        else:
+            self._unserved.setdefault(method, []).append(incoming)
+
+    def _start(self, method: str, handler: Handler, incoming: Incoming) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(handler, incoming), name=f"{method} for {incoming.source}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, handler: Handler, incoming: Incoming) -> None:
+        args: Any = incoming.finish().meta
+        try:
+            answer = await handler(incoming.source, *args)
+            payload = answer if isinstance(answer, Payload) else ValuePayload(answer)
+            self._answer(incoming, ANSWER, payload)
+        except ZmqTrainError as error:
+            self._answer(incoming, ERROR, ValuePayload(describe_error(error)))
+        except Exception as error:  # noqa: BLE001 - the caller must not wait in vain, and the loop's handler reports it
+            text = f"{incoming.tag[2]!r} failed there: {type(error).__name__}: {error}"
+            self._answer(incoming, ERROR, ValuePayload({"type": "ZmqTrainError", "text": text[:2000], "attributes": {}}))
+            message = f"the handler of {incoming.tag[2]!r}, called by {incoming.source}, raised"
+            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    def _answer(self, incoming: Incoming, kind: str, payload: Payload) -> None:
+        try:
+            self._post(incoming.source, (kind, incoming.tag[1]), payload)
+        except zmqtrain.errors.ConnectivityError:
+            return  # the caller has gone
+
+    async def close(self) -> None:
+        """Cancel what is being served."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def describe_error(error: ZmqTrainError) -> dict[str, Value]:
+    """An error as plain data; attributes that do not travel are left out."""
+    attributes: dict[str, Value] = {}
+    for name, value in vars(error).items():
+        try:
+            pack_value(value)
+        except (TypeError, ValueError):
+            continue
+        attributes[name] = value
+    return {"type": type(error).__name__, "text": str(error), "attributes": attributes}
+
+
+def rebuild_error(data: Any, peer: PeerId) -> ZmqTrainError:
+    """The error that a peer answered with. Only classes of `zmqtrain.errors` are made, and none of their code runs."""
+    if not isinstance(data, dict) or not isinstance(data.get("attributes"), dict):
+        return ZmqTrainError(f"{peer} answered with an error that cannot be read")
+    kind = getattr(zmqtrain.errors, str(data.get("type")), ZmqTrainError)
+    if not (isinstance(kind, type) and issubclass(kind, ZmqTrainError)):
+        kind = ZmqTrainError
+    error = kind.__new__(kind)
+    Exception.__init__(error, str(data.get("text")))
+    vars(error).update(data["attributes"])
+    return error

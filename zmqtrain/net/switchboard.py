@@ -1,0 +1,409 @@
+"""All links of an endpoint, joined to its transport and the loop's clock: who is greeted, refused, kept, and given up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from zmqtrain.errors import WireError
+from zmqtrain.net import ending as endings
+from zmqtrain.net.doorman import Doorman
+from zmqtrain.net.ending import Ending
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
+from zmqtrain.net.link import LANES, Link, State
+from zmqtrain.net.mailbox import Mailbox, Ticket
+from zmqtrain.net.outbox import CONTROL, Outgoing
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.transport import Frames, Transport
+from zmqtrain.wire.message import WIRE_VERSION, decode_header
+
+log = logging.getLogger(__name__)
+
+#: The transport's high-water marks lie above what is ever in flight; should it refuse all the same, try again after this time.
+RETRY_S = 0.01
+
+OnLost = Callable[[Link, Ending, Sequence[Outgoing], Sequence[Ticket]], None]
+
+
+def route_of(peer: PeerId, session: int) -> bytes:
+    """The name under which a peer's end of a link connects to others."""
+    return f"{session:016x}/{peer}".encode()
+
+
+class Switchboard:
+    """Implements `zmqtrain.net.transport.Receiver`. Everything goes out in `_flush`, once in a turn of the loop."""
+
+    def __init__(self, peer: PeerId, settings: NetSettings, transport: Transport, mailbox: Mailbox, on_lost: OnLost) -> None:
+        self._peer = peer
+        self._settings = settings
+        self._transport = transport
+        self._mailbox = mailbox
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._process = random.SystemRandom().getrandbits(63) | 1
+        self._links: dict[PeerId, Link] = {}
+        self._routes: dict[bytes, Link] = {}
+        self._gone: dict[PeerId, Ending] = {}
+        self._addresses: dict[PeerId, str] = {}
+        self._doorman = Doorman()
+        self._counters: Counter[str] = Counter()
+        self._dirty: dict[Link, None] = {}
+        self._flush_handle: asyncio.Handle | None = None
+        self._ack_handle: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Event | None = None
+        self._shut = False
+
+    # What the node asks for
+
+    def demand(self, peer: PeerId, what: str) -> Link:
+        """The link to a peer that somebody begins to wait for. Raises where the peer is lost."""
+        ending = self._gone.get(peer)
+        if ending is not None:
+            raise ending.error(what)
+        link = self._links.get(peer) or self._add_link(peer)
+        if link.state is State.GREETING and not link.demanded:
+            link.demand(self._loop.time())
+            self._arm(link)
+        return link
+
+    def add_peer(self, peer: PeerId, address: str) -> None:
+        known = self._addresses.get(peer)
+        self._addresses[peer] = address
+        self._gone.pop(peer, None)
+        link = self._links.get(peer)
+        if link is None:
+            self._add_link(peer)  # greet it now: the first message then finds an open link
+        elif not link.address:
+            self._connect(link, address)
+        elif address not in (known, link.address):
+            self._end(link, endings.lost(peer, f"it was restarted at {address}"))
+            self._gone.pop(peer, None)
+            self._add_link(peer)
+
+    def forget(self, peer: PeerId, ending: Ending) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            self._end(link, ending, refuse="lost")
+        self._gone[peer] = ending
+
+    def links(self) -> Iterable[Link]:
+        return [link for link in self._links.values() if link.state is State.OPEN]
+
+    def touch(self, link: Link) -> None:
+        """Something may be there to be sent to the peer."""
+        self._dirty[link] = None
+        if self._flush_handle is None:
+            self._flush_handle = self._loop.call_soon(self._flush)
+
+    def consumed(self, peer: PeerId) -> None:
+        """Somebody took a message of the peer: it may have credit to get back."""
+        link = self._links.get(peer)
+        if link is not None and any(window.stale for window in link.windows):
+            link.ack_due = True
+            link.ack_urgent = link.ack_urgent or any(window.due for window in link.windows)
+            self.touch(link)
+
+    def statistics(self) -> dict[str, int]:
+        links = self._links.values()
+        return {
+            "bytes_sent": 0,
+            "bytes_received": 0,
+            "messages_sent": 0,
+            "messages_received": 0,
+            "garbage": 0,
+            "stray": 0,
+            "refused": 0,
+            "lost": 0,
+            **self._counters,
+            "queued_bytes": sum(link.outbox.queued_bytes for link in links),
+            "inflight_bytes": sum(sending.inflight_bytes for link in links for sending in link.sending),
+            "held_bytes": sum(window.held for link in links for window in link.windows),
+            "resent_bytes": self._counters["resent_bytes"] + sum(s.resent_bytes for link in links for s in link.sending),
+            "links": len(self._links),
+        }
+
+    async def close(self, ending: Ending) -> None:
+        """Drain, take leave, end all links, close the transport."""
+        self._idle = asyncio.Event()
+        for link in self._links.values():
+            self.touch(link)
+        self._check_idle()
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await self._idle.wait()
+        except TimeoutError:
+            left = [link.peer for link in self._links.values() if not link.idle]
+            log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
+        finally:
+            for link in list(self._links.values()):
+                if link.state is State.OPEN:
+                    link.ack_due = True
+                    link.say_bye()
+                    self._send_notices(link)
+                self._end(link, ending)
+            self._shut = True
+            for handle in (self._flush_handle, self._ack_handle, self._timer):
+                if handle is not None:
+                    handle.cancel()
+            await self._transport.close()
+
+    # What the transport calls
+
+    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+        link = self._routes.get(route)
+        if link is None:
+            self._stranger(lane, route, frames)
+            return
+        try:
+            if not 1 <= len(frames) <= 2:
+                raise WireError(f"a message of {len(frames)} frames")
+            header = decode_header(frames[0], self._settings.limits)
+            if header.kind in ("hello", "refusal"):
+                self._stranger(lane, route, frames)
+                return
+            body = frames[1] if len(frames) == 2 else b""
+            before = link.receiving[lane].expected
+            leaves = link.receive(lane, header, len(frames[0]), body, self._loop.time())
+        except WireError as error:
+            self._counters["garbage"] += 1
+            log.warning("%s closes the link to %s: %s", self._peer, link.peer, error)
+            self._end(link, endings.bad_message(link.peer, str(error)), refuse="protocol")
+            return
+        if link.receiving[lane].expected != before:
+            self._counters["bytes_received"] += len(frames[0]) + len(body)
+            self._counters["messages_received"] += 1
+        if leaves:
+            self._end(link, endings.lost(link.peer, "it has closed its endpoint"))
+            return
+        self.touch(link)
+
+    def on_link_up(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.link_up(self._loop.time())
+            self.touch(link)
+
+    def on_link_down(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.link_down(self._loop.time())
+            self._arm(link)
+
+    # Greeting
+
+    def _add_link(self, peer: PeerId, address: str = "") -> Link:
+        link = self._links[peer] = Link(peer, self._settings, self._mailbox, self._loop.time())
+        address = address or self._addresses.get(peer, "") or self._transport.find(peer)
+        if address:
+            self._connect(link, address)
+        return link
+
+    def _connect(self, link: Link, address: str) -> None:
+        if link.address:
+            self._transport.disconnect(link.peer)
+            link.link_down(self._loop.time())
+        link.address = address
+        self._transport.connect(link.peer, address, route_of(self._peer, link.session))
+
+    def _hello(self, link: Link, *, opened: bool, known: int | None = None) -> None:
+        hello = Hello(
+            peer=self._peer,
+            to=link.peer,
+            address=self._transport.address,
+            token=self._settings.token,
+            process=self._process,
+            session=link.session,
+            known=(link.remote.session if link.remote else 0) if known is None else known,
+            opened=opened,
+            control_window=self._settings.control_window_bytes,
+            bulk_window=self._settings.window_bytes,
+        )
+        self._transport.send(link.peer, CONTROL, encode_greeting(hello), 0)
+
+    def _stranger(self, lane: int, route: bytes, frames: Frames) -> None:
+        """Greetings and refusals; what else comes from somebody unknown."""
+        if self._doorman.ignores(route):
+            self._counters["garbage"] += 1
+            return
+        try:
+            greeting = decode_greeting(frames)
+            if isinstance(greeting, Hello) and (lane != CONTROL or route != route_of(greeting.peer, greeting.session)):
+                raise WireError("a greeting under another name")
+        except WireError as error:
+            self._garbage(route, frames, error)
+            return
+        if isinstance(greeting, Refusal):
+            self._refused(greeting)
+        else:
+            self._greeted(route, greeting)
+
+    def _garbage(self, route: bytes, frames: Frames, error: WireError) -> None:
+        try:
+            if 1 <= len(frames) <= 2:
+                decode_header(frames[0], self._settings.limits)
+                self._counters["stray"] += 1  # a late message of a link that has ended
+                return
+        except WireError:
+            pass
+        self._counters["garbage"] += 1
+        self._doorman.ignore(route)
+        log.warning("%s ignores garbage from %.40r and all that follows it: %s", self._peer, route, error)
+
+    def _greeted(self, route: bytes, hello: Hello) -> None:
+        peer = hello.peer
+        link = self._links.get(peer)
+        if hello.version != WIRE_VERSION:
+            text = f"wire version {hello.version} meets {WIRE_VERSION}: install the same zmqtrain release on all hosts"
+            self._refuse(hello, "version", text)
+            if hello.token == self._settings.token and (link is None or link.state is State.GREETING):
+                self.forget(peer, endings.other_version(peer, hello.version))
+            return
+        if hello.token != self._settings.token:
+            self._refuse(hello, "token", "it has another run token")
+            return
+        if hello.to != self._peer or peer == self._peer:
+            self._refuse(hello, "protocol", f"this is {self._peer}, not {hello.to}")
+            return
+        buried = self._doorman.buried(route)
+        if buried is not None:
+            self._refuse(hello, "lost", buried)
+            return
+        if link is not None and link.remote is not None and link.remote.session != hello.session:
+            if hello.known not in (0, link.session):
+                # About ends that are gone on both sides, while another has opened here: let the peer begin anew.
+                self._hello(link, opened=False, known=0)
+                return
+            if link.state is State.OPEN:
+                again = "it was restarted" if link.remote.process != hello.process else "it had given up this process"
+                self._end(link, endings.lost(peer, again))
+                link = None
+            elif link.remote is not None:
+                self._routes.pop(route_of(peer, link.remote.session), None)
+                link.remote = None
+        if link is None:
+            link = self._add_link(peer, hello.address)
+        elif link.address != hello.address and link.state is State.GREETING:
+            self._connect(link, hello.address)
+        self._gone.pop(peer, None)
+        new = link.remote is None
+        answer = link.greet(hello)
+        if link.remote is not None:
+            self._routes[route] = link
+            if new:
+                self._mailbox.purge(peer)
+        if answer and link.up:
+            self._hello(link, opened=link.state is State.OPEN)
+        self.touch(link)
+
+    def _refuse(self, hello: Hello, code: RefusalCode, reason: str) -> None:
+        self._counters["refused"] += 1
+        if self._doorman.may_answer(hello.address, self._loop.time()):
+            log.warning("%s refuses %s at %s: %s", self._peer, hello.peer, hello.address, reason)
+            self._transport.post(hello.address, encode_greeting(Refusal(self._peer, hello.peer, hello.session, code, reason)))
+
+    def _refused(self, refusal: Refusal) -> None:
+        for link in list(self._links.values()):
+            if link.session == refusal.session:
+                log.warning("%s was refused by %s: %s", self._peer, refusal.peer, refusal.reason)
+                self._end(link, endings.refused(link.peer, refusal.code, refusal.reason, refusal.version))
+                return
+        self._counters["stray"] += 1
+
+    # Ending
+
+    def _end(self, link: Link, ending: Ending, *, refuse: RefusalCode | None = None) -> None:
+        """Close a link for good. ``refuse`` tells the peer."""
+        remote = link.remote
+        messages = link.close(ending)
+        self._counters["lost"] += 1
+        self._counters["resent_bytes"] += sum(sending.resent_bytes for sending in link.sending)
+        del self._links[link.peer]
+        self._dirty.pop(link, None)
+        if remote is not None:
+            route = route_of(link.peer, remote.session)
+            self._routes.pop(route, None)
+            self._doorman.bury(route, ending.reason)
+        if link.address:
+            self._transport.disconnect(link.peer)
+        self._gone[link.peer] = ending
+        if refuse is not None and remote is not None:
+            refusal = Refusal(self._peer, link.peer, remote.session, refuse, ending.reason)
+            self._transport.post(remote.address, encode_greeting(refusal))
+        tickets = self._mailbox.lose(link.peer)
+        self._on_lost(link, ending, messages, tickets)
+        self._check_idle()
+
+    # What goes out
+
+    def _flush(self) -> None:
+        self._flush_handle = None
+        dirty, self._dirty = self._dirty, {}
+        now = self._loop.time()
+        for link in dirty:
+            if link.up and link.hello_due(now):
+                self._hello(link, opened=False)
+            if link.state is State.OPEN:
+                self._pump(link, now)
+                if not link.ack_due or link.ack_urgent:
+                    self._send_notices(link)
+                elif self._ack_handle is None:
+                    self._ack_handle = self._loop.call_later(self._settings.ack_s, self._send_acks)
+            if link.state is not State.CLOSED:
+                self._arm(link)
+        self._check_idle()
+
+    def _pump(self, link: Link, now: float) -> None:
+        for lane in LANES:
+            while (parcel := link.next_parcel(lane)) is not None:
+                if not self._transport.send(link.peer, lane, parcel.frames, parcel.nbytes):
+                    self._loop.call_later(RETRY_S, self._retry, link)
+                    break
+                link.parcel_sent(lane, now)
+                self._counters["bytes_sent"] += parcel.nbytes
+                self._counters["messages_sent"] += 1
+
+    def _retry(self, link: Link) -> None:
+        if not self._shut and link.state is State.OPEN:
+            self.touch(link)
+
+    def _send_acks(self) -> None:
+        self._ack_handle = None
+        for link in self._links.values():
+            if link.state is State.OPEN and link.ack_due:
+                self._send_notices(link)
+
+    def _send_notices(self, link: Link) -> None:
+        for lane, header in link.take_notices():
+            self._transport.send(link.peer, lane, (header,), 0)
+
+    def _check_idle(self) -> None:
+        if self._idle is not None and all(link.idle for link in self._links.values()):
+            self._idle.set()
+
+    # Time
+
+    def _arm(self, link: Link) -> None:
+        deadline = link.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline) or self._shut:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        settings = self._settings
+        for link in list(self._links.values()):
+            due = link.tick(now)
+            if due == "connect":
+                self._end(link, endings.never_came(link.peer, settings.connect_s, link.address))
+            elif due == "lost":
+                self._end(link, endings.lost(link.peer, f"no connection for {settings.lost_s:g} s"))
+            elif link.state is not State.CLOSED:
+                self.touch(link)

@@ -1,0 +1,52 @@
+"""The small seam below the endpoint: who moves frames, and loses them when a connection breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from zmqtrain.net.endpoint import PeerId
+
+Frames = Sequence[bytes | memoryview]
+
+
+class Receiver(Protocol):
+    """What a transport calls, always from the event loop and never from inside one of its own methods."""
+
+    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+        """Frames have come from whoever connected under the name ``route``. A memoryview among them keeps its memory alive."""
+
+    def on_link_up(self, peer: PeerId) -> None:
+        """The connection to the peer stands (on both lanes, if both are in use)."""
+
+    def on_link_down(self, peer: PeerId) -> None:
+        """The connection broke; the transport tries to renew it until `Transport.disconnect`."""
+
+
+class Transport(Protocol):
+    """Moves frames to peers, in order on each lane while a connection lasts. What is in flight when it breaks may be lost."""
+
+    @property
+    def address(self) -> str: ...
+
+    def start(self, receiver: Receiver) -> None:
+        """Begin to deliver."""
+
+    def find(self, peer: PeerId) -> str:
+        """Where a peer is that nobody told the address of; empty where only others can know."""
+        ...
+
+    def connect(self, peer: PeerId, address: str, route: bytes) -> None:
+        """Connect, and go on trying. Raises `ValueError` for an address of another kind."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Drop the connection at once. (What was just handed over, a farewell, may still go out.)"""
+
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+        """Take frames without copying them; ``nbytes`` counts phantoms, too. False: not now, try again in a while."""
+        ...
+
+    def post(self, address: str, frames: Frames) -> None:
+        """Send one small message on the control lane to somebody who is no peer, if that can be done. Nothing is promised."""
+
+    async def close(self) -> None: ...
