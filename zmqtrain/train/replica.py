@@ -16,6 +16,7 @@ needs all workers to agree on what was unused.)
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.layers import Layers
+from zmqtrain.train.task import user_code
 from zmqtrain.wire.tensor import TensorPayload
 
 
@@ -72,7 +74,7 @@ def allocate(numel: int, like: Tensor) -> Tensor:
 class TorchReplica:
     """Implements `zmqtrain.exchange.base.Replica` for a torch model and optimizer.
 
-    Made on the loop's thread; takes over the parameters' memory at once. Needs no more memory than the gradients, plus one bucket
+    Takes over the parameters' memory at once. Needs no more memory than the gradients, plus one bucket
     while it is made.
     """
 
@@ -118,6 +120,8 @@ class TorchReplica:
         self._next = 0  # the bucket to hand over next
         self.waited_s = 0.0
         """Seconds that this step's forward and backward waited for parameters: exposed communication."""
+        self.update_s = 0.0
+        """Seconds that all local updates took."""
 
     # The loop's side.
 
@@ -160,8 +164,7 @@ class TorchReplica:
         Takes the buckets that no layer has asked for.
         """
         self._layers.end_forward()
-        for index in range(len(self._held)):
-            self._take(index)
+        self.take_all()
         self._last, self._next = last, 0
         for held in self._held:
             held.missing = set(range(len(held.views)))
@@ -171,6 +174,11 @@ class TorchReplica:
         if self._last:
             self._hand_over(len(self._held))
             self._last = False
+
+    def take_all(self) -> None:
+        """Wait until the parameters of all buckets are there."""
+        for index in range(len(self._held)):
+            self._take(index)
 
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""
@@ -247,6 +255,7 @@ class TorchReplica:
         held.gradients.zero_()
 
     def _update(self, gradient_scale: float, clip: bool) -> None:
+        start = time.perf_counter()
         staging = self._device.staging
         for held in self._held:
             if staging is not None:
@@ -257,8 +266,10 @@ class TorchReplica:
                 self._named[name].grad = view
         if clip and self.settings.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
-        self.optimizer.step()
+        with user_code("the optimizer's step()"):
+            self.optimizer.step()
         self.publish()
+        self.update_s += time.perf_counter() - start
 
     def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Callable[[int, Tensor], Tensor]) -> _Held:
         """Move the plan's parameters into flat memory."""

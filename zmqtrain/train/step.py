@@ -17,6 +17,7 @@ from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
+from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
 #: By what losses are multiplied in float16 arithmetic, so that small gradients do not vanish; divided out again before gradients
@@ -34,16 +35,6 @@ class StepSettings:
     accumulate: int = 1
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step was like on one worker."""
-
-    loss: float  # mean over the worker's samples
-    samples: int
-    compute_s: float  # the whole step in the compute thread, without waiting
-    exposed_s: float  # waiting for parameters
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:

@@ -1,0 +1,31 @@
+"""The device that a role's placement asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from zmqtrain.errors import UsageError
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.device.cpu import CpuDevice
+
+
+def make_device(name: str, *, local_rank: int = 0, threads: int = 0) -> Device:
+    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``: CUDA where there is any, the workers of a host in turn. Not for ``modelled``.
+
+    Raises `UsageError` where the device is not there.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = f"cuda:{local_rank % devices}" if devices else "cpu"
+    if name == "cpu":
+        return CpuDevice(threads)
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise UsageError(f"there is no device {name!r}; there are cpu, cuda, cuda:N and auto")
+    index = int(number) if number else local_rank % max(1, devices)
+    if index >= devices:
+        found = f"torch sees {devices} CUDA devices here" if devices else "torch sees no CUDA device here"
+        raise UsageError(f'device {name}: {found}; set [compute] device = "cpu" or "auto", or mend [[hosts]] devices')
+    from zmqtrain.train.device.cuda import CudaDevice
+
+    return CudaDevice(index)

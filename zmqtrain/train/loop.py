@@ -1,0 +1,186 @@
+"""A worker's life between joining and leaving the run: steps, evaluations, checkpoints, and how it ends.
+
+::
+
+    restore -> exchange.start -> [ step -> evaluate? -> checkpoint? ] ... -> exchange.stop -> all have trained -> last evaluation
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.errors import UsageError
+from zmqtrain.exchange.base import Exchange
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.work import Work
+from zmqtrain.wire.payload import Value
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class Phase(Enum):
+    """What the worker does now, as far as stopping it cares."""
+
+    BETWEEN = "between steps"
+    COMPUTING = "forward and backward"
+    ENDING = "the exchange of the step"
+
+
+class TrainLoop:
+    """Trains one worker. `run` it once; stopping it from outside is `zmqtrain.train.worker`'s business."""
+
+    def __init__(self, context: RoleContext, work: Work, exchange: Exchange) -> None:
+        self._context, self.work, self.exchange = context, work, exchange
+        self._endpoint, self._recorder = context.endpoint, context.recorder
+        self._job = context.topology.job
+        self.step = 0
+        """The step that is computed, or comes next."""
+        self.phase = Phase.BETWEEN
+        self.stop_in: int | None = None
+        """Stop as soon as this step's gradients are computed, before its exchange ends."""
+        self._aim_reached = False  # by group 0, which evaluates for all where groups are not in step
+        role, placement = context.role, context.placement
+        self._world = self._group("evaluate", tuple(worker.peer for worker in placement.workers))
+        self._own = self._group(f"evaluate/{role.group}", placement.group_members(role.group))
+        self._evaluations = 0
+        self._endpoint.serve("reached", self._on_reached)
+
+    async def run(self) -> None:
+        """Train to the end."""
+        work, exchange, job = self.work, self.exchange, self._job
+        restored = await work.restore(self._endpoint, exchange)
+        self.step = first = restored or 0
+        work.connect(exchange.bucket_ready)
+        await exchange.start(work.replica, restored=restored is not None)
+        steps = self._steps()
+        self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
+        reached = False
+        while not reached and (steps is None or self.step < steps):
+            if not await self._train_step(last=self.step + 1 == steps):
+                return
+            done = self.step
+            if job.eval_every and done % job.eval_every == 0 and done != steps:
+                reached = await self._evaluate_between(done)
+            if job.checkpoint_every and done % job.checkpoint_every == 0:
+                await exchange.settle()
+                await work.quiet()
+                await self.save(done)
+        await self._finish()
+
+    async def save(self, step: int) -> None:
+        """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
+        start = asyncio.get_running_loop().time()
+        if await self.work.save(self._endpoint, self.exchange, step):
+            self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
+
+    def _steps(self) -> int | None:
+        """How many steps each group trains; None: until a metric is reached."""
+        job = self._job
+        if job.until is not None:
+            if not self.work.evaluates:
+                raise UsageError("[job] until needs an evaluation: give the task eval_data")
+            return job.until.max_steps
+        if job.steps is not None:
+            return job.steps
+        return (job.epochs or 1) * self.work.steps_per_epoch
+
+    async def _train_step(self, *, last: bool) -> bool:
+        """One step. False where it was given up."""
+        loop, step = asyncio.get_running_loop(), self.step
+        start = loop.time()
+        self.phase = Phase.COMPUTING
+        self.exchange.begin_step(step)
+        result = await self.work.train_step(step, ahead=not last)
+        if self.stop_in == step:
+            return False
+        self.phase = Phase.ENDING
+        handed_over = loop.time()
+        with self._recorder.span("end of step", "wait", step=step):
+            await self.exchange.end_step()
+        self.phase = Phase.BETWEEN
+        self.step += 1
+        self.work.after_step()
+        updating_s = self.work.updating_s()
+        staleness = list(self.exchange.staleness())
+        self._recorder.event(
+            "step",
+            step=step,
+            epoch=step // self.work.steps_per_epoch,
+            loss=result.loss,
+            samples=result.samples,
+            seconds=loop.time() - start,
+            compute_s=result.compute_s + updating_s,
+            exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
+            staleness=sum(staleness) / len(staleness) if staleness else None,
+            staleness_max=max(staleness, default=None),
+        )
+        return True
+
+    async def _evaluate_between(self, done: int) -> bool:
+        """Evaluate where it is this worker's turn. Returns whether training ends here; the same for all of a group."""
+        reached = False
+        if self.work.evaluates and (self.exchange.synchronous or self._context.role.group == 0):
+            await self.exchange.settle()
+            values = await self._evaluate(self._world if self.exchange.synchronous else self._own, done)
+            reached = self._reached(values)
+            if reached and not self.exchange.synchronous and self._context.role.position == 0:
+                async with asyncio.TaskGroup() as tasks:
+                    for peer in set(self._world.members) - set(self._own.members):
+                        tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.ladder.request_s))
+        if self._job.until is None or self.exchange.synchronous or self._context.role.group == 0:
+            return reached
+        # The members of a group learn at different moments that the run is to end, but must take the same number of steps.
+        flag = TensorPayload.empty(1, "float64")
+        flag.numpy()[0] = float(self._aim_reached)
+        await all_reduce(self._own, flag, ("reached", done))
+        return bool(flag.numpy()[0])
+
+    def _reached(self, values: Mapping[str, float]) -> bool:
+        until = self._job.until
+        if until is None:
+            return False
+        value = values.get(until.metric, values.get(f"eval_{until.metric}"))
+        if value is None:
+            raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation gives {', '.join(values)}")
+        return value <= until.reaches if "loss" in until.metric else value >= until.reaches
+
+    async def _on_reached(self, caller: PeerId) -> Value:
+        self._aim_reached = True
+        return None
+
+    async def _evaluate(self, group: Group, step: int) -> dict[str, float]:
+        start = asyncio.get_running_loop().time()
+        self._evaluations += 1
+        with self._recorder.span("evaluate", "compute", step=step):
+            values = await self.work.evaluate(group, f"evaluate {self._evaluations}")
+        if group.rank == 0:
+            seconds = asyncio.get_running_loop().time() - start
+            self._recorder.event("eval", step=step, seconds=seconds, **values)
+        return values
+
+    async def _finish(self) -> None:
+        """All have trained: evaluate what rank 0 has, and end the exchange."""
+        await self.exchange.settle()
+        await self.work.quiet()
+        await self.exchange.stop()  # before waiting: no other group may wait for this one's gradients
+        await self._context.membership.barrier("trained")
+        spread = await self.work.make_equal(self._world, "last")
+        if self.work.evaluates:
+            self._evaluations = 0  # groups may have evaluated in different numbers
+            await self._evaluate(Group(self._endpoint, self._world.members, self._world.rank, "last"), self.step)
+        samples = self.step * self._context.topology.compute.batch_size
+        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=spread)
+
+    def _group(self, name: str, members: tuple[str, ...]) -> Group:
+        peer = self._context.role.peer
+        return Group(self._endpoint, members, members.index(peer), name, timeout_s=self._context.ladder.barrier_s)
+
+
+def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:
+    """Whether a worker that was stopped by another's bad loss can finish the step before it together with the other one."""
+    return exchange.synchronous or reason.get("group") == group

@@ -1,0 +1,58 @@
+"""What an evaluation measures, as sums that workers can add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from zmqtrain.train.task import Measure, Task, user_code
+
+Sums = npt.NDArray[np.float64]
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of right classes: ``output`` has the classes in dimension 1, ``target`` their numbers."""
+    return (output.argmax(1) == target).double().mean()
+
+
+class Metrics:
+    """The loss and the task's metrics, each with a sum over samples and the number of samples."""
+
+    def __init__(self, task: Task) -> None:
+        self._measures: Mapping[str, Measure] = {"loss": task.loss, **(task.metrics or {})}
+        self._guess = task.metrics is None  # accuracy, where the targets turn out to be classes
+        self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
+
+    def zeros(self) -> Sums:
+        """Pairs of (sum, samples), flat; sums of several workers can be added."""
+        return np.zeros(2 * len(self.names))
+
+    def add(self, sums: Sums, output: Any, target: Any, samples: int) -> None:
+        """Add a batch of ``samples``."""
+        for place, (name, measure) in enumerate(self._measures.items()):
+            with user_code(f"the metric {name!r}(output, target)"):
+                value = float(measure(output, target))
+            sums[2 * place : 2 * place + 2] += value * samples, samples
+        if self._guess and _are_classes(output, target):
+            sums[-2:] += float(accuracy(output, target)) * samples, samples
+
+    def means(self, sums: Sums) -> dict[str, float]:
+        """By name, those that apply."""
+        pairs = zip(self.names, sums.reshape(-1, 2), strict=True)
+        return {name: float(total / samples) for name, (total, samples) in pairs if samples}
+
+
+def _are_classes(output: Any, target: Any) -> bool:
+    return (
+        isinstance(output, Tensor)
+        and isinstance(target, Tensor)
+        and not target.is_floating_point()
+        and target.dtype != torch.bool
+        and output.dim() == target.dim() + 1
+        and output.shape[:1] + output.shape[2:] == target.shape
+    )

@@ -1,0 +1,41 @@
+"""The random states of a worker's process, as tensors and plain values."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def seed_everything(seed: int, rank: int | None = None) -> None:
+    """Seed Python, numpy and torch: alike on all workers, or (with ``rank``) differently on each."""
+    sequence = np.random.SeedSequence([seed] if rank is None else [seed, rank + 1])
+    state = [int(word) for word in sequence.generate_state(3, np.uint64)]
+    random.seed(state[0])
+    np.random.seed(state[1] % 2**32)
+    torch.manual_seed(state[2] % 2**63)  # CUDA devices, too
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `restore_random_state` takes: tensors named ``random/...``, and plain values."""
+    tensors = {"random/torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    tensors["random/numpy"] = torch.from_numpy(np.asarray(keys).view(np.int32).copy())
+    version, state, gauss_next = random.getstate()
+    values = {"numpy": [name, int(position), int(has_gauss), float(gauss)], "python": [version, list(state), gauss_next]}
+    return tensors, values
+
+
+def restore_random_state(device: torch.device, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    torch.set_rng_state(tensors["random/torch"].clone())
+    if device.type == "cuda" and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"].clone(), device)
+    name, position, has_gauss, gauss = values["numpy"]
+    np.random.set_state((name, tensors["random/numpy"].numpy().view(np.uint32).copy(), position, has_gauss, gauss))
+    version, state, gauss_next = values["python"]
+    random.setstate((version, tuple(state), gauss_next))

@@ -1,0 +1,150 @@
+"""A worker's part of checkpoints: what goes in, and how it comes back.
+
+What is where depends on who has it. Servers keep their pieces themselves; workers that are equal leave it to the first of them.
+The schedule is not kept: it is run through again, which ends in the same state whatever its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.random_state import random_state, restore_random_state
+from zmqtrain.train.replica import TorchReplica
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Who this worker is, as far as checkpoints care."""
+
+    endpoint: Endpoint
+    kind: Literal["allreduce", "model_server", "averaging"]
+    rank: int
+    group: int
+    position: int
+    timeout_s: float
+
+    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: torch.device) -> None:
+        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile."""
+        values: dict[str, Any] = {"step": step}
+        if self.rank == 0:
+            await self._send(step, "model", _state(replica), values)
+        if self._keeps_group:
+            tensors = _optimizer_state(replica)
+            if self.kind == "averaging":
+                tensors |= _parameters(replica)
+            await self._send(step, self._group_part, tensors, values)
+        tensors, random = random_state(device)
+        tensors |= {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+
+    async def restore(self, replica: TorchReplica, exchange: Exchange, device: torch.device) -> int | None:
+        """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
+
+        Parameters that the exchange spreads when it starts (from rank 0, or from servers) are not read here.
+        """
+        own = await self._fetch(f"worker-{self.rank}")
+        if own is None:
+            return None
+        tensors = _tensors(own)
+        buffers = dict(replica.model.named_buffers())
+        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, tensors)
+        if self.kind == "allreduce" and self.rank == 0:
+            await self._restore_into("model", _state(replica))
+        if self.kind != "model_server":
+            into = _parameters(replica) if self.kind == "averaging" else {}
+            _load_optimizer_state(replica, await self._restore_into(self._group_part, into))
+        replica.publish()
+        exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+        restore_random_state(device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        return own.step
+
+    @property
+    def _group_part(self) -> str:
+        return f"group-{self.group}" if self.kind == "averaging" else "group-0"
+
+    @property
+    def _keeps_group(self) -> bool:
+        return self.rank == 0 if self.kind == "allreduce" else self.kind == "averaging" and self.position == 0
+
+    async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        payloads = {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
+        await send_part(self.endpoint, step, name, payloads, values, timeout_s=self.timeout_s)
+
+    async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
+        return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
+
+    async def _restore_into(self, name: str, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Fill ``targets`` from the part; those in plain host memory are received in place. Returns the part's other tensors."""
+        plain = {key: t for key, t in targets.items() if t.device.type == "cpu" and t.is_contiguous()}
+        part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
+        if part is None:
+            raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
+        tensors = _tensors(part)
+        _fill(name, targets, tensors)
+        return {key: tensor for key, tensor in tensors.items() if key not in targets}
+
+
+def _state(replica: TorchReplica) -> dict[str, Tensor]:
+    """The model's ordinary state_dict. Tensors alias the model's."""
+    return {name: value for name, value in replica.model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _parameters(replica: TorchReplica) -> dict[str, Tensor]:
+    return {f"parameter/{name}": parameter.detach() for name, parameter in replica.model.named_parameters()}
+
+
+def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
+    """``optimizer/KEY/PARAMETER`` of everything the optimizer keeps; numbers become tensors."""
+    tensors = {}
+    for name, parameter in replica.model.named_parameters():
+        for key, value in replica.optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{key}/{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return tensors
+
+
+def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(replica.model.named_parameters())
+    for full, tensor in tensors.items():
+        _, key, name = full.split("/", 2)
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise CheckpointError(f"the checkpoint's optimizer knows a parameter {name}, which this model has not")
+        if tensor.shape == parameter.shape:
+            tensor = torch.empty_like(parameter).copy_(tensor) if tensor.dtype == parameter.dtype else tensor.to(parameter.device)
+        replica.optimizer.state[parameter][key] = tensor
+
+
+def _tensors(part: Part) -> dict[str, Tensor]:
+    tensors = {}
+    for name, payload in part.tensors.items():
+        assert isinstance(payload, TensorPayload)
+        tensors[name] = payload.tensor
+    return tensors
+
+
+def _fill(part: str, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy each of ``tensors`` into the target of its name; `CheckpointError` where they do not fit."""
+    for name, target in targets.items():
+        source = tensors.get(name)
+        if source is None:
+            raise CheckpointError(f"the checkpoint's part {part} has no {name}: it is of another model, start without --resume")
+        if source.dtype != target.dtype or source.shape != target.shape:
+            raise CheckpointError(
+                f"the checkpoint's {name} is {source.dtype} {list(source.shape)}, but the model's is {target.dtype} "
+                f"{list(target.shape)}: it is of another model, start without --resume"
+            )
+        if source.data_ptr() != target.data_ptr():
+            with torch.no_grad():
+                target.copy_(source)

@@ -1,0 +1,181 @@
+"""A worker's work with torch: the task's model, data and optimizer, on a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.data.loader import Fetch, Loader
+from zmqtrain.data.partition import Partition
+from zmqtrain.errors import UsageError
+from zmqtrain.events import EventValue
+from zmqtrain.exchange.base import Bucket, Exchange
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
+from zmqtrain.train.random_state import seed_everything
+from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.saving import Saver
+from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
+from zmqtrain.train.task import Task, build_model, build_optimizer_of, load_task
+from zmqtrain.train.work import StepResult
+
+#: Workers that run in one process share torch's random state; each seeds and builds its model undisturbed.
+_BUILDING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """What a worker makes of its task."""
+
+    task: Task
+    replica: TorchReplica
+    schedule: LRScheduler | None
+    partition: Partition
+
+
+class TorchWork:
+    """Implements `zmqtrain.train.work.Work`. Make one by `build`."""
+
+    def __init__(self, context: RoleContext, device: Device, built: _Built) -> None:
+        compute, role = context.topology.compute, context.role
+        self._context, self._device = context, device
+        self._task, self._replica, self._schedule, self._partition = built.task, built.replica, built.schedule, built.partition
+        settings = StepSettings(
+            rank=role.index,
+            group_batch=compute.batch_size,
+            accumulate=compute.accumulate,
+            precision=compute.precision,
+            on_nan=context.topology.job.on_nan,
+        )
+        task = self._task
+        self._step = TrainStep(self._replica, task.loss, device.torch_device, settings, context.recorder)
+        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.staging is not None)
+        partition, seed = self._partition, context.topology.job.seed
+        self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, role.position), (seed, role.index))
+        self._evaluation: Evaluation | None = None
+        if task.eval_data is not None:
+            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.group_size), compute.precision)
+            self._evaluation = Evaluation(task, self._replica, device, evaluation)
+        self._update_s = 0.0
+
+    @classmethod
+    async def build(cls, context: RoleContext, device: Device, task: Task | None = None) -> TorchWork:
+        """Load the task and build its model, in the compute thread. Raises `TaskError` and `UsageError`."""
+        built = await device.run(lambda: _build(context, device, task))
+        return cls(context, device, built)
+
+    @property
+    def replica(self) -> TorchReplica:
+        return self._replica
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._partition.steps_per_epoch
+
+    @property
+    def evaluates(self) -> bool:
+        return self._evaluation is not None
+
+    def describe(self) -> dict[str, EventValue]:
+        return {
+            "parameters": sum(parameter.numel() for parameter in self._replica.parameters),
+            "buckets": len(self._replica.buckets),
+            "device": str(self._device.torch_device),
+            "samples": self._partition.samples,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
+
+    def connect(self, on_ready: Callable[[Bucket], None]) -> None:
+        self._replica.connect(on_ready)
+
+    async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
+        step = await self._saver(endpoint).restore(self._replica, exchange, self._device.torch_device)
+        for _ in range(step or 0):
+            self.after_step()
+        return step
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
+        await self._saver(endpoint).save(step, self._replica, exchange, self._device.torch_device)
+        return True
+
+    async def train_step(self, step: int, *, ahead: bool) -> StepResult:
+        batch = await self._loader.batch(step, ahead=ahead)
+        return await self._device.run(lambda: self._step(step, batch))
+
+    def after_step(self) -> None:
+        if self._schedule is None:
+            return
+        with warnings.catch_warnings():
+            # torch misses optimizer.step(): it happens on the servers, or has happened before the run was resumed.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._schedule.step()
+
+    def updating_s(self) -> float:
+        before, self._update_s = self._update_s, self._replica.update_s
+        return self._update_s - before
+
+    async def quiet(self) -> None:
+        await self._device.run(self._replica.take_all)
+
+    async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
+        assert self._evaluation is not None
+        await self.quiet()
+        return await self._evaluation.run(group, tag)
+
+    async def make_equal(self, group: Group, tag: str) -> float:
+        return await spread_of_replicas(self._replica, group, tag)
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
+        await self._device.close(timeout_s)
+
+    def _saver(self, endpoint: Endpoint) -> Saver:
+        role, ladder = self._context.role, self._context.ladder
+        return Saver(
+            endpoint, self._context.topology.exchange.kind, role.index, role.group, role.position, timeout_s=ladder.barrier_s
+        )
+
+
+def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
+    """In the compute thread."""
+    topology, role = context.topology, context.role
+    job, compute = topology.job, topology.compute
+    if task is None:
+        if job.task is None:
+            raise UsageError(
+                "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
+            )
+        task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
+    partition = Partition(
+        samples=len(task.train_data),
+        groups=context.placement.groups,
+        group_size=context.placement.group_size,
+        batch_size=compute.batch_size,
+        seed=job.seed,
+        shuffle=topology.data.shuffle,
+    )
+    started = time.perf_counter()
+    with _BUILDING:
+        seed_everything(job.seed)
+        model = build_model(task).to(device.torch_device)
+        optimizer, schedule = build_optimizer_of(task, model)
+        seed_everything(job.seed, role.index)
+    settings = ReplicaSettings(
+        bucket_bytes=compute.bucket_bytes,
+        clip_norm=topology.optimizer.clip_norm,
+        overlap=compute.overlap,
+        gate_timeout_s=context.ladder.barrier_s,
+        loss_scale=LOSS_SCALE[compute.precision],
+    )
+    replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder)
+    context.recorder.event("built", seconds=time.perf_counter() - started)
+    return _Built(task, replica, schedule, partition)

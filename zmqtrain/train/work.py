@@ -1,0 +1,77 @@
+"""The seam between a worker's loop and what it computes: a torch model, or a model of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.events import EventValue
+from zmqtrain.exchange.base import Bucket, Exchange, Replica
+from zmqtrain.net.endpoint import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step was like on one worker."""
+
+    loss: float  # mean over the worker's samples
+    samples: int
+    compute_s: float  # the whole step in the compute thread, without waiting
+    exposed_s: float  # waiting for parameters
+
+
+class Work(Protocol):
+    """What one worker computes. All methods on the loop's thread."""
+
+    @property
+    def replica(self) -> Replica: ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        ...
+
+    def describe(self) -> dict[str, EventValue]:
+        """Sizes, for the record: parameters, buckets, ..."""
+        ...
+
+    def connect(self, on_ready: Callable[[Bucket], None]) -> None:
+        """Hand complete buckets to ``on_ready``."""
+        ...
+
+    async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
+        """Take back this worker's part of the checkpoint that the run resumes, if it does. Returns the step to go on with."""
+        ...
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
+        """Send this worker's part of the checkpoint at ``step``; on return it is on disk. False: there is nothing to save."""
+        ...
+
+    async def train_step(self, step: int, *, ahead: bool) -> StepResult:
+        """Forward and backward. ``ahead``: another step follows, so its batch may be fetched meanwhile."""
+        ...
+
+    def after_step(self) -> None:
+        """The step's update is done, or on its way to the servers."""
+
+    def updating_s(self) -> float:
+        """Seconds that local updates took since the last call."""
+        ...
+
+    async def quiet(self) -> None:
+        """Wait until nothing is computed and the parameters of all buckets are there."""
+
+    async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
+        """Evaluate together with the group's other members, who have equal parameters."""
+        ...
+
+    async def make_equal(self, group: Group, tag: str) -> float:
+        """Take the parameters of the group's first member. Returns how far this worker's were from them."""
+        ...
+
+    async def close(self, timeout_s: float) -> None: ...

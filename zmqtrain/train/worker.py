@@ -1,0 +1,130 @@
+"""A worker: one coroutine from the context to the end of training, in anybody's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
+from zmqtrain.exchange.checkpoint_part import wait_committed
+from zmqtrain.exchange.make import make_exchange
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.loop import Phase, TrainLoop, applies_here
+from zmqtrain.train.work import Work
+
+if TYPE_CHECKING:
+    from zmqtrain.train.task import Task
+
+
+async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
+    """Train to the end, or until the run is halted. Opens nothing, and leaves nothing running.
+
+    ``task`` replaces the one that ``[job] task`` names. Returns also when the run was halted on purpose (another worker's loss is
+    NaN). Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`, `PeerLostError`, ...
+    """
+    halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+    context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
+    work = await make_work(context, task)
+    try:
+        await _train(context, work, halted)
+    finally:
+        await work.close(context.ladder.grace_s)
+    await context.membership.leave()
+
+
+async def make_work(context: RoleContext, task: Task | None = None) -> Work:
+    """What this worker computes: the task on its device, or a model of one."""
+    role = context.role
+    if role.device == "modelled":
+        from zmqtrain.train.modelled_work import ModelledWork
+
+        return ModelledWork(context)
+    from zmqtrain.train.device.make import make_device
+    from zmqtrain.train.torch_work import TorchWork
+
+    device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
+    try:
+        return await TorchWork.build(context, device, task)
+    except BaseException:
+        await device.close(context.ladder.grace_s)
+        raise
+
+
+async def _train(context: RoleContext, work: Work, halted: asyncio.Future[Mapping[str, Any]]) -> None:
+    loop = TrainLoop(context, work, make_exchange(context))
+    life = asyncio.create_task(loop.run(), name=f"training of {context.role.peer}")
+    try:
+        ends: list[asyncio.Future[Any]] = [life, halted]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            await life
+            return
+        await _halt(context, loop, life, halted.result())
+    except NonFiniteLossError as error:
+        await _keep_last_good(context, loop, error)
+        await _give_up(context, loop, error)
+        raise
+    except BaseException as error:
+        await _give_up(context, loop, error)
+        raise
+    finally:
+        if not life.done():
+            life.cancel()
+            await asyncio.wait({life})
+
+
+async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None], reason: Mapping[str, Any]) -> None:
+    """Another process stops the run."""
+    if reason.get("kind") != "nan":
+        peer = str(reason.get("peer", "coordinator"))
+        raise PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="the end of training")
+    step = int(reason["step"])
+    if applies_here(reason, loop.exchange, context.role.group) and loop.step <= step:
+        # The one with the bad loss still takes part in everything before its step: go on until there, so that all stop together.
+        if loop.step == step and loop.phase is Phase.ENDING:
+            life.cancel()
+        loop.stop_in = step
+        await asyncio.wait({life}, timeout=context.ladder.barrier_s)
+    else:
+        loop.work.replica.abort(ConnectivityError(f"the run was halted: {reason.get('message')}"))
+        life.cancel()
+        await asyncio.wait({life})
+    if life.done() and not life.cancelled() and (error := life.exception()) is not None:
+        if isinstance(error, NonFiniteLossError):
+            raise error
+        if not isinstance(error, ConnectivityError):
+            raise error
+    await _save_last_good(context, loop, step)
+    await _give_up(context, loop, ConnectivityError("the run was halted"))
+
+
+async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFiniteLossError) -> None:
+    """This worker's loss is bad: stop all, and keep what there was before this step."""
+    role = context.role
+    reason = {"kind": "nan", "rank": role.index, "group": role.group, "step": error.step, "peer": role.peer, "message": str(error)}
+    with suppress(ConnectivityError):
+        await context.membership.halt(reason)
+        await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
+    await _save_last_good(context, loop, error.step)
+
+
+async def _save_last_good(context: RoleContext, loop: TrainLoop, step: int) -> None:
+    """Best effort: the run fails anyway, for the reason that is known."""
+    try:
+        if context.role.index == 0:
+            for server in context.placement.server_roles:
+                await context.endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
+        await loop.save(step)
+        await wait_committed(context.endpoint, step, timeout_s=context.ladder.request_s)
+    except ZmqTrainError as error:
+        context.recorder.event("checkpoint failed", step=step, reason=str(error))
+
+
+async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) -> None:
+    """Wake the compute thread and end the exchange, as well as it goes within the grace time."""
+    loop.work.replica.abort(error)
+    with suppress(ZmqTrainError, TimeoutError, ExceptionGroup):
+        async with asyncio.timeout(context.ladder.grace_s):
+            await loop.exchange.stop()
