@@ -32,6 +32,7 @@ from zmqtrain.exchange.server_messages import (
     push_tag,
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.dtypes import dtype_named
@@ -81,12 +82,10 @@ class ModelServerExchange:
         configuration = self._configuration(replica, self._base, restored)
         cut = configuration.pieces()
         first = settings.group == 0 and settings.position == 0
-        async with asyncio.TaskGroup() as tasks:
-            if first:
-                tasks.create_task(self._configure(configuration, cut))
-            for bucket in replica.buckets:
-                self._mine[bucket.index] = [p for p in cut if p.bucket == bucket.index and p.position == settings.position]
-                tasks.create_task(self._read_initial(bucket))
+        for bucket in replica.buckets:
+            self._mine[bucket.index] = [p for p in cut if p.bucket == bucket.index and p.position == settings.position]
+        reads = [self._read_initial(bucket) for bucket in replica.buckets]
+        await together(*reads, *([self._configure(configuration, cut)] if first else []))
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
 
@@ -123,20 +122,22 @@ class ModelServerExchange:
         """Tell the servers that this worker has finished. A step that was begun and not ended is given up, as after an error."""
         try:
             if not self._in_step and self._error is None:
-                await self.settle()
+                async with asyncio.timeout(self._settings.request_s):
+                    await self.settle()
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            waiting_for = "the exchange of the last step"
+            raise PeerTimeoutError("the rest of the group or a server", waiting_for, self._settings.request_s) from None
         finally:
             await self._cancel()
         if self._replica is None:
             return
-        async with asyncio.TaskGroup() as tasks:
-            for server in self._settings.servers:
-                tasks.create_task(self._endpoint.request(server, "finished", timeout=self._settings.request_s))
+        await self._ask_servers("finished")
 
     async def keep(self, step: int) -> None:
         """Have the servers send their parts of a checkpoint at ``step`` now, out of turn: a run stops early. One worker asks."""
-        async with asyncio.TaskGroup() as tasks:
-            for server in self._settings.servers:
-                tasks.create_task(self._endpoint.request(server, "checkpoint", step, timeout=self._settings.request_s))
+        await self._ask_servers("checkpoint", step)
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
@@ -183,10 +184,7 @@ class ModelServerExchange:
     async def _configure(self, configuration: Configuration, cut: Sequence[Piece]) -> None:
         settings, replica = self._settings, self._replica
         assert replica is not None
-        value = configuration.to_value()
-        async with asyncio.TaskGroup() as tasks:
-            for server in settings.servers:
-                tasks.create_task(self._endpoint.request(server, "configure", value, timeout=settings.request_s))
+        await self._ask_servers("configure", configuration.to_value())
         if configuration.restored:
             return
         for piece in cut:
@@ -199,6 +197,10 @@ class ModelServerExchange:
             into = bucket.parameters.part(piece.start, piece.stop)
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
         await all_gather(self._group, bucket.parameters, ("initial", bucket.index), priority=bucket.index)
+
+    async def _ask_servers(self, method: str, *values: Value) -> None:
+        timeout = self._settings.request_s
+        await together(*(self._endpoint.request(server, method, *values, timeout=timeout) for server in self._settings.servers))
 
     # A bucket's way.
 
@@ -214,8 +216,6 @@ class ModelServerExchange:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
         if self._error is None:
             self._error = error
             for task in self._tasks.values():
@@ -236,9 +236,7 @@ class ModelServerExchange:
             if len(mine) == 1:
                 await self._exchange_piece(bucket, mine[0], step)
             else:
-                async with asyncio.TaskGroup() as tasks:
-                    for piece in mine:
-                        tasks.create_task(self._exchange_piece(bucket, piece, step))
+                await together(*(self._exchange_piece(bucket, piece, step) for piece in mine))
         if self._group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
                 await all_gather(self._group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)

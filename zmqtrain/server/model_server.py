@@ -26,6 +26,7 @@ from zmqtrain.exchange.server_messages import (
     initial_tag,
     parameters_tag,
 )
+from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
@@ -125,11 +126,13 @@ class ModelServer:
                 for task in (life, *self._sends):
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_error(group) from None
         finally:
             pushes.close()
             orders.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
+            if self._done.done() and not self._done.cancelled():
+                self._done.exception()  # raised above; or something else was the first error
         self._report()
 
     async def _live(self, pushes: Subscription, orders: Subscription) -> None:
@@ -158,9 +161,7 @@ class ModelServer:
                 self._answer(group, piece, initial_tag(piece))
         self._ready = True
         await self._let_go()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._take_pushes(pushes))
-            tasks.create_task(self._take_orders(orders))
+        await together(self._take_pushes(pushes), self._take_orders(orders))
 
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
@@ -366,10 +367,3 @@ class ModelServer:
             staleness_mean=mean,
             staleness_max=max(self._staleness, default=0),
         )
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
