@@ -50,5 +50,7 @@ class NetSettings:
     """Interval of the transport's own heartbeats; its I/O thread sends them, so Python may be busy. Three unanswered: down."""
     drain_s: float = 5.0
     """How long ``close`` waits for queued messages to be acknowledged."""
+    farewell_s: float = 0.3
+    """How long a last word may take to leave after that; a peer that does not hear it finds out by ``lost_s``."""
     io_threads: int = 1
     """Threads that move bytes between memory and sockets."""
