@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, RunTokenError
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.timeouts import Ladder
@@ -39,8 +41,9 @@ class Run:
         self.network, self.placement, self.ladder = MemoryNetwork(), placement, ladder
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.reports: list[tuple[str, list[dict[str, Any]]]] = []
+        self.nodes: list[Node] = []
         self.coordinator = Coordinator(
-            self.network.endpoint("coordinator"),
+            self.endpoint("coordinator"),
             placement,
             ladder,
             agents=agents,
@@ -48,12 +51,19 @@ class Run:
             on_report=lambda peer, events: self.reports.append((peer, events)),
         )
 
+    def endpoint(self, peer: str, token: str = "secret") -> Node:
+        self.nodes.append(self.network.endpoint(peer, NetSettings(token=token, lost_s=0.1, drain_s=0.1, connect_s=1.0)))
+        return self.nodes[-1]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(node.close() for node in self.nodes))
+
     async def join(self, peer: str, *, incarnation: int | None = None) -> Membership:
-        node = self.network.endpoint(peer)
+        node = self.endpoint(peer)
         return await Membership.join(node, coordinator_address="memory://coordinator", ladder=self.ladder, incarnation=incarnation)
 
     async def agent(self, host: str) -> AgentLink:
-        node = self.network.endpoint(f"agent/{host}")
+        node = self.endpoint(f"agent/{host}")
         return await AgentLink.join(node, coordinator_address="memory://coordinator", ladder=self.ladder)
 
     async def everybody(self) -> dict[str, Membership]:
@@ -72,6 +82,7 @@ async def started(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await run.close()
 
 
 async def test_a_run_from_joining_to_its_end() -> None:
@@ -137,6 +148,33 @@ def test_joins_in_any_order_and_with_any_delay(order: list[int], delays: list[in
     asyncio.run(scenario())
 
 
+async def test_another_run_s_token_is_refused() -> None:
+    async with started(placement_of(1, 1)) as (run, _):
+        node = run.endpoint("worker/0", token="of another run")
+        with pytest.raises(RunTokenError, match="coordinator has another run token"):
+            await Membership.join(node, coordinator_address="memory://coordinator", ladder=LADDER)
+        assert run.coordinator.view.members == {}
+
+
+async def test_a_role_that_cannot_be_reached_lives_as_long_as_its_agent_says_so() -> None:
+    async with started(placement_of(1, 2), agents=True, ladder=Ladder.of(1.0)) as (run, task):
+        link = await run.agent("h0")
+        for rank in range(2):
+            link.started(f"worker/{rank}")
+        beating = asyncio.create_task(link.run())
+        await run.everybody()
+        run.network.partition(["worker/1"], ["coordinator"])
+        await asyncio.sleep(0.3)  # three times what the link may be silent
+        assert not task.done()
+        assert "worker/1" in run.coordinator.view.members
+        run.network.kill("agent/h0")  # now nobody vouches for it
+        outcome = await task
+        assert outcome.cause is not None
+        assert outcome.cause.peer == "agent/h0"
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+
 async def test_a_stranger_is_refused() -> None:
     async with started(placement_of(1, 2)) as (run, _):
         with pytest.raises(ProtocolError, match=r"worker/7 is not part of this run, which expects worker/0, worker/1"):
@@ -154,9 +192,10 @@ async def test_a_second_process_replaces_the_first_while_joining() -> None:
     async with started(placement_of(1, 2)) as (run, _):
         first = asyncio.create_task(run.join("worker/0", incarnation=1))
         await asyncio.sleep(0.01)
+        run.network.kill("worker/0")
         second = asyncio.create_task(run.join("worker/0", incarnation=2))
-        with pytest.raises(ProtocolError, match="another process has joined as worker/0"):
-            await first
+        await asyncio.sleep(0.01)
+        first.cancel()
         await run.join("worker/1")
         assert (await second).view.complete
 
@@ -164,7 +203,8 @@ async def test_a_second_process_replaces_the_first_while_joining() -> None:
 async def test_a_second_process_is_a_loss_once_the_run_goes() -> None:
     async with started(placement_of(1, 2)) as (run, task):
         members = await run.everybody()
-        with pytest.raises(PeerLostError, match="came back as another process"):
+        run.network.kill("worker/0")
+        with pytest.raises(PeerLostError, match=r"too late to join|came back as another process"):
             await run.join("worker/0", incarnation=99)
         await members["worker/1"].halted.wait()
         assert "worker/0" in members["worker/1"].view.lost
@@ -205,7 +245,8 @@ async def test_halt_tells_everybody_once() -> None:
         told: list[str] = []
         for peer, member in members.items():
             member.on_halt(lambda reason, peer=peer: told.append(f"{peer}: {reason['message']}"))  # type: ignore[misc]
-        await asyncio.gather(*(member.halt({"message": "the loss is nan"}) for member in members.values()))
+        await members["worker/0"].halt({"message": "the loss is nan"})
+        await asyncio.gather(*(member.halt({"message": "mine, too"}) for member in members.values()))
         for member in members.values():
             await member.halted.wait()
             await member.leave()
@@ -245,3 +286,4 @@ async def test_cancelling_refuses_those_who_wait() -> None:
         await task
     with pytest.raises(PeerLostError, match="the run has ended"):
         await waiting
+    await run.close()

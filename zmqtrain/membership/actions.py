@@ -36,6 +36,14 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Discard:
+    """Whoever made this request is gone: do not answer it. (An answer would reach the process that took its name.)"""
+
+    ticket: Ticket
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Tell a member something it did not ask for."""
 
@@ -79,7 +87,7 @@ class End:
     reason: str
 
 
-Action: TypeAlias = Answer | Refuse | Push | Meet | Drop | Note | End
+Action: TypeAlias = Answer | Refuse | Discard | Push | Meet | Drop | Note | End
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
-from zmqtrain.membership.actions import Action, Answer, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.view import View, expected_members
@@ -141,6 +141,10 @@ class Coordinator:
                     future = self._waiting.get(ticket)
                     if future is not None and not future.done():
                         future.set_exception(error)
+                case Discard(ticket):
+                    future = self._waiting.get(ticket)
+                    if future is not None:
+                        future.cancel()  # and with it the task that serves the request
                 case Push(to, what, value):
                     self._push(to, what, value)
                 case Meet(peer, address):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
-from zmqtrain.membership.actions import Action, Answer, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.barrier import Barrier, name_some
 from zmqtrain.membership.state import TRANSITIONS, Entry, Presence, State
 from zmqtrain.membership.view import Member, View
@@ -75,7 +75,7 @@ class Roster:
                 reason = "it came back as another process; what it knew is gone"
                 error = PeerLostError(peer, reason)
                 return [Refuse(ticket, error), *self._lose(entry, reason, error, now)]
-            actions += self._refuse_join(peer, ProtocolError(f"another process has joined as {peer}"))
+            actions += self._discard_join(peer, f"another process has joined as {peer}")
         elif entry.presence is Presence.LEFT:
             return [Refuse(ticket, ProtocolError(f"{peer} has left already"))]
         changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
@@ -215,6 +215,9 @@ class Roster:
             return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
         if entry.member.host in self._agents:
             return []
+        if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
+            entry.presence, self._version = Presence.EXPECTED, self._version + 1
+            return self._discard_join(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
     # Time ---------------------------------------------------------------------------------------------------------------------
@@ -291,6 +294,10 @@ class Roster:
     def _refuse_join(self, peer: PeerId, error: ZmqTrainError) -> list[Action]:
         ticket = self._joining.pop(peer, None)
         return [] if ticket is None else [Refuse(ticket, error)]
+
+    def _discard_join(self, peer: PeerId, reason: str) -> list[Action]:
+        ticket = self._joining.pop(peer, None)
+        return [] if ticket is None else [Discard(ticket, reason)]
 
     def _maybe_complete(self) -> list[Action]:
         if self.state is not State.JOINING or not all(entry.here for entry in self._entries.values()):
@@ -394,10 +401,15 @@ class Roster:
         else:
             outcome = Outcome("done", "all roles have finished")
         self._end_reason = outcome.reason
+        ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
+        waiting = [ticket for barrier in self._barriers.values() for ticket in barrier.waiting.values()]
+        refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*waiting, *self._joining.values())]
+        self._barriers.clear()
+        self._joining.clear()
         agents: list[Action] = [
             Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._agents.values() if agent.here
         ]
-        return [*agents, Note("ended", {"status": outcome.status}, outcome.reason), End(outcome, outcome.reason)]
+        return [*refusals, *agents, Note("ended", {"status": outcome.status}, outcome.reason), End(outcome, outcome.reason)]
 
     def _join_timed_out(self, now: float) -> list[Action]:
         missing = [entry for entry in self._entries.values() if entry.presence is Presence.EXPECTED]

@@ -1,0 +1,485 @@
+"""The coordinator's decisions, without a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError, UsageError, ZmqTrainError
+from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Note, Outcome, Push, Refuse
+from zmqtrain.membership.barrier import name_some
+from zmqtrain.membership.roster import LONGEST_TEXT, MOST_BARRIERS, MOST_OBSERVERS, Roster
+from zmqtrain.membership.state import TRANSITIONS, Presence, State
+from zmqtrain.membership.view import Member, View
+from zmqtrain.topology.timeouts import Ladder
+
+LADDER = Ladder.of(60.0)
+
+
+def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool = True) -> list[Member]:
+    """Workers and servers in turn on hosts ``h0``, ``h1``, ..."""
+    found = [Member(f"agent/h{number}", "", f"h{number}", "agent", -1) for number in range(hosts if agents else 0)]
+    found += [Member(f"worker/{n}", "", f"h{n % hosts}", "worker", n, 0, n) for n in range(workers)]
+    found += [Member(f"server/{n}", "", f"h{n % hosts}", "server", n) for n in range(servers)]
+    return found
+
+
+class Table:
+    """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
+
+    def __init__(self, expected: list[Member]) -> None:
+        self.roster, self.expected, self.now = Roster(expected, LADDER, now=0.0), expected, 0.0
+        self.answers: dict[int, Any] = {}
+        self.told: list[tuple[str, str]] = []
+        self.dropped: list[str] = []
+        self.outcome: Outcome | None = None
+        self._ticket = 0
+
+    def take(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            assert action.reason
+            match action:
+                case Answer(ticket, value):
+                    assert ticket not in self.answers
+                    self.answers[ticket] = value
+                case Refuse(ticket, error):
+                    assert ticket not in self.answers
+                    self.answers[ticket] = error
+                case Discard(ticket, reason):
+                    assert ticket not in self.answers
+                    self.answers[ticket] = reason
+                case Push(to, what, _):
+                    self.told.append((to, what))
+                case Drop(peer):
+                    self.dropped.append(peer)
+                case End(outcome):
+                    assert self.outcome is None
+                    self.outcome = outcome
+        return actions
+
+    def ask(self, what: str, *args: Any) -> int:
+        self._ticket += 1
+        self.take(getattr(self.roster, f"handle_{what}")(*args, self._ticket, self.now))
+        return self._ticket
+
+    def join(self, peer: str, incarnation: int = 1) -> int:
+        return self.ask("join", peer, incarnation, f"tcp://{peer}")
+
+    def join_all(self) -> list[int]:
+        return [self.join(member.peer) for member in self.expected]
+
+    def advance(self, seconds: float, alive: list[str] | None = None, hosts: tuple[str, ...] = ("h0",)) -> None:
+        """Time goes by; every heartbeat the agents of ``hosts`` vouch for ``alive`` (all roles, if not given)."""
+        roles = [member.peer for member in self.expected if member.is_role] if alive is None else alive
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + LADDER.heartbeat_s)
+            for host in hosts:
+                self.take(self.roster.handle_heartbeat(f"agent/{host}", roles, self.now))
+            deadline = self.roster.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                self.take(self.roster.tick(self.now))
+
+    def leave(self, peer: str) -> None:
+        self.take(self.roster.handle_leave(peer, self.now))
+
+    def exited(
+        self, peer: str, code: int, report: dict[str, Any] | None = None, *, stopped: bool = False, agent: str = "agent/h0"
+    ) -> None:
+        self.take(self.roster.handle_exited(agent, peer, code, report, stopped=stopped, now=self.now))
+
+    def error(self, ticket: int) -> ZmqTrainError:
+        assert isinstance(self.answers[ticket], ZmqTrainError)
+        return self.answers[ticket]
+
+
+def test_roles_wait_for_the_complete_view_and_agents_do_not() -> None:
+    table = Table(members())
+    agent, first, second = table.join("agent/h0"), table.join("worker/0"), table.join("worker/1")
+    assert set(table.answers) == {agent}
+    third = table.join("server/0")
+    assert set(table.answers) == {agent, first, second, third}
+    view = View.from_value(table.answers[first])
+    assert view.complete
+    assert view.members["worker/1"] == Member("worker/1", "tcp://worker/1", "h0", "worker", 1, 0, 1)
+    assert view.version > View.from_value(table.answers[agent]).version
+    assert table.roster.state is State.RUNNING
+
+
+def test_each_change_is_a_new_version() -> None:
+    table = Table(members(workers=2, servers=0, agents=False))
+    versions = [table.roster.view().version]
+    for change in (lambda: table.join("worker/0"), lambda: table.join("worker/1"), lambda: table.leave("worker/0")):
+        change()
+        versions.append(table.roster.view().version)
+    assert versions == sorted(set(versions))
+
+
+def test_joining_again_as_the_same_process_answers_the_newer_request() -> None:
+    table = Table(members(workers=2, servers=0, agents=False))
+    first, again = table.join("worker/0"), table.join("worker/0")
+    assert isinstance(table.error(first), ProtocolError)
+    table.join("worker/1")
+    assert View.from_value(table.answers[again]).complete
+    assert View.from_value(table.answers[table.join("worker/0")]).complete
+
+
+def test_another_process_takes_the_place_of_one_that_waits() -> None:
+    table = Table(members(workers=2, servers=0, agents=False))
+    first = table.join("worker/0", 1)
+    second = table.join("worker/0", 2)
+    assert table.answers[first] == "another process has joined as worker/0"
+    table.take(table.roster.handle_lost("worker/0", "killed", table.now))
+    assert table.answers[second] == "killed"
+    third = table.join("worker/0", 3)
+    assert table.roster.state is State.JOINING
+    table.join("worker/1")
+    assert View.from_value(table.answers[third]).complete
+
+
+def test_another_process_is_a_loss_once_the_run_goes() -> None:
+    table = Table(members(workers=2, servers=0))
+    table.join_all()
+    assert "came back as another process" in str(table.error(table.join("worker/0", 2)))
+    assert table.roster.failures[0].peer == "worker/0"
+    assert ("worker/1", "halt") in table.told
+
+
+def test_observers_come_and_go() -> None:
+    table = Table(members(agents=False))
+    assert View.from_value(table.answers[table.join("observer/me")]).members["observer/me"].kind == "observer"
+    table.join("observer/me", 2)  # restarted: no loss
+    table.join_all()
+    assert table.roster.state is State.RUNNING
+    table.leave("observer/me")
+    table.join("observer/me")
+    table.take(table.roster.handle_lost("observer/me", "gone", table.now))
+    assert table.roster.state is State.RUNNING
+    for number in range(MOST_OBSERVERS):
+        table.join(f"observer/{number}")
+    assert isinstance(table.error(table.join("observer/more")), UsageError)
+
+
+def test_the_join_deadline_names_who_is_missing() -> None:
+    table = Table(members(workers=3))
+    table.join("agent/h0")
+    waiting = table.join("worker/1")
+    table.advance(LADDER.join_s - 2)
+    assert waiting not in table.answers
+    table.advance(3)
+    error = table.error(waiting)
+    assert isinstance(error, PeerTimeoutError)
+    assert error.peer == "worker/0, worker/2, server/0"
+    assert "3 of 5 are missing" in str(error)
+    assert table.roster.state is State.FAILED
+    assert isinstance(table.error(table.join("worker/0")), PeerLostError)
+
+
+def test_names_are_few() -> None:
+    assert name_some([f"worker/{n}" for n in range(100)]).endswith("worker/7 and 92 more")
+
+
+def test_a_role_whose_gil_is_held_for_minutes_stays_alive() -> None:
+    table = Table(members())
+    table.join_all()
+    # worker/1 answers nothing and its link seems dead, while its agent vouches for it.
+    for _ in range(10):
+        table.take(table.roster.handle_lost("worker/1", "no answer to pings", table.now))
+        table.advance(60)
+    assert table.roster.presence("worker/1") is Presence.HERE
+    assert (table.roster.state, table.roster.failures) == (State.RUNNING, [])
+
+
+def test_an_agent_that_is_silent_is_a_lost_host() -> None:
+    table = Table(members(workers=4, hosts=2))
+    table.join_all()
+    table.advance(LADDER.lost_s - 1, hosts=("h0",))
+    assert table.roster.state is State.RUNNING
+    table.advance(2, hosts=("h0",))
+    failure = table.roster.failures[0]
+    assert (failure.peer, failure.consequence) == ("agent/h1", False)
+    assert isinstance(failure.error, HostLostError)
+    assert "h1: its agent has been silent for 30 s" in str(failure.error)
+    assert sorted(table.dropped) == ["agent/h1", "worker/1", "worker/3"]
+    assert ("worker/0", "view") in table.told
+    assert ("worker/0", "halt") in table.told
+    assert not any(peer == "worker/1" for peer, _ in table.told)
+    assert "its host h1 is lost" in table.roster.view().lost["worker/3"]
+
+
+def test_a_process_that_stood_still_itself_judges_nobody() -> None:
+    table = Table(members(workers=4, hosts=2))
+    table.join_all()
+    table.advance(10, hosts=("h0", "h1"))
+    table.now += 3600  # a suspended machine
+    table.take(table.roster.tick(table.now))
+    assert table.roster.state is State.RUNNING
+    table.advance(LADDER.lost_s + 2, hosts=("h0",))
+    assert [failure.peer for failure in table.roster.failures] == ["agent/h1"]
+
+
+def test_a_role_that_its_agent_no_longer_sees_is_lost() -> None:
+    table = Table(members())
+    table.join_all()
+    table.advance(2, alive=["worker/0", "server/0"])
+    assert table.roster.failures[0].peer == "worker/1"
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "error", "message"),
+    [
+        (-9, None, HostLostError, "worker/1 on h0 was killed by SIGKILL"),
+        (-99, None, HostLostError, "killed by signal 99"),
+        (7, None, TaskError, "exited with code 7 and left no error report"),
+        (0, None, TaskError, "ended without leaving the run"),
+        (3, {"message": "division by zero"}, TaskError, "worker/1 failed: division by zero"),
+    ],
+)
+def test_an_exit_that_is_a_failure(code: int, report: dict[str, Any] | None, error: type[Exception], message: str) -> None:
+    table = Table(members())
+    table.join_all()
+    table.exited("worker/1", code, report)
+    failure = table.roster.failures[0]
+    assert isinstance(failure.error, error)
+    assert message in failure.reason
+    assert (failure.exit_code, failure.report, failure.consequence) == (code, report, False)
+
+
+def test_the_failure_to_show_is_the_first_that_follows_from_no_other() -> None:
+    table = Table(members(workers=3, servers=0))
+    table.join_all()
+    table.exited("worker/0", 128, {"message": "lost worker/2", "consequence": True})
+    assert table.outcome is None
+    table.exited("worker/2", 3, {"message": "a bug"})
+    table.exited("worker/1", -15, stopped=True)
+    assert table.outcome is not None
+    assert table.outcome.status == "failed"
+    assert table.outcome.cause is not None
+    assert table.outcome.cause.peer == "worker/2"
+    assert [failure.consequence for failure in table.outcome.failures] == [True, False, True]
+    assert ("agent/h0", "finish") in table.told
+
+
+def test_collecting_failures_ends_after_the_grace_time() -> None:
+    table = Table(members())
+    table.join_all()
+    table.exited("worker/0", 3, {"message": "a bug"})
+    table.advance(2 * LADDER.grace_s + 1)
+    assert table.outcome is not None
+    assert [failure.peer for failure in table.outcome.failures] == ["worker/0"]
+    assert table.roster.next_deadline() is None
+
+
+def test_only_the_host_s_own_agent_may_report_an_exit() -> None:
+    table = Table(members(workers=2, hosts=2))
+    table.join_all()
+    table.exited("worker/1", 3, agent="agent/h0")
+    table.exited("worker/1", 3, agent="worker/0")
+    table.exited("nobody", 3)
+    assert table.roster.failures == []
+
+
+def test_an_exit_before_everybody_joined_refuses_those_who_wait() -> None:
+    table = Table(members(workers=3, servers=0))
+    table.join("agent/h0")
+    waiting = table.join("worker/0")
+    table.exited("worker/2", 3, {"message": "no module named foo"})
+    assert "lost worker/2 while waiting for everybody to join: worker/2 failed: no module named foo" in str(table.error(waiting))
+
+
+def test_scripts_that_never_join_may_end() -> None:
+    table = Table(members(workers=2, servers=0))
+    table.join("agent/h0")
+    table.exited("worker/0", 0)
+    table.exited("worker/1", 0)
+    assert table.outcome is not None
+    assert table.outcome.status == "done"
+
+
+def test_a_script_that_never_joins_fails_those_who_do() -> None:
+    table = Table(members(workers=2, servers=0))
+    table.join("agent/h0")
+    table.exited("worker/0", 0)
+    assert "worker/0 while waiting for everybody to join: it ended without joining" in str(table.error(table.join("worker/1")))
+
+
+def test_the_end_of_a_run_with_agents() -> None:
+    table = Table(members(workers=2, servers=1))
+    table.join_all()
+    table.leave("worker/0")
+    table.exited("worker/0", 0)
+    table.leave("worker/1")
+    assert ("server/0", "finish") in table.told
+    table.leave("server/0")
+    table.exited("server/0", 0)
+    assert table.outcome is None  # worker/1's process is still there
+    table.exited("worker/1", 0)
+    assert table.outcome is not None
+    assert (table.outcome.status, table.outcome.failures) == ("done", ())
+    assert table.told.count(("agent/h0", "finish")) == 1
+
+
+def test_a_server_that_does_not_end_is_a_failure() -> None:
+    table = Table(members(workers=1, servers=1, agents=False))
+    table.join_all()
+    table.leave("worker/0")
+    table.advance(LADDER.request_s + 1)
+    assert "server/0 did not answer within 60 s while waiting for the end of the run" in table.roster.failures[0].reason
+
+
+def test_leaving_and_then_exiting_with_an_error_is_a_failure() -> None:
+    table = Table(members(workers=1, servers=0))
+    table.join_all()
+    table.leave("worker/0")
+    table.exited("worker/0", 1)
+    assert table.outcome is not None
+    assert table.outcome.status == "failed"
+
+
+def test_an_agent_that_leaves_before_its_roles_is_a_lost_host() -> None:
+    table = Table(members())
+    table.join_all()
+    table.leave("agent/h0")
+    assert "left before its roles" in table.roster.failures[0].reason
+
+
+def test_a_role_without_an_agent_is_judged_by_the_link() -> None:
+    table = Table(members(agents=False))
+    table.join_all()
+    table.take(table.roster.handle_lost("worker/1", "the link is down", table.now))
+    assert "lost worker/1 on h0: the link is down" in table.roster.failures[0].reason
+
+
+def test_halt_is_told_once_and_the_run_ends_halted() -> None:
+    table = Table(members(workers=2, servers=0, agents=False))
+    table.join_all()
+    for peer in ("worker/0", "worker/1"):
+        table.take(table.roster.handle_halt(peer, {"message": "the loss is nan"}, table.now))
+    assert table.told == [("worker/0", "halt"), ("worker/1", "halt")]
+    table.leave("worker/0")
+    table.leave("worker/1")
+    assert table.outcome is not None
+    assert (table.outcome.status, table.outcome.reason) == ("halted", "the loss is nan")
+
+
+def test_a_barrier_opens_when_all_are_there() -> None:
+    table = Table(members(workers=3))
+    table.join_all()
+    for _ in range(2):
+        tickets = [table.ask("barrier", f"worker/{n}", "epoch", None) for n in range(2)]
+        other = table.ask("barrier", "worker/0", "other", ["worker/0", "server/0"])
+        assert not set(tickets) & set(table.answers)
+        tickets.append(table.ask("barrier", "worker/2", "epoch", None))
+        assert all(table.answers[ticket] is None for ticket in tickets)
+        assert other not in table.answers
+        table.ask("barrier", "server/0", "other", ["server/0", "worker/0"])
+        assert table.answers[other] is None
+
+
+def test_a_barrier_that_takes_too_long_names_who_is_missing() -> None:
+    table = Table(members(workers=3))
+    table.join_all()
+    ticket = table.ask("barrier", "worker/1", "epoch", None)
+    table.advance(LADDER.barrier_s - 1)
+    assert ticket not in table.answers
+    table.advance(1)
+    assert "worker/0, worker/2 did not answer within 600 s while waiting for the barrier 'epoch'" in str(table.error(ticket))
+
+
+def test_a_barrier_with_a_dead_member_fails_naming_it() -> None:
+    table = Table(members(workers=3))
+    table.join_all()
+    before = table.ask("barrier", "worker/0", "epoch", None)
+    table.exited("worker/2", -11)
+    after = table.ask("barrier", "worker/1", "epoch", None)
+    for ticket in (before, after):
+        assert "lost worker/2 while waiting for the barrier 'epoch': worker/2 on h0 was killed by SIGSEGV" in str(
+            table.error(ticket)
+        )
+
+
+def test_barriers_that_cannot_be() -> None:
+    table = Table(members(workers=2))
+    early = table.ask("barrier", "worker/0", "epoch", None)
+    assert isinstance(table.error(early), ProtocolError)
+    table.join("worker/0")
+    assert "must wait until everybody has joined" in str(table.error(table.ask("barrier", "worker/0", "epoch", None)))
+    table.join_all()
+    refused = {
+        "not part of this run": ("worker/0", "a", ["worker/0", "worker/9"]),
+        "without being one of its members": ("worker/0", "a", ["worker/1"]),
+        "too long a name": ("worker/0", "x" * (LONGEST_TEXT + 1), None),
+        "is not a member": ("worker/9", "a", None),
+    }
+    for message, args in refused.items():
+        assert message in str(table.error(table.ask("barrier", *args)))
+    table.ask("barrier", "worker/0", "b", None)
+    assert "waits at the barrier 'b' already" in str(table.error(table.ask("barrier", "worker/0", "b", None)))
+    assert "with other members" in str(table.error(table.ask("barrier", "server/0", "b", ["server/0", "worker/0"])))
+    for number in range(MOST_BARRIERS - 1):
+        table.ask("barrier", "worker/0", f"many/{number}", None)
+    assert "too many barriers" in str(table.error(table.ask("barrier", "worker/0", "one more", None)))
+
+
+def test_every_state_can_be_left_but_the_last() -> None:
+    assert [state for state, following in TRANSITIONS.items() if not following] == [State.ENDED]
+
+
+calls = st.one_of(
+    st.tuples(
+        st.just("join"), st.sampled_from(["agent/h0", "agent/h1", "worker/0", "worker/1", "server/0", "x"]), st.integers(1, 2)
+    ),
+    st.tuples(st.just("barrier"), st.sampled_from(["worker/0", "worker/1", "server/0"]), st.sampled_from(["a", "b"])),
+    st.tuples(st.just("heartbeat"), st.sampled_from(["agent/h0", "agent/h1"]), st.lists(st.sampled_from(["worker/0", "worker/1"]))),
+    st.tuples(st.just("exited"), st.sampled_from(["worker/0", "worker/1", "server/0"]), st.sampled_from([0, 0, 1, -9])),
+    st.tuples(st.sampled_from(["leave", "lost", "halt", "failed"]), st.sampled_from([m.peer for m in members(2, 1, 2)]), st.none()),
+    st.tuples(st.just("time"), st.none(), st.sampled_from([0.5, 5.0, 31.0, 200.0])),
+)
+
+
+@given(st.booleans(), st.lists(calls, max_size=40))
+def test_whatever_happens_every_request_is_answered_at_most_once_and_the_run_can_end(joined: bool, happened: list[Any]) -> None:
+    table = Table(members(2, 1, 2))
+    if joined:
+        table.join_all()
+    tickets = 0
+    for what, peer, value in happened:
+        roster = table.roster
+        if what in ("join", "barrier"):
+            tickets = table.join(peer, value) if what == "join" else table.ask("barrier", peer, value, None)
+        elif what == "heartbeat":
+            table.take(roster.handle_heartbeat(peer, value, table.now))
+        elif what == "exited":
+            host = "h1" if peer == "worker/1" else "h0"
+            table.exited(peer, value, agent=f"agent/{host}")
+        elif what == "leave":
+            table.leave(peer)
+        elif what == "time":
+            table.now += value
+            table.take(roster.tick(table.now))
+        else:
+            extra = "it was so" if what == "lost" else {"message": "it was so"}
+            table.take(getattr(roster, f"handle_{what}")(peer, extra, table.now))
+        deadline = roster.next_deadline()
+        assert (deadline is None) == (roster.state is State.ENDED)
+    # In silence everything ends, and nobody is left waiting.
+    for _ in range(2000):
+        deadline = table.roster.next_deadline()
+        if deadline is None:
+            break
+        table.now = max(table.now, deadline)
+        table.take(table.roster.tick(table.now))
+    if table.roster.state is State.ENDED:
+        assert table.outcome is not None
+        assert all(ticket in table.answers for ticket in range(1, table._ticket + 1))
+    assert isinstance(tickets, int)
+
+
+def test_events_tell_the_story() -> None:
+    table = Table(members(workers=1, servers=0, agents=False))
+    notes = [action for action in table.take(table.roster.handle_join("worker/0", 1, "a", 1, 0.0)) if isinstance(action, Note)]
+    assert [note.kind for note in notes] == ["join", "running"]
+    assert notes[0].reason == "worker/0 joined (1 of 1)"
