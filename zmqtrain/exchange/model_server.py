@@ -207,7 +207,9 @@ class ModelServerExchange:
     def _begin(self, bucket: Bucket) -> None:
         if self._error is not None:
             return
-        task = asyncio.get_running_loop().create_task(self._exchange(bucket, self._step), name=f"exchange of bucket {bucket.index}")
+        # What belongs to the step goes along: the next one may begin before this task comes to push.
+        exchange = self._exchange(bucket, self._step, self._changed[bucket.parameter_group], self._clip)
+        task = asyncio.get_running_loop().create_task(exchange, name=f"exchange of bucket {bucket.index}")
         self._tasks[bucket.index] = task
         task.add_done_callback(self._ended)
 
@@ -223,30 +225,29 @@ class ModelServerExchange:
             if self._replica is not None:
                 self._replica.abort(error)
 
-    async def _exchange(self, bucket: Bucket, step: int) -> None:
+    async def _exchange(self, bucket: Bucket, step: int, changed: Mapping[str, Value] | None, clip: GroupClip | None) -> None:
         assert self._replica is not None
         name, recorder = f"bucket {bucket.index}", self._recorder
         if self._group.size > 1:
             with recorder.span(f"reduce_scatter {name}", "send", step=step):
                 await reduce_scatter(self._group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
-        if self._clip is not None:
-            await self._clip_in_group(self._clip, bucket, step)
+        if clip is not None:
+            await self._clip_in_group(clip, bucket, step)
         mine = self._mine[bucket.index]
         with recorder.span(f"exchange {name}", "receive", step=step):
             if len(mine) == 1:
-                await self._exchange_piece(bucket, mine[0], step)
+                await self._exchange_piece(bucket, mine[0], step, changed)
             else:
-                await together(*(self._exchange_piece(bucket, piece, step) for piece in mine))
+                await together(*(self._exchange_piece(bucket, piece, step, changed) for piece in mine))
         if self._group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
                 await all_gather(self._group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
         self._replica.parameters_ready(bucket)
 
-    async def _exchange_piece(self, bucket: Bucket, piece: Piece, step: int) -> None:
+    async def _exchange_piece(self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
         is free then."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
-        changed = self._changed[bucket.parameter_group]
         gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed).to_value()
         server = self._settings.servers[piece.server]
         message = self._compressor.encode(str(piece.index), gradient) if self._compressor else gradient

@@ -1,0 +1,234 @@
+"""Whole runs: however the batch is divided, training equals one process on all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.world import Recipe, data_of, network_of, run, topology_of
+from zmqtrain.data.partition import Partition
+from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
+from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.random_state import seed_everything
+
+ADAM = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01)}
+SCHEDULED = {"schedule": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=6)}
+
+
+def alone(recipe: Recipe, steps: int, batch: int, *, clip: float = 0.0) -> torch.Tensor:
+    """The parameters after plain torch training on whole batches."""
+    seed_everything(1)
+    task = recipe("alone")
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    schedule = task.schedule(optimizer) if task.schedule else None
+    inputs, targets = task.train_data.tensors
+    partition = Partition(len(inputs), 1, 1, batch, 1)
+    for step in range(steps):
+        rows = torch.from_numpy(partition.indices(step, 0, 0).copy())
+        optimizer.zero_grad(set_to_none=False)
+        task.loss(model(inputs[rows]), targets[rows]).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return recipe.parameters("alone")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "allreduce": {"kind": "allreduce"},
+    "server": {"kind": "model_server", "staleness": "sync", "shards": 1},
+    "servers": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128},
+    "averaging": {"kind": "averaging"},
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("fields", [{}, ADAM, SCHEDULED], ids=["sgd", "adam", "schedule"])
+@pytest.mark.parametrize("kind", ["allreduce", "server", "servers"])
+@pytest.mark.parametrize(("groups", "size"), [(1, 1), (1, 3), (2, 2), (4, 1), (3, 2)])
+async def test_groups_of_workers_equal_one_process(
+    groups: int, size: int, kind: str, fields: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
+    recipe = Recipe(dtype, **fields)
+    batch = 24 // groups
+    topology = topology_of(
+        job={"steps": 5}, compute={"groups": groups, "group_size": size, "batch_size": batch}, exchange=KINDS[kind]
+    )
+    result = await run(topology, recipe)
+    assert not result.errors
+    expected = alone(recipe, 5, batch * groups)
+    for worker in range(groups * size):
+        ours = recipe.parameters(f"worker/{worker}")
+        assert (ours - expected).norm() <= tolerance * expected.norm()
+    finish = result.recorders["worker/0"].of("finish")[0]
+    assert finish["replica_spread"] == 0
+    assert set(result.recorders["worker/0"].of("eval")[0]) >= {"eval_loss", "eval_accuracy"}
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "servers"])
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_clipping_accumulation_and_uneven_parts(kind: str, overlap: bool) -> None:
+    recipe = Recipe()
+    topology = topology_of(
+        job={"steps": 4},
+        compute={"groups": 2, "group_size": 3, "batch_size": 11, "accumulate": 2, "overlap": overlap},
+        exchange=KINDS[kind],
+        optimizer={"clip_norm": 0.05},
+    )
+    result = await run(topology, recipe)
+    assert not result.errors
+    expected = alone(recipe, 4, 22, clip=0.05)
+    assert (recipe.parameters("worker/5") - expected).norm() <= 1e-12 * expected.norm()
+
+
+async def test_asynchronous_groups_learn() -> None:
+    recipe = Recipe()
+    topology = topology_of(
+        job={"epochs": 20, "eval_every": 10},
+        compute={"groups": 2, "group_size": 2, "batch_size": 16},
+        exchange={"kind": "model_server", "staleness": "async", "shards": 2},
+    )
+    result = await run(topology, recipe)
+    assert not result.errors
+    assert len(result.losses("worker/0")) == 20 * 3
+    losses = result.losses("worker/3")
+    assert sum(losses[-6:]) < sum(losses[:6])
+    assert len(result.recorders["worker/0"].of("eval")) == 6
+    assert len(result.recorders["worker/2"].of("eval")) == 0
+    assert result.recorders["worker/0"].of("step")[-1]["staleness"] is not None
+
+
+@pytest.mark.parametrize("staleness", ["sync", "async", {"bound": 1}])
+async def test_training_ends_when_the_metric_is_reached(staleness: Any) -> None:
+    topology = topology_of(
+        job={"until": {"metric": "eval_loss", "reaches": 1e9, "max_steps": 40}, "eval_every": 4},
+        compute={"groups": 2, "group_size": 2, "batch_size": 16},
+        exchange={"kind": "model_server", "staleness": staleness},
+    )
+    result = await run(topology, Recipe())
+    assert not result.errors
+    assert len(result.losses("worker/0")) == len(result.losses("worker/1")) == 4
+    assert len(result.losses("worker/2")) == len(result.losses("worker/3")) < 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fields", [SCHEDULED, ADAM], ids=["sgd-schedule", "adam"])
+async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    compute = {"groups": 2, "group_size": 2, "batch_size": 12}
+    exchange = KINDS[kind] | ({"every": 3} if kind == "averaging" else {})
+    job = {"checkpoint_every": 4}
+    whole = Recipe(**fields)
+    first = await run(
+        topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange), whole, folder=tmp_path / "checkpoints"
+    )
+    assert not first.errors
+    assert [path.name for path in find_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000008"]
+    again = Recipe(**fields)
+    resumed = await run(
+        topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange),
+        again,
+        folder=tmp_path / "again",
+        resume=tmp_path / "checkpoints" / "step-00000004",
+    )
+    assert not resumed.errors
+    for worker in range(4):
+        assert torch.equal(whole.parameters(f"worker/{worker}"), again.parameters(f"worker/{worker}"))
+        assert first.losses(f"worker/{worker}")[4:] == resumed.losses(f"worker/{worker}")
+    assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008"]
+
+
+def spoiled(rank: int, step: int) -> Any:
+    """A loss that is NaN on one worker at one step."""
+
+    def make(peer: str) -> Any:
+        recipe = Recipe()
+        calls = 0
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            value = nn.functional.cross_entropy(output, target)
+            return value * float("nan") if peer == f"worker/{rank}" and calls == step + 1 else value
+
+        recipe.fields["loss"] = loss
+        return recipe(peer)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "servers", "async"])
+@pytest.mark.parametrize("rank", [0, 3])
+async def test_a_bad_loss_stops_the_run_and_keeps_the_last_good_step(kind: str, rank: int, tmp_path: Path) -> None:
+    exchange = KINDS.get(kind, {"kind": "model_server", "staleness": "async"})
+    topology = topology_of(job={"steps": 10}, compute={"groups": 2, "group_size": 2, "batch_size": 12}, exchange=exchange)
+    result = await run(topology, spoiled(rank, 3), folder=tmp_path)
+    assert list(result.errors) == [f"worker/{rank}"]
+    error = result.errors[f"worker/{rank}"]
+    assert isinstance(error, NonFiniteLossError)
+    assert "step 3" in str(error)
+    assert Checkpoint(tmp_path / "step-00000003").step == 3
+    if kind != "async":
+        good = Recipe()
+        await run(topology_of(job={"steps": 3}, compute=topology.compute.model_dump(), exchange=exchange), good, folder=tmp_path)
+        kept = Checkpoint(tmp_path / "step-00000003").part("model")[0]
+        ours = torch.cat([payload.tensor.reshape(-1) for payload in kept.values()])
+        assert torch.equal(ours, good.parameters("worker/0"))
+
+
+async def test_a_bad_loss_may_be_passed_over(tmp_path: Path) -> None:
+    topology = topology_of(job={"steps": 5, "on_nan": "continue"}, compute={"batch_size": 12})
+    result = await run(topology, spoiled(0, 3), folder=tmp_path)
+    assert not result.errors
+    assert len(result.losses("worker/0")) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "compute", "error", "said"),
+    [
+        ({"model": lambda: nn.Tanh()}, {}, TaskError, "has no parameters"),
+        ({"model": lambda: network_of().requires_grad_(False)}, {}, TaskError, "requires a gradient"),
+        ({"model": lambda: 3}, {}, TaskError, "must return a torch.nn.Module"),
+        ({"model": lambda: 1 / 0}, {}, TaskError, "ZeroDivisionError"),
+        ({"loss": lambda output, target: output}, {}, TaskError, "tensor of one element"),
+        ({"loss": lambda output, target: 1 / 0}, {}, TaskError, "Task.loss.*ZeroDivisionError"),
+        ({"optimizer": lambda p: None}, {}, TaskError, "must return a torch.optim.Optimizer"),
+        ({}, {"batch_size": 500}, UsageError, "96 samples, but one step of 1 groups with batch_size = 500"),
+        ({"train_data": [1, 2, 3]}, {"batch_size": 2}, TaskError, "must be .input, target."),
+    ],
+)
+async def test_what_is_wrong_with_a_task_is_said(
+    fields: dict[str, Any], compute: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    result = await run(topology_of(job={"steps": 3}, compute={"batch_size": 12} | compute), Recipe(**fields))
+    with pytest.raises(error, match=said):
+        raise result.errors["worker/0"]
+
+
+async def test_a_task_that_raises_on_one_worker_ends_the_others(tmp_path: Path) -> None:
+    def make(peer: str) -> Any:
+        recipe = Recipe()
+        data = data_of()
+
+        class Broken:
+            def __len__(self) -> int:
+                return len(data)
+
+            def __getitem__(self, index: int) -> Any:
+                if peer == "worker/1":
+                    raise KeyError("lost sample")
+                return data[index]
+
+        recipe.fields["train_data"] = Broken()
+        return recipe(peer)
+
+    topology = topology_of(job={"steps": 3}, compute={"groups": 1, "group_size": 2, "batch_size": 12})
+    result = await run(topology, make)
+    assert isinstance(result.errors["worker/1"], TaskError)
+    assert isinstance(result.errors["worker/1"].__cause__, KeyError)
+    assert result.errors["worker/0"].consequence  # type: ignore[attr-defined]

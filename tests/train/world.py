@@ -1,0 +1,155 @@
+"""A whole run in one process: coordinator, collector, servers and workers as coroutines on the in-memory network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from zmqtrain.events import EventValue
+from zmqtrain.membership.client import Membership
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.membership.coordinator import Coordinator
+from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.server.role import run_server
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.task import Task
+from zmqtrain.train.worker import run_worker
+
+
+class ListRecorder:
+    """Keeps events and the names of spans."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.spans: list[tuple[str, str]] = []
+
+    def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
+        self.events.append({"kind": kind, "step": step, **values})
+
+    def span(self, name: str, category: str, /, *, step: int | None = None) -> AbstractContextManager[object]:
+        self.spans.append((name, category))
+        return nullcontext()
+
+    def add_span(
+        self,
+        name: str,
+        category: str,
+        start_s: float,
+        end_s: float,
+        *,
+        step: int | None = None,
+        values: Mapping[str, EventValue] | None = None,
+    ) -> None:
+        self.spans.append((name, category))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+class Run:
+    """What a run left behind."""
+
+    def __init__(self) -> None:
+        self.recorders: dict[str, ListRecorder] = defaultdict(ListRecorder)
+        self.errors: dict[str, BaseException] = {}
+
+    def losses(self, peer: str) -> list[float]:
+        return [event["loss"] for event in self.recorders[peer].of("step")]
+
+
+def topology_of(**sections: Any) -> Topology:
+    sections["job"] = {"timeout": 20.0, "oversubscribe": True, **sections.get("job", {})}
+    sections["compute"] = {"device": "cpu", "threads": 1, "bucket_size": 256, **sections.get("compute", {})}
+    return Topology.model_validate(sections)
+
+
+async def run(
+    topology: Topology, task: Callable[[str], Task] | None, *, folder: Path | None = None, resume: Path | None = None
+) -> Run:
+    """Run the topology to its end. ``task(peer)`` makes a worker's task. A role's error is kept in ``Run.errors``."""
+    network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
+    endpoint = network.endpoint("coordinator")
+    coordinator = Coordinator(endpoint, placement, ladder, agents=False)
+    collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume)
+    result = Run()
+
+    async def role(peer: str) -> None:
+        own = network.endpoint(peer)
+        try:
+            membership = await Membership.join(own, coordinator_address=endpoint.address, ladder=ladder)
+            recorder = result.recorders[peer]
+            context = RoleContext(own, membership, placement.role(peer), placement, topology, ladder, recorder)
+            try:
+                if peer.startswith("server"):
+                    await run_server(context)
+                else:
+                    await run_worker(context, task=None if task is None else task(peer))
+                await membership.leave()
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                result.errors[peer] = error
+                await membership.fail(
+                    {
+                        "error": type(error).__name__,
+                        "message": str(error),
+                        "verdict": getattr(error, "verdict", "internal"),
+                        "exit_code": getattr(error, "exit_code", 1),
+                        "consequence": getattr(error, "consequence", False),
+                    }
+                )
+        finally:
+            await own.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(coordinator.run()), tasks.create_task(collector.run())]
+        await asyncio.gather(*(role(r.peer) for r in placement.roles))
+        for one in background:
+            one.cancel()
+    await endpoint.close()
+    return result
+
+
+def network_of(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).to(dtype)
+
+
+def data_of(samples: int = 96, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(samples, 6, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, torch.randint(3, (samples,), generator=generator))
+
+
+class Recipe:
+    """Makes tasks, and keeps the models that were built."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, **fields: Any) -> None:
+        self.dtype, self.fields = dtype, fields
+        self.models: dict[str, nn.Module] = {}
+
+    def __call__(self, peer: str) -> Task:
+        def model() -> nn.Module:
+            self.models[peer] = built = self.fields.get("model", lambda: network_of(self.dtype))()
+            return built
+
+        fields: dict[str, Any] = {
+            "loss": nn.functional.cross_entropy,
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+            "train_data": data_of(dtype=self.dtype),
+            "eval_data": data_of(31, dtype=self.dtype),
+            **self.fields,
+            "model": model,
+        }
+        return Task(**fields)
+
+    def parameters(self, peer: str) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1).double() for parameter in self.models[peer].parameters()])
