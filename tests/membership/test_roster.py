@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Note, Outcome, Push, Refuse
-from zmqtrain.membership.barrier import name_some
-from zmqtrain.membership.roster import LONGEST_TEXT, MOST_BARRIERS, MOST_OBSERVERS, Roster
+from zmqtrain.membership.barrier import LONGEST_NAME, MOST_BARRIERS, name_some
+from zmqtrain.membership.roster import MOST_OBSERVERS, Roster
 from zmqtrain.membership.state import TRANSITIONS, Presence, State
 from zmqtrain.membership.view import Member, View
 from zmqtrain.topology.timeouts import Ladder
@@ -411,7 +411,7 @@ def test_barriers_that_cannot_be() -> None:
     refused = {
         "not part of this run": ("worker/0", "a", ["worker/0", "worker/9"]),
         "without being one of its members": ("worker/0", "a", ["worker/1"]),
-        "too long a name": ("worker/0", "x" * (LONGEST_TEXT + 1), None),
+        "too long a name": ("worker/0", "x" * (LONGEST_NAME + 1), None),
         "is not a member": ("worker/9", "a", None),
     }
     for message, args in refused.items():

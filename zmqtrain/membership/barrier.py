@@ -1,13 +1,17 @@
-"""A named barrier over some members, as a small sans-IO machine."""
+"""Named barriers over any of the members. Sans-IO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, UsageError
 from zmqtrain.membership.actions import Action, Answer, Refuse, Ticket
 from zmqtrain.net.endpoint import PeerId
 
+#: Barriers that may be open at once. A training run has a handful; more is a program that never comes back to its barriers.
+MOST_BARRIERS = 1024
+#: Longest name of a barrier.
+LONGEST_NAME = 256
 #: How many missing members an error names; the rest is counted.
 NAMED_AT_MOST = 8
 
@@ -54,3 +58,49 @@ class Barrier:
         """The deadline has passed."""
         error = PeerTimeoutError(name_some(self.missing), f"the barrier {self.name!r}", self.timeout_s)
         return [Refuse(ticket, error) for ticket in self.waiting.values()]
+
+
+class Barriers:
+    """All open barriers of a run."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._open: dict[str, Barrier] = {}
+
+    def arrive(self, peer: PeerId, name: str, members: tuple[PeerId, ...], ticket: Ticket, now: float) -> list[Action]:
+        """A member is at a barrier; the first to come opens it."""
+        barrier = self._open.get(name)
+        if barrier is None:
+            if len(self._open) >= MOST_BARRIERS or len(name) > LONGEST_NAME:
+                return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or too long a name"))]
+            barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s)
+        actions = barrier.arrive(peer, members, ticket)
+        if not barrier.missing:
+            del self._open[name]
+        return actions
+
+    def give_up(self, peer: PeerId, reason: str) -> list[Action]:
+        """A peer will never come to any barrier."""
+        actions: list[Action] = []
+        for barrier in [barrier for barrier in self._open.values() if peer in barrier.members]:
+            del self._open[barrier.name]
+            actions += barrier.give_up(peer, reason)
+        return actions
+
+    def deadlines(self) -> list[float]:
+        """When each open barrier times out."""
+        return [barrier.deadline for barrier in self._open.values()]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for barrier in [barrier for barrier in self._open.values() if now >= barrier.deadline]:
+            del self._open[barrier.name]
+            actions += barrier.time_out()
+        return actions
+
+    def close(self) -> list[Ticket]:
+        """Forget all barriers; the requests that waited there."""
+        waiting = [ticket for barrier in self._open.values() for ticket in barrier.waiting.values()]
+        self._open.clear()
+        return waiting

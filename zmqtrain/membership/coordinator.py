@@ -221,7 +221,7 @@ class Coordinator:
         if not isinstance(alive, list):
             raise ProtocolError(f"{caller} sends a wrong heartbeat")
         self._do(self._roster.handle_heartbeat(caller, [str(peer) for peer in alive], self._now()))
-        return caller in self.view.members
+        return self._roster.is_here(caller)
 
     async def _serve_exited(self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value) -> Value:
         if not isinstance(peer, str) or not isinstance(exit_code, int) or not (report is None or isinstance(report, dict)):

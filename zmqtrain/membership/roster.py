@@ -20,18 +20,16 @@ from typing import Any
 
 from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
-from zmqtrain.membership.barrier import Barrier, name_some
+from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.state import TRANSITIONS, Entry, Presence, State
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Value
 
-#: Barriers that may be open at once. A training run has a handful; more is a program that never comes back to its barriers.
-MOST_BARRIERS = 1024
 #: Processes that only watch.
 MOST_OBSERVERS = 64
-#: Longest name of a barrier, and longest address and reason that are kept.
+#: Longest address and reason that are kept.
 LONGEST_TEXT = 1024
 
 
@@ -47,7 +45,7 @@ class Roster:
         self._agents = {entry.member.host: entry for entry in self._entries.values() if entry.member.kind == "agent"}
         self._heard: dict[str, float] = {}  # host -> when its agent was last heard
         self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
-        self._barriers: dict[str, Barrier] = {}
+        self._barriers = Barriers(ladder.barrier_s)
         self._version = 0
         self._complete = False
         self._join_deadline = now + ladder.join_s
@@ -116,16 +114,7 @@ class Roster:
             entry = self._entries[other]
             if entry.gone:
                 return [Refuse(ticket, PeerLostError(other, entry.reason, waiting_for=f"the barrier {name!r}"))]
-        barrier = self._barriers.get(name)
-        if barrier is None:
-            if len(self._barriers) >= MOST_BARRIERS or len(name) > LONGEST_TEXT:
-                return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._barriers)}), or too long a name"))]
-            barrier = Barrier(name, who, now + self._ladder.barrier_s, self._ladder.barrier_s)
-            self._barriers[name] = barrier
-        actions = barrier.arrive(peer, who, ticket)
-        if not barrier.missing:
-            del self._barriers[name]
-        return actions
+        return self._barriers.arrive(peer, name, who, ticket, now)
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """An agent's word: its host is there, and these of its roles are alive."""
@@ -226,7 +215,7 @@ class Roster:
         """When `tick` must be called at the latest; ``None`` once the run has ended."""
         if self.state is State.ENDED:
             return None
-        deadlines = [barrier.deadline for barrier in self._barriers.values()]
+        deadlines = self._barriers.deadlines()
         if self.state is State.JOINING:
             deadlines.append(self._join_deadline)
         if self._end_deadline is not None:
@@ -248,10 +237,7 @@ class Roster:
             if now >= heard + self._ladder.lost_s and self.state is not State.ENDED:
                 reason = f"its agent has been silent for {self._ladder.lost_s:g} s"
                 actions += self._lose(self._agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
-        for name, barrier in list(self._barriers.items()):
-            if now >= barrier.deadline:
-                del self._barriers[name]
-                actions += barrier.time_out()
+        actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
         if self._end_deadline is not None and now >= self._end_deadline:
@@ -264,6 +250,10 @@ class Roster:
         here = {entry.member.peer: entry.member for entry in entries if entry.here}
         lost = {entry.member.peer: entry.reason for entry in entries if entry.presence is Presence.LOST}
         return View(self._version, self._complete, here, lost)
+
+    def is_here(self, peer: PeerId) -> bool:
+        """Whether this peer is a member now."""
+        return peer in self._entries and self._entries[peer].here
 
     def presence(self, peer: PeerId) -> Presence:
         """Where a member stands. Raises ``KeyError``."""
@@ -320,10 +310,7 @@ class Roster:
         if entry.member.kind == "agent":
             self._heard.pop(entry.member.host, None)
         actions = self._refuse_join(peer, PeerLostError(peer, reason))
-        for name, barrier in list(self._barriers.items()):
-            if peer in barrier.members:
-                del self._barriers[name]
-                actions += barrier.give_up(peer, reason)
+        actions += self._barriers.give_up(peer, reason)
         if not self._complete and entry.member.is_role:
             # Everybody is still waiting for a view that will never be complete.
             for waiting in list(self._joining):
@@ -402,9 +389,7 @@ class Roster:
             outcome = Outcome("done", "all roles have finished")
         self._end_reason = outcome.reason
         ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
-        waiting = [ticket for barrier in self._barriers.values() for ticket in barrier.waiting.values()]
-        refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*waiting, *self._joining.values())]
-        self._barriers.clear()
+        refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*self._barriers.close(), *self._joining.values())]
         self._joining.clear()
         agents: list[Action] = [
             Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._agents.values() if agent.here
