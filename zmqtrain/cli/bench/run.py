@@ -1,0 +1,64 @@
+"""``zmqtrain bench NAME``: runs one benchmark and prints its cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.errors import UsageError
+
+NAMES = ("net", "collectives", "server", "launch")
+
+
+def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
+    """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name."""
+    cases = _cases(name, mxnet_python, mxnet_script)
+    if json_lines:
+        for case in cases:
+            print(json.dumps(case), flush=True)
+        return 0
+    console = Console()
+    table = Table("case", "value", "unit", "peer", "peer's", "ratio", box=None, header_style="bold")
+    for case in cases:
+        ratio = case.get("ratio")
+        table.add_row(
+            str(case["case"]),
+            _number(case["value"]),
+            str(case["unit"]),
+            str(case.get("peer") or ""),
+            _number(case.get("peer_value")),
+            "" if ratio is None else f"{ratio:.2f}",
+        )
+        if console.is_terminal:
+            console.print(f"measured: {case['case']}", style="dim", highlight=False)
+    console.print(table)
+    console.print("ratio: above 1 means better than the peer, measured in the same run", style="dim")
+    return 0
+
+
+def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Iterator[dict[str, Any]]:
+    if name == "net":
+        from zmqtrain.cli.bench.net import bench_net
+
+        return iter(bench_net())
+    if name == "collectives":
+        from zmqtrain.cli.bench.collectives import bench_collectives
+
+        return iter(bench_collectives())
+    if name == "server":
+        from zmqtrain.cli.bench.server import bench_server
+
+        return iter(bench_server(mxnet_python=mxnet_python, mxnet_script=mxnet_script))
+    if name == "launch":
+        from zmqtrain.cli.bench.launch import bench_launch
+
+        return iter(bench_launch())
+    raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:,.4g}"

@@ -1,0 +1,75 @@
+"""``zmqtrain launch FILE``: train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zmqtrain.cli.overrides import load_with
+from zmqtrain.errors import UsageError
+from zmqtrain.launcher.run import Launch, write_pid
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.observe.live import make_view
+from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.topology.placement import place
+
+
+def run_launch(
+    file: Path,
+    script: Sequence[str] = (),
+    *,
+    json_lines: bool = False,
+    data: str | None = None,
+    resume: str | None = None,
+    run_dir: Path | None = None,
+    settings: Sequence[str] = (),
+) -> int:
+    """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
+
+    Raises `UsageError` (and its children) before anything is started.
+    """
+    topology = load_with(file, settings)
+    if script and topology.job.task is not None:
+        raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
+    if not script and topology.job.task is None:
+        raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
+    if script and not Path(script[0]).is_file():
+        raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
+    placement = place(topology)
+    resume_from = _resume(resume, topology.job.name) if resume is not None else None
+    directory = RunDirectory.create(topology.job.name, exact=run_dir)
+    directory.write("topology.toml", topology.to_toml())
+    write_pid(directory)
+    description = RunDescription(
+        topology,
+        placement,
+        folder=str(file.resolve().parent),
+        data_path=_data(data, topology.data.path),
+        resume=None if resume_from is None else str(resume_from),
+        script=tuple(script),
+    )
+    groups = {role.peer: role.group for role in placement.workers}
+    view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
+    import uvloop
+
+    return uvloop.run(Launch(description, directory, view).run())
+
+
+def _data(option: str | None, file: str | None) -> str | None:
+    """An argument goes before the environment, the environment before the file. Whether it exists is for the task to say, since
+    on other hosts it may."""
+    path = option or os.environ.get("ZMQTRAIN_DATA") or file
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _resume(resume: str, name: str) -> Path:
+    """``latest`` means the newest run of this name that has a checkpoint."""
+    if resume != "latest":
+        path = Path(resume)
+        return path if path.exists() else find_run(resume)
+    runs = sorted(Path("runs").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for run in runs:
+        if any((run / "checkpoints").glob("step-*")):
+            return run
+    raise UsageError(f"--resume latest: no run of {name} in {Path('runs').absolute()} has a checkpoint")

@@ -1,0 +1,135 @@
+"""The ``zmqtrain`` command. Each command imports what it needs when it runs, so that ``--help`` is there at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="zmqtrain",
+    help="Train a PyTorch model on a few machines over an ordinary network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines only, for machines.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The topology file.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name like digits-001, or latest.")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def launch(
+    context: typer.Context,
+    file: File,
+    json_lines: Json = False,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Go on from a checkpoint: a folder, a run, or latest.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run directory; default: the next runs/NAME-NNN.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
+
+    Options come before FILE's script. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed, 64 to 127 other
+    failures that will happen again, 128 and above worth trying again.
+    """
+    from zmqtrain.cli.launch import run_launch
+
+    code = run_launch(file, context.args, json_lines=json_lines, data=data, resume=resume, run_dir=run_dir, settings=settings or ())
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(
+    file: File,
+    json_lines: Json = False,
+    data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
+) -> None:
+    """Show what a launch of FILE would do, and what stands in its way."""
+    from zmqtrain.cli.check import run_check
+
+    raise typer.Exit(run_check(file, json_lines, data=data))
+
+
+@app.command()
+def schema() -> None:
+    """Print the topology file's schema as JSON Schema."""
+    from zmqtrain.cli.schema import run_schema
+
+    raise typer.Exit(run_schema())
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="net, collectives, server or launch.")],
+    json_lines: Json = False,
+    mxnet_python: Annotated[
+        str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
+    ] = None,
+    mxnet_script: Annotated[str | None, typer.Option(help="server: the script that times MXNet's kvstore.")] = None,
+) -> None:
+    """Measure speed on this machine, beside a peer where one is installed."""
+    from zmqtrain.cli.bench.run import run_bench
+
+    raise typer.Exit(run_bench(name, json_lines=json_lines, mxnet_python=mxnet_python, mxnet_script=mxnet_script))
+
+
+@app.command()
+def status(run: Run = "latest", json_lines: Json = False) -> None:
+    """Say how a run is, or was."""
+    from zmqtrain.cli.runs import run_status
+
+    raise typer.Exit(run_status(run, json_lines=json_lines))
+
+
+@app.command()
+def stop(run: Run) -> None:
+    """Stop a run as Ctrl-C would."""
+    from zmqtrain.cli.runs import run_stop
+
+    raise typer.Exit(run_stop(run))
+
+
+@app.command()
+def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="One role, like worker/3.")] = None) -> None:
+    """Print what the roles of a run have printed."""
+    from zmqtrain.cli.runs import run_logs
+
+    raise typer.Exit(run_logs(run, role))
+
+
+@app.command()
+def agent() -> None:
+    """Start and watch the roles of one host. Engines call this; everything comes from the environment."""
+    from zmqtrain.launcher.agent import main as agent_main
+
+    raise typer.Exit(agent_main())
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that hosts must agree on."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    for package in ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy"):
+        try:
+            print(package, version_of(package))
+        except PackageNotFoundError:
+            print(package, "not installed")
+
+
+def main() -> None:
+    """Run the command; faults of ours come out as one message, without a traceback."""
+    from zmqtrain.errors import ZmqTrainError
+
+    try:
+        app()
+    except ZmqTrainError as error:
+        print(f"zmqtrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,81 @@
+"""``zmqtrain status``, ``stop`` and ``logs``: look after a run from another terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from zmqtrain.errors import UsageError
+from zmqtrain.observe.run_directory import find_run, log_name
+
+
+def run_status(name: str, *, json_lines: bool = False) -> int:
+    """Say how a run is, or was. Raises `UsageError` where there is no such run."""
+    path = find_run(name)
+    process = launcher_of(path)
+    summary = path / "summary.json"
+    status = {"run": str(path), "status": "running" if process else "lost", "pid": process.pid if process else None}
+    if summary.exists():
+        values = json.loads(summary.read_text(encoding="utf-8"))
+        status |= {key: values[key] for key in ("status", "steps", "samples", "seconds", "eval")}
+    elif (last := _last_step(path)) is not None:
+        status |= last
+    if json_lines:
+        print(json.dumps(status))
+    else:
+        print("  ".join(f"{key} {value}" for key, value in status.items() if value is not None))
+    return 0
+
+
+def run_stop(name: str) -> int:
+    """Stop a run as Ctrl-C would. Raises `UsageError` where it does not run."""
+    path = find_run(name)
+    process = launcher_of(path)
+    if process is None:
+        raise UsageError(f"{path} does not run on this machine")
+    process.send_signal(signal.SIGINT)
+    process.wait()
+    return 0
+
+
+def run_logs(name: str, role: str | None = None) -> int:
+    """Print what roles have printed: all of them, or one (``worker/3``). Raises `UsageError`."""
+    path = find_run(name)
+    files = sorted((path / "logs").glob("*.log"))
+    if role is not None:
+        files = [file for file in files if file.stem == log_name(role)]
+        if not files:
+            raise UsageError(f"{path} has no log of {role}: it has printed nothing, or there is no such role")
+    for file in files:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                print(f"{file.stem} | {line}" if role is None else line, end="")
+    return 0
+
+
+def launcher_of(path: Path) -> psutil.Process | None:
+    """The process that runs this run, if it still does."""
+    try:
+        number, created = (path / "pid").read_text(encoding="utf-8").split()
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < 1.0 else None
+    except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+        return None
+
+
+def _last_step(path: Path) -> dict[str, object] | None:
+    """What the last step event says, read from the end of the file."""
+    with (path / "events.jsonl").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        for line in reversed(file.read().splitlines()[1:]):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if event["kind"] == "step":
+                return {"steps": event["step"] + 1, "loss": event["values"].get("loss")}
+    return None

@@ -1,0 +1,66 @@
+"""Enter a run as the role that this process was started as."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from zmqtrain.errors import UsageError
+from zmqtrain.membership.client import COORDINATOR, Membership
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.membership.description import RunDescription, fetch_description
+from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.observe.recorder import RunRecorder
+from zmqtrain.topology.timeouts import Ladder
+
+
+@asynccontextmanager
+async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
+    """`enter` as ``environment.peer``, with an endpoint over ZeroMQ that is closed at the end."""
+    endpoint = await open_zeromq(environment.peer, settings=environment.settings())
+    try:
+        async with enter(endpoint, environment.coordinator, environment.ladder) as entered:
+            yield entered
+    finally:
+        await endpoint.close()
+
+
+@asynccontextmanager
+async def enter(endpoint: Endpoint, coordinator: str, ladder: Ladder) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
+    """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address.
+
+    After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
+    Raises as `Membership.join`.
+    """
+    endpoint.add_peer(COORDINATOR, coordinator)
+    description = await fetch_description(endpoint, timeout=ladder.join_s)
+    try:
+        role = description.placement.role(endpoint.peer)
+    except KeyError as error:
+        raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
+    membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
+    recorder = RunRecorder(membership.report, trace_steps=description.topology.observe.trace_steps)
+    context = RoleContext(
+        endpoint=endpoint,
+        membership=membership,
+        role=role,
+        placement=description.placement,
+        topology=description.topology,
+        ladder=ladder,
+        recorder=recorder,
+        data_path=description.data_path,
+        resume=description.resume,
+    )
+    posting = asyncio.create_task(recorder.run(), name="post events")
+    try:
+        yield context, description
+        recorder.event("traffic", **endpoint.statistics())
+    finally:
+        posting.cancel()
+        await asyncio.wait([posting])
+        if not (membership.halted.is_set() and membership.halt_reason is not None):
+            await recorder.flush()
+    await membership.leave()

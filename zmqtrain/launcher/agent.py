@@ -1,0 +1,218 @@
+"""The agent: the one process of a host that starts its roles, vouches for them, and ends them.
+
+It runs no training code and imports no torch, so nothing that a role does can keep its heartbeats from being sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from zmqtrain.errors import ConnectivityError
+from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.forkserver import Child, ForkServer
+from zmqtrain.launcher.local import PARENT
+from zmqtrain.launcher.output import OutputReader
+from zmqtrain.membership.agent_link import AgentLink
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.description import RunDescription, fetch_description
+from zmqtrain.membership.environment import RoleEnvironment, rank_variables
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.topology.placement import RolePlacement
+
+#: Event kind under which a role's output travels to the launcher.
+LOG = "log"
+#: A report is a traceback and a few words.
+LARGEST_REPORT = 1 << 20
+
+
+async def run_agent(environment: RoleEnvironment) -> int:
+    """An agent's life, from joining until its host's part of the run is over. Returns the process's exit code."""
+    ladder = environment.ladder
+    async with AsyncExitStack() as stack:
+        endpoint = await open_zeromq(environment.peer, settings=environment.settings())
+        stack.push_async_callback(endpoint.close)
+        endpoint.add_peer(COORDINATOR, environment.coordinator)
+        # torch is imported while the agent joins.
+        forks = await stack.enter_async_context(ForkServer())
+        link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=ladder)
+        description = await fetch_description(endpoint, timeout=ladder.request_s)
+        return await Agent(environment, link, description, forks).run()
+
+
+class Agent:
+    """Starts and watches the roles of one host."""
+
+    def __init__(self, environment: RoleEnvironment, link: AgentLink, description: RunDescription, forks: ForkServer) -> None:
+        self._environment, self._link, self._description, self._forks = environment, link, description, forks
+        self._ladder = environment.ladder
+        self._children: dict[PeerId, Child] = {}
+        self._stopping = asyncio.Event()
+        self._stopped: set[PeerId] = set()  # roles whose end was our doing
+        self._lines: list[dict[str, Any]] = []
+        self._more_lines = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start all roles, and return when all have ended."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        self._link.on_halt(lambda _reason: self._stopping.set())
+        host = self._environment.peer.partition("/")[2]
+        roles = self._description.placement.of_host(host)
+        code = 0
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = [
+                    group.create_task(self._heartbeats(), name="heartbeats"),
+                    group.create_task(self._end_roles(), name="end roles"),
+                    group.create_task(self._forward(), name="forward output"),
+                ]
+                async with asyncio.TaskGroup() as living:
+                    for role in roles:
+                        living.create_task(self._live(role), name=role.peer)
+                await self._send_lines()
+                await self._link.leave()
+                for task in watching:
+                    task.cancel()
+        except* ConnectivityError as errors:
+            # The run goes on without this host, or is over: either way nobody waits for its roles any more.
+            print(f"{self._environment.peer}: {errors.exceptions[0]}", file=sys.stderr, flush=True)
+            code = ConnectivityError.exit_code
+        return code
+
+    async def _live(self, role: RolePlacement) -> None:
+        """One role, from its start to the report of its end."""
+        report_read, report_write = os.pipe()
+        output_read, output_write = os.pipe()
+        output = OutputReader(output_read, lambda text: self._printed(role.peer, text))
+        try:
+            try:
+                self._link.started(role.peer)
+                child = await self._forks.start(self._environ(role), output_write, report_write)
+            finally:
+                os.close(output_write)
+                os.close(report_write)
+            self._children[role.peer] = child
+            if self._stopping.is_set():
+                child.signal(signal.SIGTERM)
+                self._stopped.add(role.peer)
+            code = await child.exited
+            report = _read_report(report_read)
+            try:
+                async with asyncio.timeout(self._ladder.drain_s):
+                    await output.ended.wait()  # a process that the role started may hold the pipe open
+            except TimeoutError:
+                pass
+        finally:
+            output.close()
+            os.close(report_read)
+        await self._send_lines()
+        await self._link.exited(role.peer, code, report, stopped=role.peer in self._stopped)
+
+    def _environ(self, role: RolePlacement) -> dict[str, str]:
+        description, environment = self._description, self._environment
+        master = description.placement.workers[0].host
+        address = next(host.address for host in description.topology.hosts if host.name == master)
+        # MASTER_PORT is for torch.distributed in a script of the user's own; nothing of ours listens there.
+        port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
+        role_environment = RoleEnvironment(
+            role.peer, environment.coordinator, environment.token, environment.host, environment.timeout_s
+        )
+        variables = {
+            **role_environment.to_environ(),
+            **rank_variables(role, description.placement, address, port),
+            "OMP_NUM_THREADS": str(role.threads),
+            "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(description.topology.job.python_path),
+        }
+        if description.data_path is not None:
+            variables["ZMQTRAIN_DATA"] = description.data_path
+        if description.script:
+            variables["ZMQTRAIN_SCRIPT"] = json.dumps(description.script)
+        return variables
+
+    async def _heartbeats(self) -> None:
+        """The link's own loop; when it gives up, all roles end with this agent."""
+        await self._link.run()
+
+    async def _end_roles(self) -> None:
+        """Once the run is to stop: roles were told by the coordinator; those that do not end by themselves are ended."""
+        await self._stopping.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                async with asyncio.timeout(self._ladder.grace_s / 2):
+                    await asyncio.gather(*(asyncio.shield(child.exited) for child in self._children.values()))
+                return
+            except TimeoutError:
+                for peer, child in self._children.items():
+                    if not child.exited.done():
+                        self._stopped.add(peer)
+                        child.signal(number)
+
+    def _printed(self, peer: PeerId, text: str) -> None:
+        self._lines.append({"kind": LOG, "peer": peer, "text": text})
+        self._more_lines.set()
+
+    async def _forward(self) -> None:
+        while True:
+            await self._more_lines.wait()
+            await self._send_lines()
+            await asyncio.sleep(0.05)  # so that a role that prints much costs a few messages a second
+
+    async def _send_lines(self) -> None:
+        self._more_lines.clear()
+        lines, self._lines = self._lines, []
+        if lines:
+            await self._link.membership.report(_joined(lines))
+
+
+def _joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring texts of one role as one."""
+    result: list[dict[str, Any]] = []
+    for line in lines:
+        if result and result[-1]["peer"] == line["peer"] and len(result[-1]["text"]) < 32_000:
+            result[-1] = {**line, "text": result[-1]["text"] + line["text"]}
+        else:
+            result.append(line)
+    return result
+
+
+def _read_report(file: int) -> Mapping[str, Any] | None:
+    """The report that the ended process has written, if any. What is no report is none."""
+    os.set_blocking(file, False)
+    data = b""
+    try:
+        while len(data) < LARGEST_REPORT and (more := os.read(file, 65536)):
+            data += more
+    except BlockingIOError:
+        pass
+    try:
+        report = json.loads(data)
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def main() -> int:
+    """``zmqtrain agent``: everything comes from the environment."""
+    environment = RoleEnvironment.from_environ()
+    if environment is None:
+        print("zmqtrain agent is started by an engine, which sets ZMQTRAIN_PEER, _COORDINATOR and _TOKEN", file=sys.stderr)
+        return 2
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    try:
+        import uvloop
+
+        return uvloop.run(run_agent(environment))
+    except ConnectivityError as error:
+        print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code

@@ -1,0 +1,80 @@
+"""A forked process's life: become the role that the environment names, and leave a report if that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from zmqtrain.embed.enter import enter_run
+from zmqtrain.errors import UsageError
+from zmqtrain.launcher.report import report_of
+from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.server.role import run_server
+from zmqtrain.train.worker import run_worker
+
+#: A script of the user's own and its arguments, as JSON, for workers that run one.
+SCRIPT = "ZMQTRAIN_SCRIPT"
+THREADS = "OMP_NUM_THREADS"
+#: Folders to import from, separated like PYTHONPATH.
+PYTHON_PATH = "ZMQTRAIN_PYTHON_PATH"
+
+
+def main(report_file: int) -> int:
+    """Called in a fresh fork. Writes the error report, if any, as JSON to ``report_file``; returns the exit code."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    environment = RoleEnvironment.from_environ()
+    peer = environment.peer if environment else "nobody"
+    try:
+        if environment is None:
+            raise UsageError("a role was started without its environment")
+        torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+        sys.path[:0] = [folder for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
+        script = os.environ.get(SCRIPT)
+        if script and peer.startswith("worker/"):
+            _run_script(json.loads(script))
+        else:
+            uvloop.run(_stoppable(_run_role(environment)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 128 + signal.SIGTERM
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the last place that can say what happened; the exit code tells the agent
+        report = report_of(error, peer)
+        with os.fdopen(report_file, "w", encoding="utf-8") as file:
+            json.dump(report, file)
+        print(report["traceback"], file=sys.stderr, end="", flush=True)
+        return int(report["exit_code"])
+    return 0
+
+
+async def _run_role(environment: RoleEnvironment) -> None:
+    async with enter_run(environment) as (context, _):
+        if context.role.kind == "worker":
+            await run_worker(context)
+        else:
+            await run_server(context)
+
+
+async def _stoppable(role: Coroutine[Any, Any, None]) -> None:
+    """Run the role until it returns, or is cancelled by SIGTERM."""
+    task = asyncio.ensure_future(role)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
+
+
+def _run_script(command: list[str]) -> None:
+    """Run the user's script as if by ``python SCRIPT ARGS``."""
+    path = Path(command[0])
+    sys.argv = command
+    sys.path.insert(0, str(path.parent.resolve()))
+    runpy.run_path(str(path), run_name="__main__")

@@ -1,0 +1,260 @@
+"""Starts roles by forking a process that has imported torch once.
+
+Importing torch takes over a second and 200 MB a process; a fork takes milliseconds and shares the memory. The standard library's
+forkserver would do the forking, but it imports the agent's main module again in every child, passes no files for output, and its
+children do not end with it; what is needed is small: requests and answers on one socket, files beside them.
+
+The agent's side is `ForkServer`. The server's side, `serve`, has one thread and no event loop: it forks safely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.death import die_with_parent
+
+#: An environment, a few KiB, is the largest message.
+LARGEST_MESSAGE = 1 << 20
+_READY = 0
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that the fork server has started."""
+
+    pid: int
+    exited: asyncio.Future[int]
+    """Its exit code; negative for a signal."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens if it has exited."""
+        if not self.exited.done():
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """The agent's side. ``async with ForkServer() as server: child = await server.start(environ, output, report)``."""
+
+    def __init__(self, entry: str = "zmqtrain.launcher.child:main", *, threads: int = 1) -> None:
+        """``entry``: the function that every child calls; its module is imported before forking."""
+        self._entry, self._threads = entry, threads
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+        self._ready: asyncio.Future[int] | None = None
+        self._starting: dict[int, asyncio.Future[int]] = {}
+        self._children: dict[int, Child] = {}
+        self._early: dict[int, int] = {}  # exits of children whose start nobody has read yet
+        self._number = 0
+
+    async def __aenter__(self) -> ForkServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._socket, self._ready = ours, loop.create_future()
+        environ = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            command = (sys.executable, "-m", "zmqtrain.launcher.forkserver", str(theirs.fileno()), self._entry, str(os.getpid()))
+            self._process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL
+            )
+        loop.add_reader(ours.fileno(), self._read)
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        assert self._socket is not None
+        assert self._process is not None
+        self._close()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, environ: Mapping[str, str], output: int, report: int) -> Child:
+        """Fork a process with these variables set, its output to the file ``output``, its error report to ``report``.
+
+        The caller closes both files on its side. Raises `HostLostError` where the server has died.
+        """
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
+        if self._socket is None:
+            raise _died()
+        self._number += 1
+        number = self._number
+        started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._starting[number] = started
+        socket.send_fds(self._socket, [msgpack.packb([number, dict(environ)])], [output, report])
+        pid = await started
+        child = Child(pid, asyncio.get_running_loop().create_future())
+        self._children[pid] = child
+        if pid in self._early:
+            child.exited.set_result(self._early.pop(pid))
+        return child
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        while True:
+            try:
+                data = self._socket.recv(LARGEST_MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                self._close()
+                return
+            self._take(*msgpack.unpackb(data))
+
+    def _take(self, number: int, pid: int, status: int | None) -> None:
+        if number == _READY and status is None:
+            assert self._ready is not None
+            if not self._ready.done():
+                self._ready.set_result(pid)
+        elif status is None:
+            started = self._starting.pop(number)
+            if not started.done():
+                started.set_result(pid)
+        else:
+            child = self._children.pop(pid, None)
+            if child is None:
+                self._early[pid] = status
+            elif not child.exited.done():
+                child.exited.set_result(status)
+
+    def _close(self) -> None:
+        """The server has died, or is not needed any more: its children die with it."""
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        waiting = [*self._starting.values(), *([self._ready] if self._ready else [])]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(_died())
+                future.exception()  # whoever awaits it gets it; nobody must
+        for child in self._children.values():
+            if not child.exited.done():
+                child.exited.set_result(-signal.SIGKILL)
+        self._starting.clear()
+        self._children.clear()
+
+
+def _died() -> HostLostError:
+    return HostLostError("the process that starts roles (zmqtrain.launcher.forkserver) has died; was it killed for want of memory?")
+
+
+# The server's side ------------------------------------------------------------------------------------------------------------
+
+
+def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
+    """Fork for every request until the other side closes; then kill what is left."""
+    children: dict[int, int] = {}  # pid -> number of the request
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only its wake-up matters
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    channel.send(msgpack.packb([_READY, os.getpid(), None]))
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is channel:
+                    data, files, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, 2)
+                    if not data:
+                        for pid in children:
+                            os.kill(pid, signal.SIGKILL)
+                        return
+                    number, environ = msgpack.unpackb(data)
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        selector.close()
+                        channel.close()
+                        os.close(wake_read)
+                        os.close(wake_write)
+                        _become(environ, files[0], files[1], entry)
+                    for file in files:
+                        os.close(file)
+                    children[pid] = number
+                    channel.send(msgpack.packb([number, pid, None]))
+                else:
+                    os.read(wake_read, 4096)
+                    _reap(channel, children)
+
+
+def _reap(channel: socket.socket, children: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        number = children.pop(pid)
+        channel.send(msgpack.packb([number, pid, os.waitstatus_to_exitcode(status)]))
+
+
+def _become(environ: Mapping[str, str], output: int, report: int, entry: Callable[[int], int]) -> None:
+    """The forked child: never returns."""
+    code = 70
+    try:
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops all in good order
+        die_with_parent(int(os.environ["ZMQTRAIN_FORKSERVER_PID"]))
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.environ.update(environ)
+        code = entry(report)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                code = code or 70
+        # Not sys.exit: what the parent registered to happen at its exit is not this process's to do.
+        os._exit(code)
+
+
+def _import(entry: str) -> Callable[[int], int]:
+    module, _, name = entry.partition(":")
+    function: Callable[[int], int] = getattr(__import__(module, fromlist=[name]), name)
+    return function
+
+
+def main() -> None:
+    """``python -m zmqtrain.launcher.forkserver FD ENTRY AGENT_PID``."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent(int(sys.argv[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
+    # The current folder stays importable in children (tasks lie there), but must not shadow modules of this process.
+    here = str(Path.cwd())
+    if sys.path[0] != here:
+        sys.path.insert(0, here)
+    serve(channel, _import(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The local engine: every host of the file is a set of processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from zmqtrain.launcher.engine import Handle
+from zmqtrain.topology.schema import Host
+
+#: Tells an agent which process it must not outlive.
+PARENT = "ZMQTRAIN_PARENT_PID"
+
+
+class LocalHandle:
+    """An agent's process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def wait(self) -> int:
+        return await self.process.wait()
+
+
+class LocalEngine:
+    """Agents as child processes, in sessions of their own so that Ctrl-C reaches the launcher alone."""
+
+    async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, **environ, PARENT: str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return LocalHandle(process)
+
+    async def stop(self, handle: Handle, grace: float) -> None:
+        assert isinstance(handle, LocalHandle)
+        process = handle.process
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.returncode is None:
+                process.send_signal(number)
+            try:
+                async with asyncio.timeout(grace):
+                    await process.wait()
+                return
+            except TimeoutError:
+                continue

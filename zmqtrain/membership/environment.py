@@ -1,0 +1,109 @@
+"""How a process is told its place: a few environment variables, enough to find the run and to ask for the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zmqtrain.errors import UsageError
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.topology.placement import Placement, RolePlacement
+from zmqtrain.topology.timeouts import Ladder
+
+PEER = "ZMQTRAIN_PEER"
+COORDINATOR_ADDRESS = "ZMQTRAIN_COORDINATOR"
+TOKEN = "ZMQTRAIN_TOKEN"
+HOST = "ZMQTRAIN_HOST"
+TIMEOUT = "ZMQTRAIN_TIMEOUT"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEnvironment:
+    """Everything a process needs to join a run; the topology and the placement it asks the coordinator for."""
+
+    peer: PeerId
+    coordinator: str
+    """Address of the coordinator's endpoint."""
+    token: str = field(repr=False)
+    """The run token. A secret: it goes by environment or standard input, never on a command line."""
+    host: str = "127.0.0.1"
+    """The address to bind and to advertise."""
+    timeout_s: float = 60.0
+    """``[job] timeout``."""
+
+    @property
+    def ladder(self) -> Ladder:
+        """The time-outs."""
+        return Ladder.of(self.timeout_s)
+
+    def settings(self) -> NetSettings:
+        """What the process's endpoint runs by."""
+        return net_settings(self.ladder, self.token, host=self.host)
+
+    def to_environ(self) -> dict[str, str]:
+        """As environment variables."""
+        return {
+            PEER: self.peer,
+            COORDINATOR_ADDRESS: self.coordinator,
+            TOKEN: self.token,
+            HOST: self.host,
+            TIMEOUT: repr(self.timeout_s),
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> RoleEnvironment | None:
+        """What `to_environ` gave; ``None`` where this process was not started for a run.
+
+        Raises `UsageError` where only a part of the variables is there, or a value is wrong.
+        """
+        variables = os.environ if environ is None else environ
+        needed = (PEER, COORDINATOR_ADDRESS, TOKEN)
+        missing = [name for name in needed if not variables.get(name)]
+        if len(missing) == len(needed):
+            return None
+        if missing:
+            raise UsageError(
+                f"{', '.join(missing)} must be set to join a run (zmqtrain launch sets them for the processes it starts)"
+            )
+        text = variables.get(TIMEOUT, "60.0")
+        try:
+            timeout_s = float(text)
+        except ValueError as error:
+            raise UsageError(f"{TIMEOUT} is {text!r}; it must be a number of seconds") from error
+        return cls(variables[PEER], variables[COORDINATOR_ADDRESS], variables[TOKEN], variables.get(HOST, "127.0.0.1"), timeout_s)
+
+
+def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0) -> NetSettings:
+    """An endpoint's settings, its time-outs from the ladder."""
+    return NetSettings(
+        token=token,
+        host=host,
+        port=port,
+        connect_s=ladder.join_s,  # peers start in any order: whoever is first waits as long as joining may take
+        lost_s=ladder.lost_s,
+        heartbeat_s=ladder.heartbeat_s,
+        drain_s=ladder.drain_s,
+    )
+
+
+def rank_variables(role: RolePlacement, placement: Placement, master: str, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, for code that reads them. Model servers have none."""
+    if role.kind != "worker":
+        return {}
+    here = [other for other in placement.of_host(role.host) if other.kind == "worker"]
+    hosts = [name for name in placement.hosts if any(other.kind == "worker" for other in placement.of_host(name))]
+    return {
+        "RANK": str(role.index),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(role.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(here)),
+        "GROUP_RANK": str(hosts.index(role.host)),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "ROLE_NAME": "worker",
+        "ROLE_RANK": str(role.index),
+        "ROLE_WORLD_SIZE": str(placement.world_size),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(port),
+    }

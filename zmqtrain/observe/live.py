@@ -1,0 +1,232 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere, JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from zmqtrain.observe.summary import Summary, metrics_of
+
+#: Seconds between plain progress lines.
+LINE_EVERY_S = 1.0
+
+
+class View(Protocol):
+    """Shows a run. All methods on the loop's thread."""
+
+    def begin(self, title: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Something happened that is worth a line."""
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        """An event of a role (its line in ``events.jsonl``); ``now`` is the loop's clock."""
+
+    def log(self, peer: str, text: str) -> None:
+        """Lines that a role has printed."""
+
+    def end(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _GroupRow:
+    """What the table says of a group, from its newest steps."""
+
+    step: int = 0
+    loss: float | None = None
+    samples: int = 0
+    rate: float = 0.0
+    exposed: float = 0.0
+    staleness: float | None = None
+    since: float | None = None  # when `samples` began to count
+
+
+class Rows:
+    """The table's rows, as a fold of step events."""
+
+    def __init__(self, group_of: Mapping[str, int]) -> None:
+        self._group_of = group_of
+        self.groups: dict[int, _GroupRow] = {group: _GroupRow() for group in sorted(set(group_of.values()))}
+        self.eval: dict[str, float] = {}
+
+    def add(self, event: Mapping[str, Any], now: float) -> None:
+        """Take an event of a role."""
+        values = event["values"]
+        if event["kind"] == "eval":
+            self.eval.update(metrics_of(values))
+        peer = f"{event['role']}/{event['rank']}"
+        row = self.groups.get(self._group_of.get(peer, -1))
+        if event["kind"] != "step" or row is None:
+            return
+        row.step = max(row.step, event["step"] + 1)
+        row.loss = values.get("loss", row.loss)
+        seconds = values.get("seconds", 0.0)
+        share = values.get("exposed_s", 0.0) / seconds if seconds > 0 else 0.0
+        row.exposed += 0.1 * (share - row.exposed)
+        staleness = values.get("staleness")
+        if staleness:
+            mean = sum(staleness) / len(staleness)
+            row.staleness = mean if row.staleness is None else row.staleness + 0.1 * (mean - row.staleness)
+        if row.since is None:
+            row.since = now
+        else:
+            row.samples += values.get("samples", 0)
+        if now - row.since >= 1.0:  # about once a second, so that the figure does not flicker
+            row.rate, row.samples, row.since = row.samples / (now - row.since), 0, now
+
+    @property
+    def rate(self) -> float:
+        """Samples a second over all groups."""
+        return sum(row.rate for row in self.groups.values())
+
+    def line(self) -> str:
+        """All of it in one line."""
+        rows = self.groups.values()
+        losses = [row.loss for row in rows if row.loss is not None]
+        steps = [row.step for row in rows]
+        step = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)}..{max(steps)}"
+        parts = [f"step {step}"]
+        if losses:
+            parts.append(f"loss {sum(losses) / len(losses):.4f}")
+        if self.rate:
+            parts.append(f"{self.rate:,.0f} samples/s")
+        parts.append(f"exposed communication {100 * sum(row.exposed for row in rows) / len(steps):.0f} %")
+        stale = [row.staleness for row in rows if row.staleness is not None]
+        if stale:
+            parts.append(f"staleness {sum(stale) / len(stale):.2f}")
+        parts += [f"{name} {value:.4f}" for name, value in self.eval.items()]
+        return "  ".join(parts)
+
+
+class TableView:
+    """A table that renews itself, for terminals. Log lines scroll above it."""
+
+    def __init__(self, group_of: Mapping[str, int], console: Console) -> None:
+        self._rows = Rows(group_of)
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=False)
+
+    def begin(self, title: str) -> None:
+        self._console.print(title, highlight=False, markup=False)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, style="dim", highlight=False, markup=False)
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        self._rows.add(event, now)
+
+    def log(self, peer: str, text: str) -> None:
+        for line in text.splitlines():
+            self._live.console.print(f"[cyan]{escape(peer)}[/cyan] | {escape(line)}", highlight=False)
+
+    def end(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table("group", "step", "loss", "samples/s", "exposed", "staleness", box=None, header_style="bold")
+        for number, row in self._rows.groups.items():
+            table.add_row(
+                str(number),
+                str(row.step),
+                "" if row.loss is None else f"{row.loss:.4f}",
+                f"{row.rate:,.0f}",
+                f"{100 * row.exposed:.0f} %",
+                "" if row.staleness is None else f"{row.staleness:.2f}",
+            )
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in self._rows.eval.items())
+        return Group(table, metrics)
+
+
+class PlainView:
+    """A line about once a second, for pipes and log files."""
+
+    def __init__(self, group_of: Mapping[str, int], *, every_steps: int = 0) -> None:
+        self._rows = Rows(group_of)
+        self._every_steps = every_steps
+        self._next = 0.0
+        self._shown_step = 0
+
+    def begin(self, title: str) -> None:
+        print(title, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        self._rows.add(event, now)
+        if event["kind"] == "eval":
+            metrics = "  ".join(f"{name} {value:.4f}" for name, value in metrics_of(event["values"]).items())
+            print(f"evaluation at step {event['step']}: {metrics}", flush=True)
+        elif event["kind"] == "step" and self._due(event["step"], now):
+            print(self._rows.line(), flush=True)
+
+    def _due(self, step: int, now: float) -> bool:
+        if self._every_steps:
+            due = step >= self._shown_step + self._every_steps
+            self._shown_step = step if due else self._shown_step
+            return due
+        due = now >= self._next
+        if due:
+            self._next = now + LINE_EVERY_S
+        return due
+
+    def log(self, peer: str, text: str) -> None:
+        for line in text.splitlines():
+            print(f"{peer} | {line}", flush=True)
+
+    def end(self) -> None:
+        return None
+
+
+class JsonView:
+    """Events as JSON lines on standard output, and nothing else; what roles print goes to standard error."""
+
+    def begin(self, title: str) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        print(json.dumps(event), flush=True)
+
+    def log(self, peer: str, text: str) -> None:
+        for line in text.splitlines():
+            print(f"{peer} | {line}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        return None
+
+
+def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int = 0) -> View:
+    """The view that suits standard output."""
+    if json_lines:
+        return JsonView()
+    console = Console()
+    return TableView(group_of, console) if console.is_terminal else PlainView(group_of, every_steps=every_steps)
+
+
+def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]:
+    """What is said when a run is done."""
+    values = summary.to_dict()
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
+    step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
+    lines = [
+        f"done in {seconds:.1f} s: {values['steps']} steps, {values['samples']:,} samples, "
+        f"{values['samples_per_s']:,.0f} samples/s while training",
+        f"step {1e3 * step:.1f} ms (median), of which {1e3 * exposed:.1f} ms waiting for the network",
+    ]
+    if values["staleness"]["histogram"]:
+        lines.append(f"staleness {values['staleness']['mean']:.2f} (mean), {values['staleness']['max']} (max)")
+    if metrics:
+        lines.append(metrics)
+    return [*lines, f"everything about it: {directory}"]

@@ -1,0 +1,96 @@
+"""A role's recorder: takes events and spans from both threads, and posts them in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+from zmqtrain.events import EventValue
+
+#: Takes a batch of events; returns when they have arrived.
+Post: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
+
+#: Seconds between batches: seldom enough to cost nothing, often enough for a live table.
+INTERVAL_S = 0.25
+#: Events that may wait to be posted. Beyond it spans are dropped and counted: they are only for looking at.
+MOST_WAITING = 50_000
+
+
+class RunRecorder:
+    """Implements `zmqtrain.events.Recorder`. Make it on the loop's thread; ``run()`` it as a task, and ``flush()`` at the end.
+
+    Times in events are seconds since the epoch: the loop's clock plus an offset that is read once, so that they never go back.
+    Spans are kept for the first ``trace_steps`` steps that this recorder sees.
+    """
+
+    def __init__(self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None) -> None:
+        self._post = post
+        self._clock = clock or asyncio.get_running_loop().time
+        self._offset = time.time() - self._clock()
+        self._trace_steps = trace_steps
+        self._first_step: int | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[dict[str, Any]] = []
+        self._dropped = 0
+
+    def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
+        self._add({"kind": kind, "time": self._clock() + self._offset, "step": step, "values": values})
+
+    def span(self, name: str, category: str, /, *, step: int | None = None) -> AbstractContextManager[object]:
+        return self._measure(name, category, step)
+
+    @contextmanager
+    def _measure(self, name: str, category: str, step: int | None) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add_span(name, category, start, self._clock(), step=step)
+
+    def add_span(
+        self,
+        name: str,
+        category: str,
+        start_s: float,
+        end_s: float,
+        *,
+        step: int | None = None,
+        values: Mapping[str, EventValue] | None = None,
+    ) -> None:
+        if step is not None:
+            if self._first_step is None:
+                self._first_step = step
+            if not 0 <= step - self._first_step < self._trace_steps:
+                return
+        elif self._trace_steps == 0:
+            return
+        span = {"kind": "span", "time": start_s + self._offset, "step": step, "name": name, "category": category}
+        self._add({**span, "seconds": end_s - start_s, "values": dict(values or {})})
+
+    async def run(self) -> None:
+        """Post what has come every `INTERVAL_S`, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Post what has come, now."""
+        with self._lock:
+            batch, self._waiting = self._waiting, []
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
+            now = self._clock() + self._offset
+            batch.append({"kind": "dropped", "time": now, "step": None, "values": {"spans": dropped}})
+        if batch:
+            await self._post(batch)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if len(self._waiting) >= MOST_WAITING and event["kind"] == "span":
+                self._dropped += 1
+            else:
+                self._waiting.append(event)

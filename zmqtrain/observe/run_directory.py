@@ -1,0 +1,124 @@
+"""``runs/NAME-NNN/``: what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from zmqtrain.errors import UsageError
+from zmqtrain.observe.trace import Trace
+
+#: A run's number has at least three digits, so that a listing is in order.
+_DIGITS = 3
+
+
+class RunDirectory:
+    """The files of one run. Make one by `create`; `close` writes the trace and ends the event file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trace = Trace()
+        self._events: TextIO | None = (path / "events.jsonl").open("a", encoding="utf-8")
+        self._logs: dict[str, TextIO] = {}
+
+    @classmethod
+    def create(cls, name: str, *, parent: Path = Path("runs"), exact: Path | None = None) -> RunDirectory:
+        """A new directory: the next free number under ``parent``, or ``exact``, which must be empty or not exist.
+
+        Raises `UsageError` where it cannot be made.
+        """
+        try:
+            path = exact if exact is not None else _next(parent, name)
+            if exact is not None:
+                exact.mkdir(parents=True, exist_ok=True)
+                if any(exact.iterdir()):
+                    raise UsageError(f"the run directory {exact} is not empty: choose another with --run-dir")
+            (path / "logs").mkdir()
+            (path / "checkpoints").mkdir()
+        except OSError as error:
+            raise UsageError(f"cannot make a run directory: {error}. Choose a folder that can be written with --run-dir") from error
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole: nobody ever sees half of it."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a file of JSON whole."""
+        self.write(name, json.dumps(value, indent=2, default=str) + "\n")
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Append a line to ``events.jsonl``."""
+        if self._events is not None:
+            self._events.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+    def log(self, peer: str, text: str) -> None:
+        """Append to the log of a role."""
+        file = self._logs.get(peer)
+        if file is None:
+            file = self._logs[peer] = (self.path / "logs" / f"{log_name(peer)}.log").open("a", encoding="utf-8")
+        file.write(text)
+        file.flush()
+
+    def flush(self) -> None:
+        """Let readers of the event file see what has been written."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """End the event file and the logs, and write the trace. Idempotent."""
+        if self._events is None:
+            return
+        self._events.close()
+        self._events = None
+        for file in self._logs.values():
+            file.close()
+        self.write("trace.json", self.trace.to_json())
+
+
+def log_name(peer: str) -> str:
+    """``worker/3`` as a file name."""
+    return peer.replace("/", "-")
+
+
+def latest_run(parent: Path = Path("runs")) -> Path | None:
+    """The run that was started last."""
+    runs = [path for path in parent.glob("*-*") if (path / "topology.toml").exists()]
+    return max(runs, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
+    """The directory of a run given as a path, as ``NAME-NNN``, or as ``latest``. Raises `UsageError`."""
+    if name == "latest":
+        found = latest_run(parent)
+        if found is None:
+            raise UsageError(f"there is no run in {parent.absolute()}")
+        return found
+    for path in (Path(name), parent / name):
+        if (path / "topology.toml").exists():
+            return path
+    known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:]) or "none"
+    raise UsageError(f"there is no run {name}; the latest in {parent.absolute()}: {known}")
+
+
+def _next(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    numbers = [path.name[len(name) + 1 :] for path in parent.glob(f"{name}-*")]
+    number = max((int(text) for text in numbers if text.isdigit()), default=0)
+    while True:  # mkdir decides between two launches at the same moment
+        number += 1
+        path = parent / f"{name}-{number:0{_DIGITS}}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path

@@ -1,0 +1,107 @@
+"""``summary.json``: a fold of the run's events."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Summary:
+    """Feed it events (`add`); `to_dict` gives the summary so far. Steps are a group's; samples are all workers'."""
+
+    def __init__(self) -> None:
+        self.eval: dict[str, float] = {}
+        """The newest value of each evaluation metric."""
+        self.samples = 0
+        self.losses: dict[int, float] = {}
+        """Each worker's newest loss."""
+        self._steps: dict[int, int] = {}  # rank -> steps done
+        self._seconds: list[float] = []
+        self._exposed: list[float] = []
+        self._staleness: Counter[int] = Counter()
+        self._bytes_sent: dict[str, int] = {}
+        self._spread: float | None = None
+        self._began: float | None = None
+        self._ended: float | None = None
+
+    def add(self, peer: str, event: Mapping[str, Any]) -> None:
+        """Take one event, as it stands in ``events.jsonl``."""
+        values = event["values"]
+        if event["kind"] == "step":
+            self._add_step(event["rank"], event["step"], event["time"], values)
+        elif event["kind"] == "eval":
+            self.eval.update(metrics_of(values))
+        sent = values.get("bytes_sent")
+        if isinstance(sent, int):
+            self._bytes_sent[peer] = sent
+        spread = values.get("replica_spread")
+        if isinstance(spread, int | float):
+            self._spread = float(spread)
+
+    def _add_step(self, rank: int, step: int | None, time: float, values: Mapping[str, Any]) -> None:
+        seconds = float(values.get("seconds", 0.0))
+        self._steps[rank] = max(self._steps.get(rank, 0), 1 + (step or 0))
+        self.samples += int(values.get("samples", 0))
+        self._seconds.append(seconds)
+        self._exposed.append(float(values.get("exposed_s", 0.0)))
+        loss = values.get("loss")
+        if isinstance(loss, int | float):
+            self.losses[rank] = float(loss)
+        staleness = values.get("staleness")
+        if isinstance(staleness, list):
+            self._staleness.update(int(item) for item in staleness)
+        self._began = time - seconds if self._began is None else min(self._began, time - seconds)
+        self._ended = time if self._ended is None else max(self._ended, time)
+
+    @property
+    def steps(self) -> int:
+        """Steps that the furthest worker has done."""
+        return max(self._steps.values(), default=0)
+
+    @property
+    def training_seconds(self) -> float:
+        """From the first step's begin to the last step's end."""
+        return (self._ended or 0.0) - (self._began or 0.0)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the workers' newest losses."""
+        finite = [loss for loss in self.losses.values() if math.isfinite(loss)]
+        return statistics.fmean(finite) if finite else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of ``summary.json`` that follows from events."""
+        seconds = self.training_seconds
+        updates = sum(self._staleness.values())
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "training_seconds": seconds,
+            "samples_per_s": self.samples / seconds if seconds > 0 else 0.0,
+            "step_s": _spread_of(self._seconds),
+            "exposed_communication_s": _spread_of(self._exposed),
+            "loss": self.loss,
+            "eval": dict(self.eval),
+            "staleness": {
+                "mean": sum(value * count for value, count in self._staleness.items()) / updates if updates else 0.0,
+                "max": max(self._staleness, default=0),
+                "histogram": {str(value): self._staleness[value] for value in sorted(self._staleness)},
+            },
+            "bytes_sent": sum(self._bytes_sent.values()),
+            "replica_spread": self._spread,
+        }
+
+
+def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in an ``eval`` event: all its numbers but the time that it took."""
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
+
+
+def _spread_of(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"median": 0.0, "p90": 0.0}
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "p90": ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]}

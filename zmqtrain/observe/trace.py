@@ -1,0 +1,75 @@
+"""``trace.json``: spans as a Chrome trace, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: The rows of each role, in this order from the top.
+CATEGORIES = ("compute", "send", "receive", "wait")
+
+
+class Trace:
+    """Collects spans. A process per role, a thread per category; concurrent spans of a row go to rows of their own below."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, dict[str, Any]]] = []
+
+    def add(self, peer: str, span: dict[str, Any]) -> None:
+        """``span``: time and seconds, name, category, step, values."""
+        self._spans.append((peer, span))
+
+    def to_json(self) -> str:
+        """The whole trace."""
+        return json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """As Chrome trace events; times in microseconds from the first span."""
+        spans = sorted(self._spans, key=lambda item: item[1]["time"])
+        start = spans[0][1]["time"] if spans else 0.0
+        peers = sorted({peer for peer, _ in spans}, key=_order)
+        processes = {peer: number for number, peer in enumerate(peers, 1)}
+        rows: dict[tuple[str, str], list[float]] = {}  # when each row of a category is free again
+        result: list[dict[str, Any]] = []
+        for peer, number in processes.items():
+            result.append({"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": peer}})
+            result.append({"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}})
+        named: set[tuple[int, int]] = set()
+        for peer, span in spans:
+            category = span["category"]
+            begin, end = span["time"], span["time"] + span["seconds"]
+            row = _row(rows.setdefault((peer, category), []), begin, end)
+            base = CATEGORIES.index(category) if category in CATEGORIES else len(CATEGORIES)
+            thread = base * 100 + row
+            if (processes[peer], thread) not in named:
+                named.add((processes[peer], thread))
+                title = category if row == 0 else f"{category} {row + 1}"
+                result.append({"ph": "M", "pid": processes[peer], "tid": thread, "name": "thread_name", "args": {"name": title}})
+            result.append(
+                {
+                    "ph": "X",
+                    "pid": processes[peer],
+                    "tid": thread,
+                    "name": span["name"],
+                    "cat": category,
+                    "ts": round((begin - start) * 1e6, 3),
+                    "dur": round(span["seconds"] * 1e6, 3),
+                    "args": {"step": span["step"], **span.get("values", {})},
+                }
+            )
+        return result
+
+
+def _row(free_at: list[float], begin: float, end: float) -> int:
+    """The first row that is free at ``begin``; rows of a Chrome trace must not overlap."""
+    for number, free in enumerate(free_at):
+        if free <= begin:
+            free_at[number] = end
+            return number
+    free_at.append(end)
+    return len(free_at) - 1
+
+
+def _order(peer: str) -> tuple[str, int]:
+    kind, _, index = peer.partition("/")
+    return ({"worker": "0", "server": "1"}.get(kind, kind), int(index) if index.isdigit() else 0)
