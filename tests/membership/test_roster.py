@@ -12,7 +12,7 @@ from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, Prot
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Note, Outcome, Push, Refuse
 from zmqtrain.membership.barrier import LONGEST_NAME, MOST_BARRIERS, name_some
 from zmqtrain.membership.roster import MOST_OBSERVERS, Roster
-from zmqtrain.membership.state import TRANSITIONS, Presence, State
+from zmqtrain.membership.state import TRANSITIONS, State
 from zmqtrain.membership.view import Member, View
 from zmqtrain.topology.timeouts import Ladder
 
@@ -189,7 +189,7 @@ def test_a_role_whose_gil_is_held_for_minutes_stays_alive() -> None:
     for _ in range(10):
         table.take(table.roster.handle_lost("worker/1", "no answer to pings", table.now))
         table.advance(60)
-    assert table.roster.presence("worker/1") is Presence.HERE
+    assert table.roster.is_here("worker/1")
     assert (table.roster.state, table.roster.failures) == (State.RUNNING, [])
 
 
@@ -363,6 +363,27 @@ def test_halt_is_told_once_and_the_run_ends_halted() -> None:
     table.leave("worker/1")
     assert table.outcome is not None
     assert (table.outcome.status, table.outcome.reason) == ("halted", "the loss is nan")
+
+
+def test_a_run_that_is_stopped_while_it_starts() -> None:
+    table = Table(members(workers=2, servers=0))
+    table.join("agent/h0")
+    waiting = table.join("worker/0")
+    table.take(table.roster.handle_halt("coordinator", {"message": "interrupted"}, table.now))
+    assert "coordinator stops the run: interrupted" in str(table.error(waiting))
+    assert "too late to join: the run was stopped" in str(table.error(table.join("worker/1")))
+    assert ("agent/h0", "halt") in table.told
+
+
+def test_a_host_whose_agent_ended_before_it_joined() -> None:
+    table = Table(members(workers=2, servers=0, hosts=2))
+    table.join("agent/h0")
+    waiting = table.join("worker/0")
+    table.take(table.roster.handle_host_ended("h1", "its agent ended with code 1", table.now))
+    assert isinstance(table.error(waiting), PeerLostError)
+    assert "lost the host h1: its agent ended with code 1" in table.roster.failures[0].reason
+    assert table.take(table.roster.handle_host_ended("h1", "again", table.now)) == []
+    assert table.take(table.roster.handle_host_ended("h9", "unknown", table.now)) == []
 
 
 def test_a_barrier_opens_when_all_are_there() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -144,6 +144,15 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     halt: Mapping[str, Any] | None = None
     """What the role that stopped the run gave as its reason."""
+
+    @staticmethod
+    def of(failure: str | None, failures: Sequence[Failure], halt: Mapping[str, Any] | None) -> Outcome:
+        """``failure``: the first one's reason, where there was one."""
+        if failure is not None:
+            return Outcome("failed", failure, tuple(failures), halt)
+        if halt is not None:
+            return Outcome("halted", str(halt.get("message", "a role stopped the run")), (), halt)
+        return Outcome("done", "all roles have finished")
 
     @property
     def cause(self) -> Failure | None:

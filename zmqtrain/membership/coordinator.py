@@ -86,6 +86,10 @@ class Coordinator:
         """Stop the run, as a role may by `Membership.halt`: every member is told, once."""
         self._do(self._roster.handle_halt(COORDINATOR, reason, self._now()))
 
+    def host_ended(self, host: str, reason: str) -> None:
+        """The agent of a host has ended, says whoever started it: its roles have ended with it."""
+        self._do(self._roster.handle_host_ended(host, reason, self._now()))
+
     async def run(self) -> Outcome:
         """Keep the membership until the run has ended. Cancelling it refuses whoever waits, and tells nobody else."""
         try:

@@ -14,14 +14,14 @@ are judged by the endpoint, which notices a link that stays away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.barrier import Barriers, name_some
-from zmqtrain.membership.state import TRANSITIONS, Entry, Presence, State
+from zmqtrain.membership.state import TRANSITIONS, Crew, Entry, Presence, State
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Ladder
@@ -41,8 +41,7 @@ class Roster:
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
         self._ladder = ladder
-        self._entries = {member.peer: Entry(member) for member in expected}
-        self._agents = {entry.member.host: entry for entry in self._entries.values() if entry.member.kind == "agent"}
+        self._crew = Crew(expected)
         self._heard: dict[str, float] = {}  # host -> when its agent was last heard
         self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
         self._barriers = Barriers(ladder.barrier_s)
@@ -57,15 +56,17 @@ class Roster:
 
     def handle_join(self, peer: PeerId, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A process wants in. Roles are answered when everybody is there, agents and observers at once."""
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None:
             if not peer.startswith("observer/"):
-                return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {self._expects()}"))]
-            if sum(other.member.kind == "observer" for other in self._entries.values()) >= MOST_OBSERVERS:
+                expected = name_some([other.member.peer for other in self._crew.of_kind("agent", "worker", "server")])
+                return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {expected}"))]
+            if len(self._crew.of_kind("observer")) >= MOST_OBSERVERS:
                 return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
-            entry = self._entries[peer] = Entry(Member(peer, "", "", "observer", -1))
-        if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED):
-            why = entry.reason or self._end_reason
+            entry = self._crew.add(Member(peer, "", "", "observer", -1))
+        stopped = self.halt_reason is not None and not self._complete
+        if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED) or stopped:
+            why = entry.reason or self._end_reason or "the run was stopped"
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         actions: list[Action] = []
         if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
@@ -83,12 +84,11 @@ class Roster:
             self._heard[entry.member.host] = now
         if changed:
             self._version += 1
-            here = sum(other.here for other in self._entries.values())
             values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address}
-            reason = f"{peer} joined ({here} of {len(self._entries)})"
+            reason = f"{peer} joined ({len(self._crew.here())} of {len(self._crew)})"
             actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason)]
         if entry.member.is_role and not self._complete:
-            gone = next((other for other in self._entries.values() if other.gone), None)
+            gone = next((other for other in self._crew if other.gone), None)
             if gone is not None:
                 error = PeerLostError(gone.member.peer, gone.reason, waiting_for="everybody to join")
                 return [*actions, Refuse(ticket, error)]
@@ -102,29 +102,27 @@ class Roster:
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        if members is None:
-            who = tuple(other.member.peer for other in self._entries.values() if other.member.kind == "worker")
-        else:
-            who = tuple(sorted(set(members)))
-        unknown = [other for other in who if other not in self._entries]
+        workers = [other.member.peer for other in self._crew.of_kind("worker")]
+        who = tuple(workers if members is None else sorted(set(members)))
+        known = [entry for other in who if (entry := self._crew.get(other)) is not None]
+        unknown = sorted({*who} - {entry.member.peer for entry in known})
         if unknown or peer not in who:
             what = f"with {name_some(unknown)}, not part of this run" if unknown else "without being one of its members"
             return [Refuse(ticket, UsageError(f"{peer} calls the barrier {name!r} {what}"))]
-        for other in who:
-            entry = self._entries[other]
+        for entry in known:
             if entry.gone:
-                return [Refuse(ticket, PeerLostError(other, entry.reason, waiting_for=f"the barrier {name!r}"))]
+                return [Refuse(ticket, PeerLostError(entry.member.peer, entry.reason, waiting_for=f"the barrier {name!r}"))]
         return self._barriers.arrive(peer, name, who, ticket, now)
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """An agent's word: its host is there, and these of its roles are alive."""
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None or entry.member.kind != "agent" or not entry.here:
             return []
         self._heard[entry.member.host] = now
         living = set(alive)
         actions: list[Action] = []
-        for other in self._roles_of(entry.member.host):
+        for other in self._crew.roles_of(entry.member.host):
             if other.here and not other.exited and other.member.peer not in living:
                 reason = f"its agent on {entry.member.host} no longer sees its process"
                 error = HostLostError(f"{other.member.peer}: {reason}")
@@ -135,7 +133,7 @@ class Roster:
         self, agent: PeerId, peer: PeerId, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, now: float
     ) -> list[Action]:
         """An agent reports that a role's process has ended. ``stopped``: the agent ended it on purpose."""
-        entry, judge = self._entries.get(peer), self._entries.get(agent)
+        entry, judge = self._crew.get(peer), self._crew.get(agent)
         if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host or entry.exited:
             return []
         self._heard[judge.member.host] = now
@@ -158,7 +156,7 @@ class Roster:
 
     def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
         """A role says itself that it failed. Needed where it has no agent that would see its process end."""
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None or not entry.here:
             return []
         failure = Failure.of_exit(peer, entry.member.host, int(report.get("exit_code", 1)), report, stopped=False, left=False)
@@ -168,16 +166,16 @@ class Roster:
 
     def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
         """A member has done its work and goes. Nobody else is told: what it has sent is still on its way to them."""
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None or not entry.here:
             return []
-        waited = [other for other in self._roles_of(entry.member.host) if other.here]
+        waited = [other for other in self._crew.roles_of(entry.member.host) if other.here]
         if entry.member.kind == "agent" and waited and self.state is not State.ENDED:
             reason = f"the agent of {entry.member.host} left before its roles"
             return self._lose(entry, reason, HostLostError(reason), now)
         actions = self._remove(entry, Presence.LEFT, "it left")
         if entry.member.kind == "observer":
-            del self._entries[peer]
+            self._crew.remove(peer)
         actions.append(Note("leave", {"peer": peer}, f"{peer} left"))
         return actions + self._maybe_finish(now)
 
@@ -190,24 +188,34 @@ class Roster:
         self.halt_reason = dict(reason)
         told = f"{peer} stops the run: {reason.get('message', 'no reason given')}"
         values: dict[str, Any] = {"peer": peer, "reason": dict(reason)}
-        return [Note("halt", values, told), *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
+        actions: list[Action] = [Note("halt", values, told)]
+        for waiting in list(self._joining):
+            actions += self._refuse_join(waiting, PeerLostError(peer, told, waiting_for="everybody to join"))
+        return [*actions, *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
         """The endpoint has lost its link to a peer. Says nothing about a role that has an agent."""
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None or not entry.here or self.state is State.ENDED:
             return []
         if entry.member.kind == "observer":
-            del self._entries[peer]
+            self._crew.remove(peer)
             return []
         if entry.member.kind == "agent":
             return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
-        if entry.member.host in self._agents:
+        if entry.member.host in self._crew.agents:
             return []
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
             return self._discard_join(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
+
+    def handle_host_ended(self, host: str, reason: str, now: float) -> list[Action]:
+        """Whoever started a host's agent says that it has ended. Says nothing about an agent that has left."""
+        entry = self._crew.agents.get(host)
+        if entry is None or entry.gone or self.state is State.ENDED:
+            return []
+        return self._lose(entry, reason, HostLostError(f"lost the host {host}: {reason}"), now)
 
     # Time ---------------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +244,7 @@ class Roster:
         for host, heard in list(self._heard.items()):
             if now >= heard + self._ladder.lost_s and self.state is not State.ENDED:
                 reason = f"its agent has been silent for {self._ladder.lost_s:g} s"
-                actions += self._lose(self._agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
+                actions += self._lose(self._crew.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
@@ -246,18 +254,12 @@ class Roster:
 
     def view(self) -> View:
         """The members as they are now."""
-        entries = self._entries.values()
-        here = {entry.member.peer: entry.member for entry in entries if entry.here}
-        lost = {entry.member.peer: entry.reason for entry in entries if entry.presence is Presence.LOST}
-        return View(self._version, self._complete, here, lost)
+        return self._crew.view(self._version, complete=self._complete)
 
     def is_here(self, peer: PeerId) -> bool:
         """Whether this peer is a member now."""
-        return peer in self._entries and self._entries[peer].here
-
-    def presence(self, peer: PeerId) -> Presence:
-        """Where a member stands. Raises ``KeyError``."""
-        return self._entries[peer].presence
+        entry = self._crew.get(peer)
+        return entry is not None and entry.here
 
     # What follows -------------------------------------------------------------------------------------------------------------
 
@@ -265,16 +267,10 @@ class Roster:
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
-    def _expects(self) -> str:
-        return name_some([entry.member.peer for entry in self._entries.values() if entry.member.kind != "observer"])
-
-    def _roles_of(self, host: str) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.member.is_role and entry.member.host == host]
-
     def _may_not(self, peer: PeerId) -> ZmqTrainError | None:
         if self.state is State.ENDED:
             return PeerLostError("coordinator", f"the run has ended: {self._end_reason}")
-        entry = self._entries.get(peer)
+        entry = self._crew.get(peer)
         if entry is None or not entry.here:
             return ProtocolError(f"{peer} is not a member of this run")
         if not self._complete:
@@ -290,16 +286,16 @@ class Roster:
         return [] if ticket is None else [Discard(ticket, reason)]
 
     def _maybe_complete(self) -> list[Action]:
-        if self.state is not State.JOINING or not all(entry.here for entry in self._entries.values()):
+        if self.state is not State.JOINING or len(self._crew.here()) < len(self._crew):
             return []
         self._complete = True
         self._version += 1
         self._go(State.RUNNING)
-        reason = f"all {len(self._entries)} have joined"
+        reason = f"all {len(self._crew)} have joined"
         value = self.view().to_value()
         answers: list[Action] = [Answer(ticket, value, reason) for ticket in self._joining.values()]
         self._joining.clear()
-        return [Note("running", {"members": len(self._entries)}, reason), *answers]
+        return [Note("running", {"members": len(self._crew)}, reason), *answers]
 
     def _remove(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
         """A member is gone, in whichever way. Whoever waits for it is told."""
@@ -323,7 +319,7 @@ class Roster:
         """A member is lost; with an agent all roles of its host."""
         actions = self._remove(entry, Presence.LOST, reason)
         if entry.member.kind == "agent":
-            for other in self._roles_of(entry.member.host):
+            for other in self._crew.roles_of(entry.member.host):
                 other.exited = True  # as far as anybody can tell
                 if not other.gone:
                     actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
@@ -351,29 +347,23 @@ class Roster:
         return actions + self._maybe_end()
 
     def _tell_all(self, what: Any, value: Value, reason: str) -> list[Action]:
-        here = [entry.member.peer for entry in self._entries.values() if entry.here]
-        return [Push(peer, what, value, reason) for peer in here]
-
-    def _all(self, kinds: tuple[str, ...], test: Callable[[Entry], bool]) -> bool:
-        return all(test(entry) for entry in self._entries.values() if entry.member.kind in kinds)
-
-    def _ended(self, entry: Entry) -> bool:
-        """Whether the process itself has ended, as far as anybody is there to tell."""
-        return entry.gone and (entry.exited or entry.member.host not in self._agents)
+        return [Push(entry.member.peer, what, value, reason) for entry in self._crew.here()]
 
     def _maybe_finish(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        if self.state in (State.JOINING, State.RUNNING) and self._all(("worker",), lambda entry: entry.gone):
+        if self.state in (State.JOINING, State.RUNNING) and all(entry.gone for entry in self._crew.of_kind("worker")):
             self._go(State.FINISHING)
             reason = "all workers have left"
             self._end_deadline = now + self._ladder.request_s
             actions.append(Note("finishing", {}, reason))
-            servers = [entry for entry in self._entries.values() if entry.member.kind == "server" and not entry.gone]
-            actions += [Push(entry.member.peer, "finish", None, reason) for entry in servers]
+            servers = [entry.member.peer for entry in self._crew.of_kind("server") if not entry.gone]
+            actions += [Push(server, "finish", None, reason) for server in servers]
         return actions + self._maybe_end()
 
     def _maybe_end(self) -> list[Action]:
-        if self.state not in (State.FINISHING, State.FAILED) or not self._all(("worker", "server"), self._ended):
+        if self.state not in (State.FINISHING, State.FAILED):
+            return []
+        if not all(map(self._crew.ended, self._crew.of_kind("worker", "server"))):
             return []
         return self._end()
 
@@ -381,27 +371,20 @@ class Roster:
         failed = self.state is State.FAILED
         self._go(State.ENDED)
         self._end_deadline = None
-        if failed:
-            outcome = Outcome("failed", self._end_reason, tuple(self.failures), self.halt_reason)
-        elif self.halt_reason is not None:
-            outcome = Outcome("halted", str(self.halt_reason.get("message", "a role stopped the run")), (), self.halt_reason)
-        else:
-            outcome = Outcome("done", "all roles have finished")
+        outcome = Outcome.of(self._end_reason if failed else None, self.failures, self.halt_reason)
         self._end_reason = outcome.reason
         ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
         refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*self._barriers.close(), *self._joining.values())]
         self._joining.clear()
         agents: list[Action] = [
-            Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._agents.values() if agent.here
+            Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._crew.agents.values() if agent.here
         ]
         return [*refusals, *agents, Note("ended", {"status": outcome.status}, outcome.reason), End(outcome, outcome.reason)]
 
     def _join_timed_out(self, now: float) -> list[Action]:
-        missing = [entry for entry in self._entries.values() if entry.presence is Presence.EXPECTED]
+        missing = [entry for entry in self._crew if entry.presence is Presence.EXPECTED]
         named = name_some([entry.member.peer for entry in missing])
-        error = PeerTimeoutError(
-            named, f"everybody to join ({len(missing)} of {len(self._entries)} are missing)", self._ladder.join_s
-        )
+        error = PeerTimeoutError(named, f"everybody to join ({len(missing)} of {len(self._crew)} are missing)", self._ladder.join_s)
         actions: list[Action] = []
         for waiting in list(self._joining):
             actions += self._refuse_join(waiting, error)
@@ -412,7 +395,7 @@ class Roster:
         """The time for ending is over and somebody is still there."""
         if self.state is State.FAILED:
             return self._end()
-        still = [entry for entry in self._entries.values() if entry.member.is_role and not entry.gone]
+        still = [entry for entry in self._crew if entry.member.is_role and not entry.gone]
         if not still:  # all have left; only their processes are slow to end, which is their agents' business
             return self._end()
         peers = name_some([entry.member.peer for entry in still])

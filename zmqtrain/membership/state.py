@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zmqtrain.membership.view import Member
+from zmqtrain.membership.view import Member, MemberKind, View
+from zmqtrain.net.endpoint import PeerId
 
 
 class State(Enum):
@@ -56,3 +57,53 @@ class Entry:
     def gone(self) -> bool:
         """Whether it will never come (back)."""
         return self.presence in (Presence.LEFT, Presence.LOST)
+
+
+class Crew:
+    """Everybody who is expected or here, and the observers: what is known of each."""
+
+    def __init__(self, expected: Iterable[Member]) -> None:
+        self._entries = {member.peer: Entry(member) for member in expected}
+        self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
+        """By host."""
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, peer: PeerId) -> Entry | None:
+        """What is known of a peer, if it is known at all."""
+        return self._entries.get(peer)
+
+    def add(self, member: Member) -> Entry:
+        """One more, who was not expected."""
+        entry = self._entries[member.peer] = Entry(member)
+        return entry
+
+    def remove(self, peer: PeerId) -> None:
+        """As if it had never been there."""
+        del self._entries[peer]
+
+    def of_kind(self, *kinds: MemberKind) -> list[Entry]:
+        """All members of these kinds."""
+        return [entry for entry in self if entry.member.kind in kinds]
+
+    def here(self) -> list[Entry]:
+        """All who have joined and are still in the run."""
+        return [entry for entry in self if entry.here]
+
+    def roles_of(self, host: str) -> list[Entry]:
+        """The workers and servers of one host."""
+        return [entry for entry in self if entry.member.is_role and entry.member.host == host]
+
+    def ended(self, entry: Entry) -> bool:
+        """Whether a role's process itself has ended, as far as anybody is there to tell."""
+        return entry.gone and (entry.exited or entry.member.host not in self.agents)
+
+    def view(self, version: int, *, complete: bool) -> View:
+        """The members as they are now."""
+        here = {entry.member.peer: entry.member for entry in self.here()}
+        lost = {entry.member.peer: entry.reason for entry in self if entry.presence is Presence.LOST}
+        return View(version, complete, here, lost)

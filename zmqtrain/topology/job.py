@@ -48,7 +48,7 @@ class Until(Section):
 
     metric: str = Field(min_length=1, description="Name of the evaluation metric to watch, like `eval_accuracy`.")
     reaches: Annotated[float, AfterValidator(_finite)] = Field(
-        description="Training ends at the first evaluation where the metric is at least this (for a loss: at most this)."
+        description="Training ends at the first evaluation where the metric is at least this (at most, if `loss` is in its name)."
     )
     max_steps: int | None = Field(default=None, ge=1, le=MOST, description="Give up after this many steps of a group.")
 
