@@ -10,6 +10,7 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.placement import place
@@ -51,9 +52,7 @@ def run_launch(
     )
     groups = {role.peer: role.group for role in placement.workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-    import uvloop
-
-    return uvloop.run(Launch(description, directory, view).run())
+    return run(Launch(description, directory, view).run())
 
 
 def _data(option: str | None, file: str | None) -> str | None:
@@ -69,7 +68,7 @@ def _resume(resume: str, name: str) -> Path:
         path = Path(resume)
         return path if path.exists() else find_run(resume)
     runs = sorted(Path("runs").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for run in runs:
-        if any((run / "checkpoints").glob("step-*")):
-            return run
+    for folder in runs:
+        if any((folder / "checkpoints").glob("step-*")):
+            return folder
     raise UsageError(f"--resume latest: no run of {name} in {Path('runs').absolute()} has a checkpoint")

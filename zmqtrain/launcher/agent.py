@@ -24,6 +24,7 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription, fetch_description
 from zmqtrain.membership.environment import RoleEnvironment, rank_variables
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import RolePlacement
 
@@ -210,9 +211,7 @@ def main() -> int:
     if parent is not None:
         die_with_parent(int(parent))
     try:
-        import uvloop
-
-        return uvloop.run(run_agent(environment))
+        return run(run_agent(environment))
     except ConnectivityError as error:
         print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvloop
 
 from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.net.loop import run
 from zmqtrain.server.role import run_server
 from zmqtrain.train.worker import run_worker
 
@@ -43,7 +43,7 @@ def main(report_file: int) -> int:
         if script and peer.startswith("worker/"):
             _run_script(json.loads(script))
         else:
-            uvloop.run(_stoppable(_run_role(environment)))
+            run(_stoppable(_run_role(environment)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 128 + signal.SIGTERM
     except SystemExit:
