@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from zmqtrain.observe.summary import Summary, metrics_of
+from zmqtrain.observe.strict_json import dumps
+from zmqtrain.observe.summary import Summary, mean_staleness, metrics_of
 
 #: Seconds between plain progress lines.
 LINE_EVERY_S = 1.0
@@ -71,9 +71,8 @@ class Rows:
         seconds = values.get("seconds", 0.0)
         share = values.get("exposed_s", 0.0) / seconds if seconds > 0 else 0.0
         row.exposed += 0.1 * (share - row.exposed)
-        staleness = values.get("staleness")
-        if staleness:
-            mean = sum(staleness) / len(staleness)
+        mean = mean_staleness(values)
+        if mean is not None:
             row.staleness = mean if row.staleness is None else row.staleness + 0.1 * (mean - row.staleness)
         if row.since is None:
             row.since = now
@@ -197,7 +196,7 @@ class JsonView:
         print(text, file=sys.stderr, flush=True)
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
-        print(json.dumps(event), flush=True)
+        print(dumps(event), flush=True)
 
     def log(self, peer: str, text: str) -> None:
         for line in text.splitlines():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from zmqtrain.errors import UsageError
+from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.trace import Trace
 
 #: A run's number has at least three digits, so that a listing is in order.
@@ -54,12 +54,12 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a file of JSON whole."""
-        self.write(name, json.dumps(value, indent=2, default=str) + "\n")
+        self.write(name, dumps(value, indent=2) + "\n")
 
     def event(self, event: dict[str, Any]) -> None:
         """Append a line to ``events.jsonl``."""
         if self._events is not None:
-            self._events.write(json.dumps(event, separators=(",", ":")) + "\n")
+            self._events.write(dumps(event) + "\n")
 
     def log(self, peer: str, text: str) -> None:
         """Append to the log of a role."""

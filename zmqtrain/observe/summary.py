@@ -21,7 +21,8 @@ class Summary:
         self._steps: dict[int, int] = {}  # rank -> steps done
         self._seconds: list[float] = []
         self._exposed: list[float] = []
-        self._staleness: Counter[int] = Counter()
+        self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
+        self._seen = _Seen()
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
         self._began: float | None = None
@@ -34,6 +35,8 @@ class Summary:
             self._add_step(event["rank"], event["step"], event["time"], values)
         elif event["kind"] == "eval":
             self.eval.update(metrics_of(values))
+        elif event["kind"] == "server":
+            self._served[peer] = Counter({int(staleness): count for staleness, count in values["staleness"].items()})
         sent = values.get("bytes_sent")
         if isinstance(sent, int):
             self._bytes_sent[peer] = sent
@@ -50,9 +53,7 @@ class Summary:
         loss = values.get("loss")
         if isinstance(loss, int | float):
             self.losses[rank] = float(loss)
-        staleness = values.get("staleness")
-        if isinstance(staleness, list):
-            self._staleness.update(int(item) for item in staleness)
+        self._seen.add(values)
         self._began = time - seconds if self._began is None else min(self._began, time - seconds)
         self._ended = time if self._ended is None else max(self._ended, time)
 
@@ -75,7 +76,6 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """The part of ``summary.json`` that follows from events."""
         seconds = self.training_seconds
-        updates = sum(self._staleness.values())
         return {
             "steps": self.steps,
             "samples": self.samples,
@@ -85,14 +85,52 @@ class Summary:
             "exposed_communication_s": _spread_of(self._exposed),
             "loss": self.loss,
             "eval": dict(self.eval),
-            "staleness": {
-                "mean": sum(value * count for value, count in self._staleness.items()) / updates if updates else 0.0,
-                "max": max(self._staleness, default=0),
-                "histogram": {str(value): self._staleness[value] for value in sorted(self._staleness)},
-            },
+            "staleness": self._staleness(),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
         }
+
+    def _staleness(self) -> dict[str, Any]:
+        """What the servers counted; where there are none, what workers saw."""
+        counted = sum(self._served.values(), Counter[int]()) or self._seen.histogram
+        if not counted:
+            return {"mean": self._seen.mean, "max": self._seen.max, "histogram": {}}
+        return {
+            "mean": sum(staleness * count for staleness, count in counted.items()) / counted.total(),
+            "max": max(counted),
+            "histogram": {str(staleness): counted[staleness] for staleness in sorted(counted)},
+        }
+
+
+class _Seen:
+    """Staleness as workers see it at the end of a step: the mean and the largest of its reads, or all of them as a list."""
+
+    def __init__(self) -> None:
+        self.histogram: Counter[int] = Counter()
+        self.max = 0
+        self._sum, self._steps = 0.0, 0
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Take the values of a step event."""
+        staleness = values.get("staleness")
+        if isinstance(staleness, list):
+            self.histogram.update(int(item) for item in staleness)
+        elif isinstance(staleness, int | float):
+            self._sum, self._steps = self._sum + staleness, self._steps + 1
+            self.max = max(self.max, int(values.get("staleness_max") or staleness))
+
+    @property
+    def mean(self) -> float:
+        """Over steps."""
+        return self._sum / self._steps if self._steps else 0.0
+
+
+def mean_staleness(values: Mapping[str, Any]) -> float | None:
+    """The mean staleness of a step's reads, whichever way its event tells it; ``None`` where there is none."""
+    staleness = values.get("staleness")
+    if isinstance(staleness, list):
+        return sum(staleness) / len(staleness) if staleness else None
+    return float(staleness) if isinstance(staleness, int | float) else None
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,26 @@
+"""JSON that every reader accepts: what is no number (a diverged loss is none) is written as a text."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """As `json.dumps`, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as texts, and whatever else JSON does not know by `str`."""
+    separators = (",", ":") if indent is None else None
+    try:
+        return json.dumps(value, indent=indent, separators=separators, default=str, allow_nan=False)
+    except ValueError:  # seldom: no event pays for it but those that need it
+        return json.dumps(_finite(value), indent=indent, separators=separators, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
