@@ -8,7 +8,7 @@ from typing import Any
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """As `json.dumps`, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as texts, and whatever else JSON does not know by `str`."""
+    """As `json.dumps`, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as texts; the rest by `str`."""
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(value, indent=indent, separators=separators, default=str, allow_nan=False)
