@@ -49,7 +49,7 @@ class Attention(nn.Module):
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(1, 4, (1, 3)).to(memory_format=torch.channels_last)
+        self.convolution = nn.Conv2d(1, 4, (1, 3), bias=False).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(4)
         self.out = nn.Linear(16, 5)
 

@@ -19,6 +19,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,8 +77,9 @@ class PartWriter:
         if not _PART.fullmatch(name):
             raise CheckpointError(f"{name!r} is no name of a part of a checkpoint")
         self._folder, self._name, self._left = folder, name, list(listed)
+        header = _header(listed)
         self._tensors = _File(folder / f"{name}.safetensors")
-        self._tensors.write(_header(listed))
+        self._tensors.write(header)
         values = _File(folder / f"{name}.msgpack")
         values.write(msgpack.packb(dict(sidecar)))
         self._files = {f"{name}.msgpack": values.close()}
@@ -104,7 +106,8 @@ class PartWriter:
         return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
 
     def discard(self) -> None:
-        self._tensors.close()
+        """Give the part up."""
+        self._tensors.abandon()
 
 
 class CheckpointWriter:
@@ -180,7 +183,11 @@ class Checkpoint:
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:
         """Tensors, which alias the mapped file, and plain values of a part."""
-        sidecar = msgpack.unpackb((self.folder / f"{name}.msgpack").read_bytes(), strict_map_key=False)
+        path = self.folder / f"{name}.msgpack"
+        try:
+            sidecar = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
+        except (OSError, ValueError, msgpack.UnpackException) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
         return read_safetensors(self.folder / f"{name}.safetensors"), sidecar
 
     @staticmethod
@@ -272,11 +279,15 @@ class _File:
         self._crc = zlib.crc32(data, self._crc)
 
     def close(self) -> list[int]:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        """Size and CRC."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
         return [self._size, self._crc]
+
+    def abandon(self) -> None:
+        with suppress(OSError):  # what was not written yet may not fit on a full disk
+            self._file.close()
 
 
 def _header(listed: Listed) -> bytes:

@@ -6,7 +6,7 @@ Runs in the launcher; the roles' side is `zmqtrain.exchange.checkpoint_part`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,11 @@ class _Incoming:
         self.writer = writer
         self.parts: dict[str, PartWriter] = {}
         self.written: set[str] = set()
+
+    def discard(self) -> None:
+        for part in self.parts.values():
+            part.discard()
+        self.writer.discard()
 
 
 class CheckpointCollector:
@@ -83,7 +88,7 @@ class CheckpointCollector:
             self._tasks = None
             self._subscription.close()
             for incoming in self._incoming.values():
-                incoming.writer.discard()
+                incoming.discard()
             for future in self._ended.values():
                 if not future.done():
                     future.cancel()
@@ -111,7 +116,7 @@ class CheckpointCollector:
         if incoming is None:
             incoming = self._incoming[step] = _Incoming(CheckpointWriter(self._checkpoints, step, self._shape))
             if len(self._incoming) > MOST_INCOMPLETE:
-                self._incoming.pop(min(self._incoming)).writer.discard()
+                self._incoming.pop(min(self._incoming)).discard()
         if name in incoming.written:
             raise CheckpointError(f"part {name} of checkpoint {step} came twice")
         part = incoming.parts.get(name)
@@ -160,12 +165,13 @@ class CheckpointCollector:
             return None
         if name not in self._expected:
             raise CheckpointError(f"{caller} asks for part {name!r}, which checkpoints of this run do not have")
-        assert self._tasks is not None, "run() must be running"
-        self._tasks.create_task(self._hand_out(caller, name, self._resume))
+        tensors, sidecar = await asyncio.to_thread(self._resume.part, name)
+        if self._tasks is None:
+            raise CheckpointError("the run is ending")
+        self._tasks.create_task(self._hand_out(caller, name, tensors, sidecar))
         return self._resume.step
 
-    async def _hand_out(self, to: PeerId, name: str, checkpoint: Checkpoint) -> None:
-        tensors, sidecar = await asyncio.to_thread(checkpoint.part, name)
+    async def _hand_out(self, to: PeerId, name: str, tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) -> None:
         tag = (RESUME, name)
         try:
             sent = [await self._endpoint.send(to, tag, pack_manifest(tensors, sidecar))]

@@ -143,7 +143,7 @@ class TorchReplica:
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
         """Afterwards all buckets are the compute thread's again; `parameters_ready` need not be called."""
-        await self._device.run(lambda: self._update(gradient_scale, clip))
+        await self._device.run(lambda: self._timed_update(gradient_scale, clip))
         for index in range(len(self._held)):
             self.gates.arrive(index)
 
@@ -254,8 +254,13 @@ class TorchReplica:
                 self._device.staging.to_device(held.host_parameters, held.parameters)
         held.gradients.zero_()
 
-    def _update(self, gradient_scale: float, clip: bool) -> None:
+    def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = time.perf_counter()
+        with self._recorder.span("update", "compute", step=self._step):
+            self._update(gradient_scale, clip)
+        self.update_s += time.perf_counter() - start
+
+    def _update(self, gradient_scale: float, clip: bool) -> None:
         staging = self._device.staging
         for held in self._held:
             if staging is not None:
@@ -269,7 +274,6 @@ class TorchReplica:
         with user_code("the optimizer's step()"):
             self.optimizer.step()
         self.publish()
-        self.update_s += time.perf_counter() - start
 
     def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Callable[[int, Tensor], Tensor]) -> _Held:
         """Move the plan's parameters into flat memory."""

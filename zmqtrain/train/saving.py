@@ -22,6 +22,8 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
+_ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
+
 
 @dataclass(frozen=True, slots=True)
 class Saver:
@@ -60,7 +62,9 @@ class Saver:
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, tensors)
         if self.kind == "allreduce" and self.rank == 0:
-            await self._restore_into("model", _state(replica))
+            others = await self._restore_into("model", _state(replica))
+            if others:
+                raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self.kind == "averaging" else {}
             _load_optimizer_state(replica, await self._restore_into(self._group_part, into))
@@ -120,7 +124,7 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
         _, key, name = full.split("/", 2)
         parameter = parameters.get(name)
         if parameter is None:
-            raise CheckpointError(f"the checkpoint's optimizer knows a parameter {name}, which this model has not")
+            raise CheckpointError(f"the checkpoint's optimizer knows {name}, which this model has not: {_ANOTHER_MODEL}")
         if tensor.shape == parameter.shape:
             tensor = torch.empty_like(parameter).copy_(tensor) if tensor.dtype == parameter.dtype else tensor.to(parameter.device)
         replica.optimizer.state[parameter][key] = tensor
@@ -139,11 +143,11 @@ def _fill(part: str, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor
     for name, target in targets.items():
         source = tensors.get(name)
         if source is None:
-            raise CheckpointError(f"the checkpoint's part {part} has no {name}: it is of another model, start without --resume")
+            raise CheckpointError(f"the checkpoint's part {part} has no {name}: {_ANOTHER_MODEL}")
         if source.dtype != target.dtype or source.shape != target.shape:
             raise CheckpointError(
                 f"the checkpoint's {name} is {source.dtype} {list(source.shape)}, but the model's is {target.dtype} "
-                f"{list(target.shape)}: it is of another model, start without --resume"
+                f"{list(target.shape)}: {_ANOTHER_MODEL}"
             )
         if source.data_ptr() != target.data_ptr():
             with torch.no_grad():

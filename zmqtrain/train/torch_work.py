@@ -58,7 +58,7 @@ class TorchWork:
         )
         task = self._task
         self._step = TrainStep(self._replica, task.loss, device.torch_device, settings, context.recorder)
-        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.staging is not None)
+        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
         partition, seed = self._partition, context.topology.job.seed
         self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, role.position), (seed, role.index))
         self._evaluation: Evaluation | None = None

@@ -10,7 +10,20 @@ from zmqtrain.train.device.cpu import CpuDevice
 
 
 def make_device(name: str, *, local_rank: int = 0, threads: int = 0) -> Device:
-    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``: CUDA where there is any, the workers of a host in turn. Not for ``modelled``.
+    """The device of this name (see `device_named`), with a compute thread of its own. Not for ``modelled``.
+
+    Raises `UsageError` where the device is not there.
+    """
+    device = device_named(name, local_rank)
+    if device.type == "cpu":
+        return CpuDevice(threads)
+    from zmqtrain.train.device.cuda import CudaDevice
+
+    return CudaDevice(device.index)
+
+
+def device_named(name: str, local_rank: int = 0) -> torch.device:
+    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``: CUDA where there is any, the workers of a host in turn.
 
     Raises `UsageError` where the device is not there.
     """
@@ -18,7 +31,7 @@ def make_device(name: str, *, local_rank: int = 0, threads: int = 0) -> Device:
     if name == "auto":
         name = f"cuda:{local_rank % devices}" if devices else "cpu"
     if name == "cpu":
-        return CpuDevice(threads)
+        return torch.device("cpu")
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
         raise UsageError(f"there is no device {name!r}; there are cpu, cuda, cuda:N and auto")
@@ -26,6 +39,4 @@ def make_device(name: str, *, local_rank: int = 0, threads: int = 0) -> Device:
     if index >= devices:
         found = f"torch sees {devices} CUDA devices here" if devices else "torch sees no CUDA device here"
         raise UsageError(f'device {name}: {found}; set [compute] device = "cpu" or "auto", or mend [[hosts]] devices')
-    from zmqtrain.train.device.cuda import CudaDevice
-
-    return CudaDevice(index)
+    return torch.device("cuda", index)

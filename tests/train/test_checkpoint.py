@@ -1,0 +1,190 @@
+"""Checkpoints: readable by anybody, whole or not there, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.train.world import Recipe, network_of, run, topology_of
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_part, wait_committed
+from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.train.checkpoint import (
+    META,
+    Checkpoint,
+    CheckpointWriter,
+    RunShape,
+    find_checkpoints,
+    find_latest,
+    prune,
+    read_safetensors,
+)
+from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.wire.tensor import TensorPayload
+
+SHAPE = RunShape("allreduce", 1, 1, 0)
+TENSORS = {
+    "weights": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "step": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.zeros(0, 4, dtype=torch.float64),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def payloads(tensors: dict[str, torch.Tensor]) -> dict[str, TensorPayload]:
+    return {name: TensorPayload.of(tensor) for name, tensor in tensors.items()}
+
+
+def write(folder: Path, step: int = 4, shape: RunShape = SHAPE) -> Path:
+    writer = CheckpointWriter(folder, step, shape)
+    for name in shape.parts():
+        part = writer.part(name, [(n, p.dtype, p.shape) for n, p in payloads(TENSORS).items()], {"step": step, "part": name})
+        for payload in payloads(TENSORS).values():
+            part.write(payload.frames(), payload.dtype, payload.numel)
+        writer.add(part.close())
+    assert folder / f"step-{step:08d}" not in find_checkpoints(folder)
+    return writer.commit()
+
+
+def test_what_is_written_is_read_again_also_by_the_safetensors_library(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    theirs = load_file(folder / "model.safetensors")
+    ours, sidecar = Checkpoint(folder).part("worker-0")
+    assert sidecar == {"step": 4, "part": "worker-0"}
+    assert list(ours) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(ours[name].tensor, tensor)
+        assert torch.equal(theirs[name], tensor)
+        assert ours[name].tensor.dtype == theirs[name].dtype == tensor.dtype
+
+
+def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "theirs.safetensors", metadata={"by": "somebody"})
+    ours = read_safetensors(tmp_path / "theirs.safetensors")
+    assert all(torch.equal(ours[name].tensor, tensor) for name, tensor in TENSORS.items())
+
+
+def test_the_latest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    for step in (4, 8, 100000012):
+        write(tmp_path / "run-000" / "checkpoints", step)
+    checkpoints = tmp_path / "run-000" / "checkpoints"
+    (checkpoints / ".step-00000016.partial").mkdir()
+    (checkpoints / "step-00000020").mkdir()  # without meta: somebody's copy that did not finish
+    for start in (tmp_path, tmp_path / "run-000", checkpoints, checkpoints / "step-100000012"):
+        assert find_latest(start) == checkpoints / "step-100000012"
+    assert [path.name for path in prune(checkpoints, 2)] == ["step-00000004"]
+    assert [path.name for path in find_checkpoints(checkpoints)] == ["step-00000008", "step-100000012"]
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find_latest(tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "worker-0.msgpack", META])
+@pytest.mark.parametrize("how", ["shorter", "flipped", "gone"])
+def test_a_torn_checkpoint_is_refused(name: str, how: str, tmp_path: Path) -> None:
+    path = write(tmp_path) / name
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if how == "shorter" else bytes([content[0] ^ 255]) + content[1:])
+    with pytest.raises(CheckpointError, match=name if how == "gone" or name != META else "checkpoint"):
+        Checkpoint(path.parent)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"1234567", b"\xff" * 64, (8).to_bytes(8, "little") + b"{}      x", b"\x02" + bytes(7) + b"[]"]
+)
+def test_junk_is_no_safetensors_file(junk: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "junk.safetensors"
+    path.write_bytes(junk)
+    if junk.endswith(b"x"):  # no tensors, and a byte too many that nobody asks for
+        assert read_safetensors(path) == {}
+    else:
+        with pytest.raises(CheckpointError, match=r"junk\.safetensors"):
+            read_safetensors(path)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (RunShape("model_server", 1, 1, 0), r"\[exchange\] kind"),
+        (RunShape("allreduce", 2, 1, 0), r"\[compute\] groups"),
+        (RunShape("allreduce", 1, 3, 0), r"\[compute\] group_size = 1, but this run has 3"),
+        (RunShape("allreduce", 1, 1, 2), r"\[exchange\] shards"),
+    ],
+)
+async def test_a_checkpoint_of_another_shape_is_refused_before_the_run(other: RunShape, said: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write(tmp_path))
+    endpoint = MemoryNetwork().endpoint("coordinator")
+    with pytest.raises(CheckpointError, match=said):
+        CheckpointCollector(endpoint, tmp_path, other, resume=checkpoint)
+    await endpoint.close()
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    await run(topology_of(job={"steps": 2, "checkpoint_every": 2}, compute={"batch_size": 12}), Recipe(), folder=tmp_path)
+    other = Recipe(model=lambda: network_of()[2:])
+    result = await run(
+        topology_of(job={"steps": 3}, compute={"batch_size": 12}), other, folder=tmp_path, resume=tmp_path / "step-00000002"
+    )
+    with pytest.raises(CheckpointError, match="of another model"):
+        raise result.errors["worker/0"]
+
+
+async def test_parts_come_in_from_all_and_a_checkpoint_exists_when_they_are_complete(tmp_path: Path) -> None:
+    network, shape = MemoryNetwork(), RunShape("allreduce", 1, 2, 0)
+    coordinator, one, two = (network.endpoint(peer) for peer in ("coordinator", "worker/0", "worker/1"))
+    for worker in (one, two):
+        worker.add_peer("coordinator", coordinator.address)
+        coordinator.add_peer(worker.peer, worker.address)
+    committed: list[int] = []
+    collector = CheckpointCollector(coordinator, tmp_path, shape, keep=1, on_commit=lambda step, folder: committed.append(step))
+    running = asyncio.create_task(collector.run())
+    values = {"step": 5, "list": [1, 2.5, None, "text", b"bytes"], "table": {"a": True}}
+    try:
+        for step in (5, 9):
+            for name in ("model", "group-0", "worker-0"):
+                await send_part(one, step, name, payloads(TENSORS), values, timeout_s=5)
+            assert committed == [5] * (step > 5)
+            waiting = asyncio.create_task(wait_committed(one, step, timeout_s=5))
+            await send_part(two, step, "worker-1", {}, {}, timeout_s=5)
+            await waiting
+        assert committed == [5, 9]
+        assert os.listdir(tmp_path) == ["step-00000009"]
+        with pytest.raises(CheckpointError, match="cannot be kept"):
+            await send_part(one, 10, "model", {"c": TensorPayload.of(np.zeros(2, np.complex128))}, {}, timeout_s=5)
+        assert await fetch_part(one, "worker-0", timeout_s=5) is None
+        with pytest.raises(CheckpointError, match="cannot be kept"):
+            await one.request("coordinator", COMMITTED, 10, timeout=5)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    assert os.listdir(tmp_path) == ["step-00000009"]  # nothing half-written stays
+
+    resumed = CheckpointCollector(coordinator, tmp_path, shape, resume=Checkpoint(tmp_path / "step-00000009"))
+    running = asyncio.create_task(resumed.run())
+    await asyncio.sleep(0)
+    try:
+        into = torch.zeros(2, 3)
+        part = await fetch_part(one, "worker-0", timeout_s=5, into={"weights": TensorPayload.of(into)})
+        assert part is not None
+        assert part.step == 9
+        assert part.sidecar == values
+        assert torch.equal(into, TENSORS["weights"])
+        assert torch.equal(part.tensors["half"].tensor, TENSORS["half"])  # type: ignore[attr-defined]
+        with pytest.raises(CheckpointError, match="another model"):
+            await fetch_part(two, "worker-0", timeout_s=5, into={"weights": TensorPayload.of(torch.zeros(7))})
+        with pytest.raises(CheckpointError, match="worker-7"):
+            await fetch_part(one, "worker-7", timeout_s=5)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        for endpoint in (one, two, coordinator):
+            await endpoint.close()

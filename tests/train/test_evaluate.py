@@ -1,0 +1,63 @@
+"""Evaluation: the same figures however many workers share it, and no trace of it in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.train.world import Recipe, data_of, run, topology_of
+from zmqtrain.train.task import Task
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_figures_are_those_of_rank_0_s_model_on_all_samples(size: int) -> None:
+    recipe = Recipe(model=with_norm, metrics={"confidence": lambda output, target: output.softmax(1).max(1).values.mean()})
+    result = await run(topology_of(job={"steps": 4}, compute={"group_size": size, "batch_size": 12}), recipe)
+    assert not result.errors
+    event = result.recorders["worker/0"].of("eval")[0]
+    model = recipe.models["worker/0"].eval()
+    inputs, targets = data_of(31).tensors
+    with torch.no_grad():
+        output = model(inputs)
+    assert event["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets)), rel=1e-12)
+    assert event["eval_confidence"] == pytest.approx(float(output.softmax(1).max(1).values.mean()), rel=1e-12)
+    assert "eval_accuracy" not in event
+
+
+async def test_evaluating_often_changes_nothing() -> None:
+    parameters = []
+    for every in (0, 1):
+        recipe = Recipe(model=lambda: with_norm()[:2].append(nn.Linear(8, 3).double()))
+        result = await run(topology_of(job={"steps": 5, "eval_every": every}, compute={"group_size": 2, "batch_size": 12}), recipe)
+        assert not result.errors
+        assert len(result.recorders["worker/0"].of("eval")) == (5 if every else 1)
+        parameters.append((recipe.parameters("worker/1"), recipe.models["worker/1"][1].running_mean.clone()))  # type: ignore[index]
+    assert torch.equal(parameters[0][0], parameters[1][0])
+    assert torch.equal(parameters[0][1], parameters[1][1])
+
+
+async def test_fewer_samples_than_workers_and_targets_that_are_no_classes() -> None:
+    data = TensorDataset(torch.randn(40, 6).double(), torch.randn(40, 3).double())
+    fields: dict[str, Any] = {
+        "train_data": data,
+        "eval_data": TensorDataset(*(tensor[:2] for tensor in data.tensors)),
+        "loss": nn.functional.mse_loss,
+    }
+    result = await run(topology_of(job={"steps": 2}, compute={"group_size": 3, "batch_size": 12}), Recipe(**fields))
+    assert not result.errors
+    assert [key for key in result.recorders["worker/0"].of("eval")[0] if key.startswith("eval_")] == ["eval_loss"]
+
+
+async def test_no_eval_data_means_no_evaluation() -> None:
+    result = await run(topology_of(job={"steps": 2, "eval_every": 1}, compute={"batch_size": 12}), Recipe(eval_data=None))
+    assert not result.errors
+    assert not result.recorders["worker/0"].of("eval")
+    assert Task.__dataclass_fields__["eval_data"].default is None

@@ -1,0 +1,110 @@
+"""Tasks are found, called with their arguments, and checked; what is wrong is said with a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.train.task import Task, load_task
+
+SOURCE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from zmqtrain.train.task import Task
+from beside import WIDTH
+
+@dataclass
+class Settings:
+    width: int = WIDTH
+
+def task(width=Settings().width, data=None, **rest):
+    made = Task(model=lambda: nn.Linear(2, width), loss=nn.functional.cross_entropy,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=TensorDataset(torch.zeros(4, 2), torch.zeros(4)))
+    object.__setattr__(made, "collate", (data, width))
+    return made
+
+def strict(width): return task(width)
+def needs(data): return task(data=data)
+def raises(): return [][1]
+def wrong(): return "task"
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_task_file.py").write_text(SOURCE)
+    (tmp_path / "beside.py").write_text("WIDTH = 5\n")
+    (tmp_path / "my_task_module.py").write_text("from my_task_file import *\n")
+    (tmp_path / "broken.py").write_text("import torch\nimport nonesuch_library\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("spec", ["my_task_file.py:task", "my_task_module:task", "my_task_file.py"])
+def test_a_task_is_found_in_a_file_or_a_module(spec: str, folder: Path) -> None:
+    task: Any = load_task(spec, {"width": 7}, str(folder), folders=(folder,))
+    assert task.collate == (str(folder), 7)
+    assert load_task(spec, folders=("/nonexistent", folder)).collate == (None, 5)  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "data", "error", "said"),
+    [
+        ("nonesuch.py:task", {}, None, UsageError, "there is no file nonesuch.py; looked for"),
+        ("nonesuch.module:task", {}, None, UsageError, "there is no module 'nonesuch.module'"),
+        ("my_task_file.py:tusk", {}, None, UsageError, "no function 'tusk'; did you mean 'task'"),
+        ("my_task_file.py:number", {}, None, UsageError, "is a int, not a function"),
+        ("my_task_file.py:strict", {"widht": 1}, None, UsageError, "no argument 'widht'; did you mean 'width'"),
+        ("my_task_file.py:strict", {}, None, UsageError, "needs the argument 'width'"),
+        ("my_task_file.py:needs", {}, None, UsageError, "needs data: give"),
+        ("my_task_file.py:needs", {}, "/nonexistent/data", UsageError, "the data path /nonexistent/data does not exist"),
+        ("my_task_file.py:raises", {}, None, TaskError, "raised IndexError: list index out of range"),
+        ("my_task_file.py:wrong", {}, None, TaskError, "returned a str; it must return a zmqtrain.Task"),
+        ("broken.py:task", {}, None, TaskError, "ModuleNotFoundError: No module named 'nonesuch_library'"),
+        ("broken:task", {}, None, TaskError, "ModuleNotFoundError: No module named 'nonesuch_library'"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    spec: str, args: dict[str, Any], data: str | None, error: type[Exception], said: str, folder: Path
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        load_task(spec, args, data, folders=(folder,))
+    if error is TaskError and "raised" in said:
+        assert isinstance(caught.value.__cause__, IndexError)
+        assert caught.value.__cause__.__traceback__ is not None
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model": nn.Linear(1, 1).weight}, "Task.model is a Parameter; it must be a function"),
+        ({"loss": 3}, "Task.loss is a int"),
+        ({"schedule": 3}, "Task.schedule is a int"),
+        ({"metrics": {"f1": 3}}, "metrics.'f1'. is a int"),
+        ({"train_data": Endless()}, "must be a map-style dataset"),
+        ({"train_data": []}, "Task.train_data is empty"),
+        ({"eval_data": []}, "Task.eval_data is empty"),
+    ],
+)
+def test_a_task_checks_itself(fields: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {
+        "model": nn.Tanh,
+        "loss": nn.functional.cross_entropy,
+        "optimizer": torch.optim.SGD,
+        "train_data": TensorDataset(torch.zeros(1)),
+    }
+    with pytest.raises(TaskError, match=said):
+        Task(**good | fields)
