@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.client import Membership
@@ -16,6 +17,7 @@ from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.timeouts import Ladder
 
+ROOT = Path(__file__).parents[2]
 #: A host's agent, and a link, count as lost after 0.6 s of silence; the rest has more time, since processes start slowly.
 LADDER = replace(Ladder.of(1.2), connect_s=20.0, request_s=20.0, join_s=20.0, barrier_s=20.0)
 
@@ -54,7 +56,7 @@ async def test_a_process_that_holds_the_gil_for_long_is_no_loss() -> None:
             link.started("worker/0")
             link.started("worker/1")
             group.create_task(link.run())
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY, centre.address)
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY, centre.address, cwd=ROOT)
             membership = await Membership.join(worker, coordinator_address=centre.address, ladder=LADDER)
             lost: list[str] = []
             worker.on_lost(lambda peer, _reason: lost.append(peer))

@@ -159,7 +159,9 @@ class Roster:
         entry = self._crew.get(peer)
         if entry is None or not entry.here:
             return []
-        failure = Failure.of_exit(peer, entry.member.host, int(report.get("exit_code", 1)), report, stopped=False, left=False)
+        code = report.get("exit_code")
+        exit_code = code if isinstance(code, int) else 1
+        failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=False, left=False)
         gone = self._remove(entry, Presence.LOST, failure.reason)
         # Its process is still there, and waits for the answer to this very call: no wait for it is given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail(failure, now)]
