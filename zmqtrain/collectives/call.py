@@ -13,8 +13,11 @@ from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.net.endpoint import Sent, Tag
 from zmqtrain.wire.payload import Payload
 
-#: Up to this size a copy costs less than to wait, at the end, until the receiver has acknowledged the original.
-COPY_BYTES = 64 * 1024
+#: The last bytes that a call sends are copied: at the end it would take longer to wait until the receiver has acknowledged them
+#: (a round trip, and the time for which an endpoint collects acknowledgements). What was sent earlier is acknowledged by then.
+COPY_BYTES = 512 * 1024
+#: After a piece of this size other tasks have their turn.
+YIELD_BYTES = 64 * 1024
 
 
 class Call:
@@ -24,13 +27,14 @@ class Call:
     credit before it receives, ranks that wait for each other's credit would wait for ever.
     """
 
-    def __init__(self, group: Group, tag: Tag, what: str, priority: int, limit: asyncio.Timeout) -> None:
+    def __init__(self, group: Group, tag: Tag, what: str, priority: int, to_send: int, limit: asyncio.Timeout) -> None:
         self.group = group
         self.what = what
         self.waiting_for_rank: int | None = None
         self._endpoint = group.endpoint
         self._tag = group.tag(tag)
         self._priority = priority
+        self._to_send = to_send
         self._limit = limit
         self._outbox: deque[tuple[int, Payload, bool]] = deque()
         self._posted = asyncio.Event()
@@ -43,7 +47,8 @@ class Call:
         Its memory may be overwritten by a message which proves that it has arrived, or else after `collective` has ended; at once
         if ``copied``.
         """
-        copied = copied or part.nbytes <= COPY_BYTES
+        self._to_send -= part.nbytes
+        copied = copied or self._to_send < COPY_BYTES
         if copied:
             original, part = part, part.empty_like()
             part.copy_(original)
@@ -63,7 +68,7 @@ class Call:
         del received  # it holds the sender's memory or credit, and must not while we wait below
         if self.group.timeout_s is not None and self.group.lost is None:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.group.timeout_s)
-        if part.nbytes > COPY_BYTES:
+        if part.nbytes >= YIELD_BYTES:
             # A receive that finds its message does not suspend, so the sender would wait until none is left.
             await asyncio.sleep(0)
 
@@ -102,8 +107,9 @@ class Call:
 
 
 @asynccontextmanager
-async def collective(group: Group, name: str, tag: Tag, priority: int = 0) -> AsyncIterator[Call]:
-    """The frame of every collective: on a normal end all that was posted is delivered and its memory is free again.
+async def collective(group: Group, name: str, tag: Tag, priority: int = 0, *, to_send: int = 0) -> AsyncIterator[Call]:
+    """The frame of every collective: on a normal end all that was posted is delivered or copied, and its memory is free again.
+    ``to_send`` bytes will be posted in all.
 
     Raises `PeerLostError` that names the first lost member, whichever rank noticed, and `PeerTimeoutError` after
     ``group.timeout_s`` without progress. On an error or a cancellation the payload's content is undefined.
@@ -112,7 +118,7 @@ async def collective(group: Group, name: str, tag: Tag, priority: int = 0) -> As
     if group.lost is not None:
         raise PeerLostError(group.lost.peer, group.lost.reason, waiting_for=what)
     limit = asyncio.timeout(group.timeout_s)
-    call = Call(group, tag, what, priority, limit)
+    call = Call(group, tag, what, priority, to_send, limit)
     try:
         async with limit:
             group.enter(limit)

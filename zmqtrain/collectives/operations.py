@@ -82,7 +82,7 @@ async def broadcast(group: Group, payload: Payload, tag: Tag, *, root: int = 0, 
     if group.size == 1 or not payload.numel:
         return
     parent, children = binomial_tree(group.size, group.rank, root)
-    async with collective(group, "broadcast", tag, priority) as call:
+    async with collective(group, "broadcast", tag, priority, to_send=payload.nbytes * len(children)) as call:
         for start, stop in pieces(((0, payload.numel),), _piece(group, payload, payload.nbytes)):
             part = payload.part(start, stop)
             if parent is not None:
@@ -107,9 +107,11 @@ async def _run(
 ) -> None:
     if group.size == 1 or not payload.numel:
         return
-    async with collective(group, name, tag, priority) as call:
-        piece = _piece(group, payload, payload.nbytes // group.size)
-        await carry_out(call, schedule(payload.numel, group.size, group.rank), payload, piece)
+    steps = schedule(payload.numel, group.size, group.rank)
+    elements = sum(stop - start for step in steps for start, stop in step.out)
+    to_send = elements * (payload.nbytes // payload.numel)
+    async with collective(group, name, tag, priority, to_send=to_send) as call:
+        await carry_out(call, steps, payload, _piece(group, payload, payload.nbytes // group.size))
 
 
 def _piece(group: Group, payload: Payload, part_bytes: int) -> int:
