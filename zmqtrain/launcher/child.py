@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # over a second, which every role's first optimizer would spend by itself
 
 from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
