@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from zmqtrain.cli.script_options import LaunchCommand
+
 app = typer.Typer(
     name="zmqtrain",
     help="Train a PyTorch model on a few machines over an ordinary network.",
@@ -21,7 +23,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The topology file.")
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name like digits-001, or latest.")]
 
 
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def launch(
     context: typer.Context,
     file: File,
@@ -35,8 +37,8 @@ def launch(
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
-    Options come before FILE's script. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed, 64 to 127 other
-    failures that will happen again, 128 and above worth trying again.
+    What follows the script is the script's. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed,
+    64 to 127 other failures that will happen again, 128 and above worth trying again.
     """
     from zmqtrain.cli.launch import run_launch
 
