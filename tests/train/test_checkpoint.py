@@ -25,7 +25,7 @@ from zmqtrain.train.checkpoint import (
     prune,
     read_safetensors,
 )
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.checkpoint_collector import MOST_INCOMPLETE, CheckpointCollector
 from zmqtrain.wire.tensor import TensorPayload
 
 SHAPE = RunShape("allreduce", 1, 1, 0)
@@ -188,3 +188,25 @@ async def test_parts_come_in_from_all_and_a_checkpoint_exists_when_they_are_comp
         await asyncio.wait({running})
         for endpoint in (one, two, coordinator):
             await endpoint.close()
+
+
+async def test_groups_too_far_apart_lose_the_oldest_incomplete_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    network, shape = MemoryNetwork(), RunShape("model_server", 2, 1, 0)
+    coordinator, one = network.endpoint("coordinator"), network.endpoint("worker/0")
+    one.add_peer("coordinator", coordinator.address)
+    coordinator.add_peer("worker/0", one.address)
+    collector = CheckpointCollector(coordinator, tmp_path, shape)
+    running = asyncio.create_task(collector.run())
+    for step in range(1, MOST_INCOMPLETE + 2):
+        await send_part(one, step, "worker-0", payloads(TENSORS), {}, timeout_s=5)
+    await send_part(one, 1, "model", payloads(TENSORS), {}, timeout_s=5)  # in vain, but nobody is held up
+    with pytest.raises(CheckpointError, match="checkpoint 1 is given up"):
+        await wait_committed(one, 1, timeout_s=5)
+    for name in ("model", "worker-1"):
+        await send_part(one, 2, name, {}, {}, timeout_s=5)
+    await wait_committed(one, 2, timeout_s=5)
+    running.cancel()
+    await asyncio.wait({running})
+    assert os.listdir(tmp_path) == ["step-00000002"]
+    await one.close()
+    await coordinator.close()

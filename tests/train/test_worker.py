@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,6 +143,24 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, f
         assert torch.equal(whole.parameters(f"worker/{worker}"), again.parameters(f"worker/{worker}"))
         assert first.losses(f"worker/{worker}")[4:] == resumed.losses(f"worker/{worker}")
     assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008"]
+
+
+async def test_random_states_and_statistics_of_layers_are_resumed_too(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 3)).double()
+
+    def noisy(batch: Any) -> Any:
+        return batch[0] + 0.1 * np.random.randn() + 0.1 * random.random(), batch[1]
+
+    topology = topology_of(job={"steps": 9, "checkpoint_every": 4}, compute={"batch_size": 12, "accumulate": 2})
+    whole, again = Recipe(model=model, transform=noisy), Recipe(model=model, transform=noisy)
+    first = await run(topology, whole, folder=tmp_path)
+    resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / "step-00000004")
+    assert not first.errors
+    assert not resumed.errors
+    assert first.losses("worker/0")[4:] == resumed.losses("worker/0")
+    for name, value in whole.models["worker/0"].state_dict().items():
+        assert torch.equal(value, again.models["worker/0"].state_dict()[name]), name
 
 
 def spoiled(rank: int, step: int) -> Any:

@@ -62,6 +62,7 @@ class CheckpointCollector:
         self._keep, self._resume, self._on_commit = keep, resume, on_commit
         self._expected = frozenset(shape.parts())
         self._incoming: dict[int, _Incoming] = {}
+        self._given_up: set[int] = set()  # steps of which no complete checkpoint will come
         self._ended: dict[Tag, asyncio.Future[None]] = {}  # (WRITTEN, step, name) and (COMMITTED, step): done, or why not
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
@@ -99,9 +100,13 @@ class CheckpointCollector:
                 pass
             case _:
                 return  # not of this run; nobody waits for it
+        if step in self._given_up:
+            self._end((WRITTEN, step, name))
+            return
         try:
             await asyncio.to_thread(self._write, step, name, payload)
-            if name in self._incoming[step].written:
+            self._give_up_oldest()
+            if step in self._incoming and name in self._incoming[step].written:
                 self._end((WRITTEN, step, name))
                 if self._incoming[step].written == self._expected:
                     await self._commit(step)
@@ -115,8 +120,6 @@ class CheckpointCollector:
         incoming = self._incoming.get(step)
         if incoming is None:
             incoming = self._incoming[step] = _Incoming(CheckpointWriter(self._checkpoints, step, self._shape))
-            if len(self._incoming) > MOST_INCOMPLETE:
-                self._incoming.pop(min(self._incoming)).discard()
         if name in incoming.written:
             raise CheckpointError(f"part {name} of checkpoint {step} came twice")
         part = incoming.parts.get(name)
@@ -127,6 +130,16 @@ class CheckpointCollector:
         if part.complete:
             incoming.writer.add(part.close())
             incoming.written.add(name)
+
+    def _give_up_oldest(self) -> None:
+        while len(self._incoming) > MOST_INCOMPLETE:
+            step = min(self._incoming)
+            incoming = self._incoming.pop(step)
+            incoming.discard()
+            self._given_up.add(step)
+            for name in incoming.parts:
+                self._end((WRITTEN, step, name))
+            self._end((COMMITTED, step), CheckpointError(f"checkpoint {step} is given up: some groups are too far ahead of others"))
 
     async def _commit(self, step: int) -> None:
         incoming = self._incoming.pop(step)

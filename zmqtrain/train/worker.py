@@ -73,6 +73,8 @@ async def _train(context: RoleContext, work: Work, halted: asyncio.Future[Mappin
         if not life.done():
             life.cancel()
             await asyncio.wait({life})
+        if not life.cancelled():
+            life.exception()  # it is raised above, or follows from what is
 
 
 async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None], reason: Mapping[str, Any]) -> None:
