@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from functools import partial
 
@@ -14,6 +15,7 @@ from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_messages import PushMeta, push_tag
+from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.shard import GroupSum, HeldPiece
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -68,6 +70,68 @@ async def test_all_gradients_are_applied_and_none_twice(settings, seed: int) -> 
         for held in server.held.values():
             want = sums[held.piece.bucket][held.piece.start : held.piece.stop]
             assert torch.equal(held.values.detach(), want)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+async def test_none_is_lost_or_doubled_when_links_drop(policy: str) -> None:
+    """Links break while gradients and parameters are on the way, and come back."""
+    workers, steps, size = 2, 6, 40_000
+    network = MemoryNetwork(lambda source, destination, lane, nbytes: 0.002)
+    world = World(workers, 1, 2, policy=policy, split_bytes=100_000, network=network)
+    replicas = [LinearReplica(SUBTRACT, sizes=(size, 7)) for _ in range(workers)]
+    for parameter in replicas[0].parameters:
+        parameter.zero_()
+    over = asyncio.Event()
+
+    async def worker(rank: int) -> None:
+        await count(world.exchanges[rank], replicas[rank], rank, steps, random.Random(rank))
+        over.set()
+
+    async def trouble() -> None:
+        chance = random.Random(7)
+        while not over.is_set():
+            await asyncio.sleep(chance.uniform(0.002, 0.02))
+            network.drop_link(f"worker/{chance.randrange(workers)}", f"server/{chance.randrange(2)}")
+
+    await world.run(*(worker(rank) for rank in range(workers)), trouble())
+    resent = sum(endpoint.statistics()["resent_bytes"] for endpoint in world.endpoints.values())
+    assert resent > 0, "something was lost on the way and sent again"
+    pieces = sum(len(server.held) for server in world.servers)
+    times = 1 if policy == "sync" else workers
+    assert sum(server.updates for server in world.servers) == times * steps * pieces
+    want = torch.zeros(size, dtype=torch.float64)
+    for rank in range(workers):
+        for step in range(steps):
+            integer_gradient(replicas[0], rank, step)
+            want -= replicas[0].gradients[0] / (workers if policy == "sync" else 1)
+    for server in world.servers:
+        for held in server.held.values():
+            if held.piece.bucket == 0:
+                assert torch.equal(held.values.detach(), want[held.piece.start : held.piece.stop])
+
+
+async def test_a_server_keeps_nothing_of_what_came() -> None:
+    """After some steps it holds its pieces, in the memory that it began with, and no gradients."""
+    world = World(2, 1, 1, policy="sync")
+    replicas = [LinearReplica(SUBTRACT) for _ in range(2)]
+    addresses: list[set[int]] = []
+    alive: list[int] = []
+
+    async def worker(rank: int) -> None:
+        await world.exchanges[rank].start(replicas[rank])
+        for step in range(6):
+            await exchange_once(world.exchanges[rank], replicas[rank], step)
+            await asyncio.sleep(0.02)  # acknowledgements come
+            if rank or step not in (2, 5):
+                continue
+            addresses.append({held.values.data_ptr() for held in world.servers[0].held.values()})
+            gc.collect()
+            alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        await world.exchanges[rank].stop()
+
+    await world.run(worker(0), worker(1))
+    assert addresses[0] == addresses[1]
+    assert alive[1] <= alive[0]
 
 
 async def test_a_group_too_far_ahead_waits_until_the_slowest_moves_and_no_longer() -> None:

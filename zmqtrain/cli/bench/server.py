@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,25 +62,28 @@ def bench_server(
     mxnet_script: str | None = None,
     model_bytes: int = MODEL_BYTES,
     rounds: int = ROUNDS,
+    policies: Sequence[PolicyName] = ("sync", "async"),
+    exposed: bool = True,
 ) -> Iterator[Case]:
-    """A case for each staleness policy, then the exposed communication with and without overlap.
+    """A case for each staleness policy, then (``exposed``) the exposed communication with and without overlap.
 
     ``mxnet_python`` is a Python that has MXNet, and ``mxnet_script`` the script that measures it: called with that Python, the
     numbers of workers and servers and the kvstore's mode, it prints a JSON line a worker with ``median_ms``. Values are medians
     over the rounds, of the slower worker.
     """
     workers = tuple(f"worker/{rank}" for rank in range(WORKERS))
-    policies: tuple[PolicyName, ...] = ("sync", "async")
     for policy in policies:
         results = _run([Work(peer, workers, policy, model_bytes, rounds) for peer in (*workers, "server/0")])
         value = max(statistics.median(seconds for seconds, _ in rounds_of) for rounds_of in results) * 1e3
         peer = _mxnet(mxnet_python, mxnet_script, policy) if mxnet_python and mxnet_script else None
         yield _case(f"push+pull {model_bytes / 1e6:g} MB, {WORKERS} workers, 1 server, {policy}", value, "mxnet", peer)
-    exposed: dict[bool, float] = {}
+    if not exposed:
+        return
+    waits: dict[bool, float] = {}
     for overlap in (False, True):
         work = [Work(peer, workers, "async", model_bytes, rounds, overlap, True) for peer in (*workers, "server/0")]
-        exposed[overlap] = max(statistics.median(wait for _, wait in rounds_of) for rounds_of in _run(work)) * 1e3
-    yield _case(f"exposed communication, {model_bytes / 1e6:g} MB, overlapped", exposed[True], "overlap off", exposed[False])
+        waits[overlap] = max(statistics.median(wait for _, wait in rounds_of) for rounds_of in _run(work)) * 1e3
+    yield _case(f"exposed communication, {model_bytes / 1e6:g} MB, overlapped", waits[True], "overlap off", waits[False])
 
 
 def _case(case: str, value: float, peer: str, peer_value: float | None) -> Case:
@@ -191,7 +195,7 @@ async def _measure(work: Work, node: Endpoint) -> Rounds:
     )
     exchange = ModelServerExchange(node, settings)
     await exchange.start(replica)
-    clock = asyncio.get_running_loop().time
+    clock = time.perf_counter  # the loop's own clock may tick in milliseconds only
     measured: Rounds = []
     for step in range(work.rounds):
         start = clock()
@@ -215,7 +219,7 @@ async def _plain_step(exchange: ModelServerExchange, replica: _Replica, step: in
 
 async def _modelled_step(exchange: ModelServerExchange, replica: _Replica, step: int) -> float:
     """Forward and backward take modelled time a bucket; the forward waits for each bucket as it reaches it."""
-    clock = asyncio.get_running_loop().time
+    clock = time.perf_counter  # the loop's own clock may tick in milliseconds only
     waited = 0.0
     exchange.begin_step(step)
     for bucket in reversed(replica.buckets):
