@@ -11,22 +11,21 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zmqtrain.embed.blocking import BlockingSession, session
-    from zmqtrain.embed.session import Session, join
+    from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import ZmqTrainError
     from zmqtrain.train.task import Task
 
     __version__: str
 
-__all__ = ["BlockingSession", "Session", "Task", "ZmqTrainError", "__version__", "join", "session"]
+__all__ = ["AsyncSession", "Session", "Task", "ZmqTrainError", "__version__", "join", "session"]
 
 _HOME = {
-    "BlockingSession": "zmqtrain.embed.blocking",
+    "AsyncSession": "zmqtrain.embed.session",
     "Session": "zmqtrain.embed.session",
     "Task": "zmqtrain.train.task",
     "ZmqTrainError": "zmqtrain.errors",
     "join": "zmqtrain.embed.session",
-    "session": "zmqtrain.embed.blocking",
+    "session": "zmqtrain.embed.session",
 }
 
 

@@ -1,0 +1,79 @@
+"""What the package imports, and what it must not: torch where nobody computes, and pickle anywhere."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zmqtrain
+
+PACKAGE = Path(zmqtrain.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+#: What must start at once: commands, agents, and everything they are made of.
+LIGHT = [
+    "zmqtrain",
+    "zmqtrain.cli.main",
+    "zmqtrain.embed",
+    "zmqtrain.launcher.agent",
+    "zmqtrain.membership.client",
+    "zmqtrain.membership.coordinator",
+    "zmqtrain.net.memory",
+    "zmqtrain.net.zeromq",
+    "zmqtrain.topology.load",
+    "zmqtrain.topology.placement",
+    "zmqtrain.train",
+    "zmqtrain.wire.message",
+]
+
+
+def test_what_starts_at_once_does_not_import_torch() -> None:
+    imports = "\n".join(f"import {name}" for name in LIGHT)
+    code = f"import sys\n{imports}\nprint(sorted(name for name in sys.modules if name in ('torch', 'sklearn', 'scipy')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_there() -> None:
+    for name in zmqtrain.__all__:
+        assert getattr(zmqtrain, name) is not None
+        assert name in dir(zmqtrain)
+    with pytest.raises(AttributeError, match="no attribute 'sesion'"):
+        zmqtrain.sesion  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_no_pickle_and_no_torch_load() -> None:
+    found = [f"{path.relative_to(PACKAGE.parent)}:{line}: {what}" for path in SOURCES for line, what in _unsafe(path)]
+    assert not found, "\n".join(found)
+
+
+def test_unsafe_calls_are_recognized(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "import pickle\nfrom torch import load\nimport cloudpickle.x\nimport torch\ntorch.load('x')\nnp.load('x')\neval('1')\n"
+    )
+    assert [line for line, _ in _unsafe(file)] == [1, 2, 3, 5, 6, 7]
+
+
+def _unsafe(path: Path) -> list[tuple[int, str]]:
+    """Imports and calls by which foreign bytes could run as code, with their lines."""
+    modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    calls = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec"}
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call):
+            names = [ast.unparse(node.func)]
+            names = [name for name in names if name in calls]
+        else:
+            continue
+        found += [(node.lineno, name) for name in names if name.partition(".")[0] in modules or name in calls]
+    return sorted(set(found))

@@ -1,0 +1,1 @@
+"""Training from a program of your own: sessions, and worlds without a launcher."""

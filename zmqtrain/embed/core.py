@@ -1,0 +1,282 @@
+"""What both kinds of session have in common: this worker's place in the run, and what it can do there, as coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.loader import Fetch, Loader
+from zmqtrain.data.partition import Partition
+from zmqtrain.embed.crossing import CallersDevice, Crossing
+from zmqtrain.embed.replicated import Replicated
+from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
+from zmqtrain.events import EventValue
+from zmqtrain.exchange.make import make_exchange
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.device.base import Staging
+from zmqtrain.train.device.make import device_named
+from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.task import check_dataset, check_model
+from zmqtrain.wire.tensor import TensorPayload
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 - M and O: a model and its optimizer
+
+
+class Place:
+    """Where this worker stands in the run. Base of both kinds of session."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker among all."""
+        return self._core.context.role.index
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._core.context.placement.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host."""
+        return self._core.context.role.local_rank
+
+    @property
+    def group(self) -> int:
+        """Number of this worker's compute group."""
+        return self._core.context.role.group
+
+    @property
+    def groups(self) -> int:
+        """Number of compute groups."""
+        return self._core.context.placement.groups
+
+    @property
+    def position(self) -> int:
+        """Place of this worker in its group."""
+        return self._core.context.role.position
+
+    @property
+    def group_size(self) -> int:
+        """Workers in a group."""
+        return self._core.context.placement.group_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where to put the model."""
+        return self._core.device
+
+    @property
+    def data_path(self) -> str | None:
+        """What ``--data``, ZMQTRAIN_DATA or ``[data] path`` says."""
+        return self._core.context.data_path
+
+    @property
+    def seed(self) -> int:
+        """``[job] seed``. Torch is seeded with it when the session begins."""
+        return self._core.context.topology.job.seed
+
+    @property
+    def step(self) -> int:
+        """Steps that the replicated optimizer has made."""
+        return 0 if self._core.replicated is None else self._core.replicated.step
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}, group {self.group} of {self.groups}>"
+
+
+class Core:
+    """A worker of the run whose training loop is somebody else's. All methods on the loop's thread."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        ladder, placement = context.ladder, context.placement
+        # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
+        self.crossing = Crossing(ladder.barrier_s + 2 * ladder.lost_s)
+        peers = tuple(role.peer for role in placement.workers)
+        self._world = Group(context.endpoint, peers, context.role.index, "session", timeout_s=ladder.barrier_s)
+        self.replicated: Replicated | None = None
+        self._numbers = {"barrier": 0, "all_reduce": 0}
+        self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
+        self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
+        self._loaders: list[Loader] = []
+        self._running: set[asyncio.Task[Any]] = set()
+        self.finished = False
+        self.closed = False
+        self._halted: PeerLostError | None = None
+        torch.manual_seed(context.topology.job.seed)
+        context.membership.on_halt(self._halt)
+
+    @cached_property
+    def device(self) -> torch.device:
+        role = self.context.role
+        if role.device == "modelled":
+            raise UsageError("a script computes for real, and [compute] device is modelled: launch a task instead")
+        return device_named(role.device, role.local_rank)
+
+    async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result; raises at once when the run is stopped."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            if self._halted is not None:
+                coroutine.close()
+                raise self._halted
+            return await coroutine
+        except asyncio.CancelledError:
+            if self._halted is None:
+                raise
+            raise self._halted from None
+        finally:
+            self._running.discard(task)
+
+    def _halt(self, reason: dict[str, Any]) -> None:
+        self._halted = PeerLostError(str(reason.get("peer", "the run")), str(reason.get("message", "the run was stopped")))
+        if self.replicated is not None:
+            self.replicated.replica.abort(self._halted)
+        for task in self._running:
+            task.cancel()
+
+    async def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+        if self.replicated is not None:
+            raise UsageError("a session replicates one model; put several into one nn.Module, with one optimizer for all")
+        check_model(model)
+        topology, ladder = self.context.topology, self.context.ladder
+        settings = ReplicaSettings(
+            bucket_bytes=topology.compute.bucket_bytes,
+            clip_norm=topology.optimizer.clip_norm,
+            overlap=topology.compute.overlap,
+            gate_timeout_s=ladder.barrier_s,
+        )
+        where = next(model.parameters()).device
+        device = CallersDevice(self.crossing, where, _staging(where))
+        replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder)
+        exchange = make_exchange(self.context)
+        replica.connect(exchange.bucket_ready)
+        await exchange.start(replica)
+        self.replicated = Replicated(replica, exchange, self.crossing, weight=self._weight, ended=self._step_ended)
+        self.context.recorder.event(
+            "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
+        )
+        return model, optimizer
+
+    def begin_batches(self, dataset: Any, epoch: int, batch_size: int | None) -> tuple[Loader, range, int]:
+        """A loader of this worker's batches, the epoch's steps for it, and the samples of the whole group's batch."""
+        check_dataset("the session's data", dataset)
+        topology, role, placement = self.context.topology, self.context.role, self.context.placement
+        size = batch_size or topology.compute.batch_size
+        partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, topology.data.shuffle)
+        loader = Loader(
+            Fetch(dataset),
+            lambda step: partition.indices(step, role.group, role.position),
+            (topology.job.seed, role.index),
+        )
+        self._loaders.append(loader)
+        steps = partition.steps_per_epoch
+        return loader, range(epoch * steps, (epoch + 1) * steps), size
+
+    async def next_batch(self, loader: Loader, step: int, *, last: bool, group_samples: int) -> tuple[Any, ...]:
+        batch = (await loader.batch(step, ahead=not last)).to(self.device)
+        self._share = (batch.samples, group_samples)
+        return (*batch.inputs, batch.target)
+
+    async def end_batches(self, loader: Loader) -> None:
+        self._loaders.remove(loader)
+        await loader.close(self.context.ladder.grace_s)
+
+    def _weight(self) -> float:
+        if self._share is None:
+            return 1.0 / self.context.placement.group_size
+        samples, of = self._share
+        return samples / of
+
+    def _step_ended(self, step: int, seconds: float, exposed_s: float) -> None:
+        assert self.replicated is not None
+        self._flush_step()
+        samples = self._share[0] if self._share else 0
+        reads = self.replicated.exchange.staleness()
+        staleness = sum(reads) / len(reads) if reads else None
+        self._ended_step = {
+            "step": step, "samples": samples, "seconds": seconds, "exposed_s": exposed_s, "staleness": staleness
+        }  # fmt: skip
+
+    def _flush_step(self) -> None:
+        """Record the last step, with what was reported about it."""
+        if self._ended_step is not None:
+            values, self._ended_step = self._ended_step, None
+            step = values.pop("step")
+            assert isinstance(step, int)
+            self.context.recorder.event("step", step=step, **values)
+
+    def report(self, kind: str, values: dict[str, float | int | str | bool]) -> None:
+        loss = values.get("loss")
+        step = 0 if self.replicated is None else self.replicated.step
+        if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
+            raise NonFiniteLossError(loss, self.context.role.index, step)
+        if kind == "step" and self._ended_step is not None:
+            self._ended_step.update(values)
+        else:
+            self.context.recorder.event(kind, step=step, **values)
+
+    async def settle(self) -> None:
+        if self.replicated is not None:
+            await self.replicated.exchange.settle()
+
+    async def barrier(self) -> None:
+        await self.context.membership.barrier(f"session-{self._count('barrier')}")
+
+    async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
+        if operation not in ("sum", "mean"):
+            raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
+        flat = tensor.detach().cpu().contiguous() if tensor.is_cuda or not tensor.is_contiguous() else tensor.detach()
+        payload = TensorPayload.of(flat)
+        await all_reduce(self._world, payload, ("all_reduce", self._count("all_reduce")))
+        if operation == "mean":
+            payload.scale_(1.0 / self._world.size)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat)
+        return tensor
+
+    def _count(self, name: str) -> int:
+        """All workers count alike, so a number names the same call on all of them."""
+        self._numbers[name] += 1
+        return self._numbers[name]
+
+    async def finish(self) -> None:
+        """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
+        self._flush_step()
+        if self.replicated is not None:
+            await self.replicated.exchange.settle()
+            await self.replicated.exchange.stop()
+        self.context.recorder.event("finish", step=0 if self.replicated is None else self.replicated.step)
+        self.finished = True
+
+    async def close(self) -> None:
+        """Let go of the user's model and of the loaders' threads. Also after an error."""
+        self.closed = True
+        if self.replicated is not None:
+            self.replicated.detach()
+        for loader in self._loaders[:]:
+            await self.end_batches(loader)
+
+
+def _staging(device: torch.device) -> Staging | None:
+    if device.type != "cuda":
+        return None
+    from zmqtrain.train.device.cuda import CudaStaging
+
+    return CudaStaging(device)

@@ -1,0 +1,234 @@
+"""Sessions: how a training loop of your own becomes a worker of a run.
+
+Plain code (`session`)::
+
+    with zmqtrain.session() as session:
+        model, optimizer = session.replicate(model, optimizer)
+        for epoch in range(3):
+            for inputs, target in session.batches(dataset, epoch):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(inputs), target)
+                loss.backward()
+                optimizer.step()
+                session.report(loss=loss.item())
+
+A coroutine (`join`) does the same with ``await``, and computes in ``await session.run(function)``.
+
+Started by ``zmqtrain launch FILE script.py`` the script runs once on each worker. Started without a launcher it is a world of one
+worker, which works just the same: handy for trying it out, and in a debugger.
+
+What differs from training alone: a loss is a *mean* over the worker's samples, and counts by their number; to clip gradients set
+``[optimizer] clip_norm``, since they have left by the time that ``backward`` returns; call ``settle()`` before you read or save
+parameters yourself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from zmqtrain.data.background import BackgroundThread
+from zmqtrain.embed.core import Core, M, O, Place
+from zmqtrain.embed.own_run import enter_world
+
+T = TypeVar("T")
+Number = float | int | str | bool
+
+
+class Session(Place):
+    """A worker of the run, for plain code. Made by `session`; to be used by the thread that made it."""
+
+    def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+        """Keep model and optimizer in touch with the other workers from now on; all begin with rank 0's parameters.
+
+        Returns the very same two. Every worker must call it, with models and optimizers of one kind; once a session.
+        """
+        return self._wait(self._core.replicate(model, optimizer), "replicate()")
+
+    def batches(self, dataset: Any, epoch: int = 0, *, batch_size: int | None = None) -> Iterator[tuple[Any, ...]]:
+        """This worker's batches ``(input, ..., target)`` of an epoch of a map-style dataset, on `device`.
+
+        Each epoch has an order of its own, from the job's seed. ``batch_size``: samples of the whole group in a step, by default
+        ``[compute] batch_size``. What does not fill a step of all groups is left out.
+        """
+        core = self._core
+        loader, steps, samples = self._wait(_call(partial(core.begin_batches, dataset, epoch, batch_size)), "batches()")
+        try:
+            for step in steps:
+                yield self._wait(core.next_batch(loader, step, last=step == steps[-1], group_samples=samples), "the next batch")
+        finally:
+            if not core.closed:  # else the generator was dropped late, and its loader is closed
+                self._wait(core.end_batches(loader), "the end of batches()")
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Forward and backward within it only add to the gradients. Those of a step's last micro-batch must be outside."""
+        return nullcontext() if self._core.replicated is None else self._core.replicated.accumulating()
+
+    def report(self, kind: str = "step", /, **values: Number) -> None:
+        """Tell what this step was like (``loss=...``), or an evaluation (``report("eval", accuracy=...)``), for table and record.
+
+        Raises `NonFiniteLossError` for a loss that is NaN or infinite, unless ``[job] on_nan = "continue"``.
+        """
+        self._wait(_call(partial(self._core.report, kind, values)), "report()")
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here."""
+        self._wait(self._core.barrier(), "barrier()")
+
+    def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
+        """Sum (or average) the tensor over all workers, in place; the same bits on all. Every worker must call it."""
+        return self._wait(self._core.all_reduce(tensor, operation), "all_reduce()")
+
+    def settle(self) -> None:
+        """Wait until the model holds the parameters of the last step throughout. Forwards do so by themselves, layer by layer."""
+        self._wait(self._core.settle(), "settle()")
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return self._core.crossing.wait(self._core.guard(coroutine), what)
+
+
+class AsyncSession(Place):
+    """A worker of the run, for coroutines. Made by `join`; to be used on the loop's thread, but for what `run` calls."""
+
+    def __init__(self, core: Core, thread: BackgroundThread) -> None:
+        super().__init__(core)
+        self._thread = thread
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` belong there."""
+        return await self._thread.submit(partial(function, *arguments))
+
+    async def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+        """As `Session.replicate`."""
+        wait = self._core.crossing.wait
+        return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer)), "replicate()"))
+
+    async def batches(self, dataset: Any, epoch: int = 0, *, batch_size: int | None = None) -> AsyncIterator[tuple[Any, ...]]:
+        """As `Session.batches`."""
+        core = self._core
+        loader, steps, samples = core.begin_batches(dataset, epoch, batch_size)
+        try:
+            for step in steps:
+                yield await core.guard(core.next_batch(loader, step, last=step == steps[-1], group_samples=samples))
+        finally:
+            if not core.closed:
+                await core.end_batches(loader)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """As `Session.accumulating`; used within what `run` calls."""
+        return nullcontext() if self._core.replicated is None else self._core.replicated.accumulating()
+
+    def report(self, kind: str = "step", /, **values: Number) -> None:
+        """As `Session.report`."""
+        self._core.report(kind, values)
+
+    async def barrier(self) -> None:
+        """Wait until all workers have come here."""
+        await self._core.guard(self._core.barrier())
+
+    async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
+        """As `Session.all_reduce`."""
+        return await self._core.guard(self._core.all_reduce(tensor, operation))
+
+    async def settle(self) -> None:
+        """As `Session.settle`."""
+        await self._core.guard(self._core.settle())
+
+
+@asynccontextmanager
+async def join() -> AsyncIterator[AsyncSession]:
+    """Be the worker that the environment says (or a world of one), in the running event loop.
+
+    On return of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
+    """
+    async with enter_world() as context:
+        core = Core(context)
+        thread = BackgroundThread("zmqtrain-compute")
+        try:
+            yield AsyncSession(core, thread)
+            # In the compute thread, since an exchange may still want something computed.
+            await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
+        finally:
+            await core.close()
+            await thread.close(context.ladder.grace_s)
+
+
+@contextmanager
+def session() -> Iterator[Session]:
+    """Be the worker that the environment says (or a world of one), with the event loop in a thread in the background.
+
+    On return of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
+    """
+    with _Background() as core:
+        yield Session(core)
+
+
+class _Background:
+    """An event loop in a thread of its own, with a world in it. Plain code enters and leaves it like a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._core: Core | None = None
+        self._leave: asyncio.Event | None = None
+        self._error: BaseException | None = None
+        # A daemon: a script that ends by an error must not hang on its network.
+        self._thread = threading.Thread(target=self._main, name="zmqtrain-loop", daemon=True)
+
+    def __enter__(self) -> Core:
+        self._thread.start()
+        self._ready.wait()
+        if self._core is None:
+            self._thread.join()
+            assert self._error is not None
+            raise self._error
+        return self._core
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        assert self._core is not None
+        assert self._leave is not None
+        core, leave = self._core, self._leave
+        try:
+            if error is None:
+                core.crossing.wait(core.guard(core.finish()), "the end of the session")
+        finally:
+            core.crossing.loop.call_soon_threadsafe(leave.set)
+            self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except _GivenUpError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that uses the session
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _live(self) -> None:
+        self._leave = asyncio.Event()
+        async with enter_world() as context:
+            self._core = core = Core(context)
+            self._ready.set()
+            try:
+                await self._leave.wait()
+            finally:
+                await core.close()
+            if not core.finished:
+                raise _GivenUpError
+
+
+class _GivenUpError(Exception):
+    """The plain code failed: the world is left as after an error, and the error is raised where it happened."""
+
+
+async def _call(function: Callable[[], T]) -> T:
+    """What a plain function of the loop's thread returns, as a coroutine."""
+    return function()
