@@ -55,6 +55,7 @@ class Switchboard:
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
         self._idle: asyncio.Event | None = None
         self._shut = False
 
@@ -389,11 +390,11 @@ class Switchboard:
 
     def _arm(self, link: Link) -> None:
         deadline = link.next_deadline()
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline) or self._shut:
+        if deadline is None or (self._timer is not None and self._alarm <= deadline) or self._shut:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._tick)
+        self._timer, self._alarm = self._loop.call_at(deadline, self._tick), deadline
 
     def _tick(self) -> None:
         self._timer = None
