@@ -156,7 +156,9 @@ async def test_a_group_too_far_ahead_waits_until_the_slowest_moves_and_no_longer
         await world.exchanges[1].stop()  # and leaving frees it for good
 
     async def release() -> None:
-        await asyncio.sleep(0.05)
+        while fast_steps < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.03)
         assert fast_steps == 1, "two steps ahead of a group that pushed nothing"
         slow_may_go.set()
 
@@ -273,6 +275,29 @@ async def test_a_lost_worker_ends_the_server_with_its_name() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         await world.run(worker(0), worker(1))
     assert raised.group_contains(PeerLostError, match="lost worker/1 while waiting for its gradients: its process ended")
+
+
+async def test_a_lost_server_wakes_the_worker_with_its_name() -> None:
+    world = World(2, 1, 2, policy="sync")
+    replicas = [LinearReplica(SUBTRACT) for _ in range(2)]
+
+    async def worker(rank: int) -> None:
+        exchange = world.exchanges[rank]
+        await exchange.start(replicas[rank])
+        exchange.begin_step(0)
+        if rank == 0:
+            for bucket in replicas[rank].buckets:
+                exchange.bucket_ready(bucket)
+            await exchange.end_step()
+            world.endpoints["worker/0"].forget("server/1", "its host is gone")
+            with pytest.raises(PeerLostError, match=r"lost server/1 while waiting for .*: its host is gone"):
+                await exchange.settle()
+            assert isinstance(replicas[rank].error, PeerLostError)
+        await exchange.stop()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await world.run(worker(0), worker(1))
+    assert raised.group_contains(PeerLostError, match="server/1")
 
 
 async def test_a_worker_that_stops_amid_a_step_frees_the_others() -> None:

@@ -76,7 +76,7 @@ async def test_a_run_that_stops_early_keeps_what_there_is() -> None:
 
     async def worker() -> None:
         await world.exchanges[0].start(LinearReplica(SGD))
-        await world.exchanges[0].keep(7)
+        await world.endpoints["worker/0"].request("server/0", "checkpoint", 7, timeout=5.0)
         await world.exchanges[0].stop()
 
     await world.run(worker())

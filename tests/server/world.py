@@ -185,5 +185,6 @@ async def train(
         await exchange_once(exchange, replica, step)
         for group in replica.optimizer.param_groups:
             group["lr"] *= decay
+    await exchange.settle()
     await exchange.stop()
     return replica.parameters

@@ -43,7 +43,7 @@ from zmqtrain.wire.tensor import TensorPayload
 class ModelServerExchange:
     """Implements `zmqtrain.exchange.base.Exchange` with servers that hold the parameters and run the optimizer.
 
-    An error of the exchange wakes the replica (`Replica.abort`) and is raised by the next `end_step`, `settle` or `stop`.
+    An error of the exchange wakes the replica (`Replica.abort`) and is raised by the next `end_step` or `settle`.
     """
 
     def __init__(self, endpoint: Endpoint, settings: ModelServerSettings, *, recorder: Recorder | None = None) -> None:
@@ -54,7 +54,6 @@ class ModelServerExchange:
         self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
         self._replica: Replica | None = None
         self._step = 0
-        self._in_step = False
         self._base: OptimizerSpec | None = None
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
@@ -93,7 +92,6 @@ class ModelServerExchange:
         assert self._replica is not None, "start() comes first"
         assert self._base is not None
         self._step = step
-        self._in_step = True
         # Now, since a schedule may move on before the last bucket is pushed.
         self._changed = differing(self._replica.hyperparameters(), self._base)
         self._clip = GroupClip(len(self._replica.buckets), self._settings.clip_norm) if self._clips_itself else None
@@ -108,7 +106,6 @@ class ModelServerExchange:
         for bucket in self._held_back:
             self._begin(bucket)
         self._held_back.clear()
-        self._in_step = False
         if self._error is not None or not self._settings.overlap:
             await self.settle()
 
@@ -119,25 +116,12 @@ class ModelServerExchange:
             raise self._error
 
     async def stop(self) -> None:
-        """Tell the servers that this worker has finished. A step that was begun and not ended is given up, as after an error."""
-        try:
-            if not self._in_step and self._error is None:
-                async with asyncio.timeout(self._settings.request_s):
-                    await self.settle()
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            waiting_for = "the exchange of the last step"
-            raise PeerTimeoutError("the rest of the group or a server", waiting_for, self._settings.request_s) from None
-        finally:
-            await self._cancel()
+        """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
+        that stops early waits for nobody."""
+        await self._cancel()
         if self._replica is None:
             return
         await self._ask_servers("finished")
-
-    async def keep(self, step: int) -> None:
-        """Have the servers send their parts of a checkpoint at ``step`` now, out of turn: a run stops early. One worker asks."""
-        await self._ask_servers("checkpoint", step)
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
