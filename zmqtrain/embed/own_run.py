@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zmqtrain.embed.enter import enter, enter_run
@@ -32,6 +33,7 @@ from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.checkpoint_collector import CheckpointCollector
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -84,6 +86,8 @@ async def open_run(
     data_path: str | None = None,
     host: str = "127.0.0.1",
     network: MemoryNetwork | None = None,
+    checkpoints: Path | None = None,
+    resume: Path | None = None,
     on_report: ReportCallback | None = None,
 ) -> AsyncIterator[OwnRun]:
     """A coordinator for the topology's roles, in the running event loop. At the end of the block it waits until all have left.
@@ -93,23 +97,33 @@ async def open_run(
         data_path: where tasks find their data.
         host: address at which the coordinator listens, and that roles of other machines connect to.
         network: run in memory, all roles in this process, instead of over ZeroMQ.
+        checkpoints: folder for checkpoints, by default ``runs/NAME/checkpoints``.
+        resume: a checkpoint to go on from.
         on_report: called with a role's name and its events (losses, evaluations, ...), several times a second.
 
     Raises, at the end of the block, the failure of a role that runs elsewhere.
     """
     placement, ladder, token = place(topology), Ladder.of(topology.job.timeout_s), secrets.token_hex(16)
     endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port))
-    serving: asyncio.Task[object] | None = None
+    serving: list[asyncio.Task[object]] = []
     try:
-        serve_description(endpoint, RunDescription(topology, placement, os.getcwd(), data_path or topology.data.path))
+        described = RunDescription(
+            topology, placement, os.getcwd(), data_path or topology.data.path, None if resume is None else str(resume)
+        )
+        serve_description(endpoint, described)
+        folder = checkpoints or Path("runs", topology.job.name, "checkpoints")
+        collector = CheckpointCollector.of(endpoint, folder, topology, placement, resume=resume)
         coordinator = Coordinator(endpoint, placement, ladder, agents=False, on_report=on_report)
-        serving = asyncio.create_task(coordinator.run(), name="coordinator")
+        serving = [
+            asyncio.create_task(coordinator.run(), name="coordinator"),
+            asyncio.create_task(collector.run(), name="collect checkpoints"),
+        ]
         yield OwnRun(topology, placement, endpoint.address, token, network)
-        await serving
+        await serving[0]
     finally:
-        if serving is not None:
-            serving.cancel()
-            await asyncio.wait([serving])
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
         await endpoint.close()
     outcome = coordinator.outcome
     if outcome is not None and outcome.status == "failed" and outcome.cause is not None:
