@@ -15,7 +15,9 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +42,8 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens if it has exited."""
         if not self.exited.done():
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # its exit is known to the server, but not yet here
+                os.kill(self.pid, number)
 
 
 class ForkServer:
@@ -72,7 +75,6 @@ class ForkServer:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        assert self._socket is not None
         assert self._process is not None
         self._close()
         if self._process.returncode is None:
@@ -227,6 +229,8 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         code = entry(report)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - there is nobody above who could show it
+        traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:

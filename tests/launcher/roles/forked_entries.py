@@ -1,0 +1,29 @@
+"""What forked processes do in these tests; imported by the fork server, by its name alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+
+def main(report: int) -> int:
+    """Do what the variable DO says."""
+    todo = os.environ["DO"]
+    if todo == "print":
+        print("to standard output", flush=True)
+        print(f"to standard error of {os.environ['WHO']}", file=sys.stderr, flush=True)
+    elif todo == "report":
+        os.write(report, b'{"message": "wrong"}')
+        return 3
+    elif todo == "exit":
+        sys.exit(7)
+    elif todo == "raise":
+        raise RuntimeError("nobody has caught this")
+    elif todo == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif todo == "sleep":
+        print("ready", flush=True)
+        time.sleep(600)
+    return 0

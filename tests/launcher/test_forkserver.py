@@ -1,0 +1,106 @@
+"""A server that forks: what its children get, how their ends are told, and that none outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.forkserver import Child, ForkServer
+from zmqtrain.launcher.output import OutputReader
+
+
+class Started:
+    """A child with the other ends of its files."""
+
+    def __init__(self, child: Child, report: int, output: OutputReader, text: list[str]) -> None:
+        self.child, self.report, self.output, self.text = child, report, output, text
+        self.ready = asyncio.Event()
+
+    async def end(self) -> tuple[int, str, bytes]:
+        """Exit code, output and report."""
+        code = await self.child.exited
+        await self.output.ended.wait()
+        report = os.read(self.report, 4096)
+        os.close(self.report)
+        return code, "".join(self.text), report
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    return "forked_entries:main"
+
+
+async def start(server: ForkServer, **environ: str) -> Started:
+    report_read, report_write = os.pipe()
+    output_read, output_write = os.pipe()
+    text: list[str] = []
+    said = asyncio.Event()
+
+    def take(lines: str) -> None:
+        text.append(lines)
+        said.set()
+
+    output = OutputReader(output_read, take)
+    try:
+        child = await server.start(environ, output_write, report_write)
+    finally:
+        os.close(output_write)
+        os.close(report_write)
+    started = Started(child, report_read, output, text)
+    started.ready = said
+    return started
+
+
+async def test_children_and_how_they_end(entry: str) -> None:
+    async with asyncio.timeout(30), ForkServer(entry) as server:
+        server_process = psutil.Process(server.pid)
+        assert (await (await start(server, DO="nothing")).end())[0] == 0
+        files = server_process.num_fds()
+        todo = ("print", "report", "exit", "raise", "die", "nothing")
+        started = await asyncio.gather(*(start(server, DO=one, WHO=f"child {one}") for one in todo))
+        ends = dict(zip(todo, await asyncio.gather(*(one.end() for one in started)), strict=True))
+        assert ends["print"] == (0, "to standard output\nto standard error of child print\n", b"")
+        assert ends["report"] == (3, "", b'{"message": "wrong"}')
+        assert ends["exit"][0] == 7
+        assert ends["raise"][0] != 0
+        assert "RuntimeError: nobody has caught this" in ends["raise"][1]
+        assert ends["die"][0] == -signal.SIGKILL
+        assert ends["nothing"] == (0, "", b"")
+        assert os.environ.get("WHO") is None
+        # Nothing is left of them: neither files nor processes.
+        assert server_process.num_fds() == files
+        assert not server_process.children()
+    assert not psutil.pid_exists(server_process.pid)
+
+
+async def test_children_end_with_their_server(entry: str) -> None:
+    async with asyncio.timeout(30):
+        async with ForkServer(entry) as server:
+            sleepers = await asyncio.gather(*(start(server, DO="sleep") for _ in range(3)))
+            for one in sleepers:
+                await one.ready.wait()
+            sleepers[0].child.signal(signal.SIGTERM)
+            assert (await sleepers[0].end())[0] == -signal.SIGTERM
+            os.kill(server.pid, signal.SIGKILL)
+            for one in sleepers[1:]:
+                assert (await one.end())[0] == -signal.SIGKILL  # its output has ended, so it is gone
+            with pytest.raises(HostLostError, match="forkserver"):
+                await start(server, DO="nothing")
+        async with ForkServer(entry) as server:
+            sleeper = await start(server, DO="sleep")
+            await sleeper.ready.wait()
+        assert (await sleeper.end())[0] == -signal.SIGKILL
+
+
+async def test_an_entry_that_cannot_be_imported_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    async with asyncio.timeout(30), ForkServer("forked_entries_that_are_not_there:main") as server:
+        with pytest.raises(HostLostError):
+            await start(server, DO="nothing")
