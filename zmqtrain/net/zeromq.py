@@ -273,10 +273,13 @@ class _Wire:
         return True
 
     def close(self, linger_ms: int) -> None:
+        # In this order: while a dealer is monitored, its I/O thread holds a lock as it sends an event, and would wait for ever on a
+        # monitor that is closed; `disable_monitor` would then wait for the lock, with the GIL held.
+        for dealer in self._dealers.values():
+            dealer.disable_monitor()
         for monitor in self._monitors.values():
             monitor.close()
         for dealer in self._dealers.values():
-            dealer.disable_monitor()
             dealer.close(linger=linger_ms)
         self._dealers.clear()
         self._monitors.clear()
