@@ -1,0 +1,174 @@
+"""Sessions: a world of one must be plain training to the bit, and misuse must say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+import zmqtrain
+from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
+
+DATA = TensorDataset(torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 3)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def plain_training(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    model = network()
+    optimizer = sgd(model)
+    schedule = StepLR(optimizer, 2, gamma=0.5)
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        schedule.step()
+    return weights(model)
+
+
+def test_a_session_without_a_launcher_is_plain_training() -> None:
+    model, seen = network(), []
+    with zmqtrain.session() as session:
+        assert (session.rank, session.world_size, session.group, session.groups, session.group_size) == (0, 1, 0, 1, 1)
+        model, optimizer = session.replicate(model, sgd(model))
+        schedule = StepLR(optimizer, 2, gamma=0.5)
+        for epoch in range(2):
+            for inputs, target in session.batches(DATA, epoch, batch_size=50):
+                seen.append((inputs, target))
+                optimizer.zero_grad()
+                loss = cross_entropy(model(inputs), target)
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                session.report(loss=loss.item())
+        assert session.step == len(seen) == 8
+        assert torch.equal(session.all_reduce(torch.ones(3), "mean"), torch.ones(3))
+        session.barrier()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(model), plain_training(seen), strict=True))
+
+
+async def test_the_same_in_an_event_loop() -> None:
+    model, seen = network(), []
+
+    async with zmqtrain.join() as session:
+        model, optimizer = await session.replicate(model, sgd(model))
+        schedule = StepLR(optimizer, 2, gamma=0.5)
+
+        def step(inputs: Tensor, target: Tensor) -> float:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), target)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            return loss.item()
+
+        async for inputs, target in session.batches(DATA, batch_size=50):
+            seen.append((inputs, target))
+            session.report(loss=await session.run(step, inputs, target))
+        await session.barrier()
+        assert (await session.all_reduce(torch.ones(2))).tolist() == [1, 1]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(model), plain_training(seen), strict=True))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with zmqtrain.session() as session, pytest.raises(TaskError, match="none of the model's trainable parameters"):
+        session.replicate(network(), sgd(network()))
+
+
+def test_accumulating_equals_the_whole_batch() -> None:
+    inputs, target = DATA[:40]
+    model = network()
+    with zmqtrain.session() as session:
+        model, optimizer = session.replicate(model, sgd(model))
+        for _ in range(3):
+            optimizer.zero_grad()
+            with session.accumulating():
+                (cross_entropy(model(inputs[:20]), target[:20]) / 2).backward()
+            (cross_entropy(model(inputs[20:]), target[20:]) / 2).backward()
+            optimizer.step()
+    whole = network()
+    optimizer = sgd(whole)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(whole(inputs), target).backward()
+        optimizer.step()
+    for ours, theirs in zip(weights(model), weights(whole), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_model_and_optimizer_are_given_back() -> None:
+    model = network()
+    before = sgd(model)
+    with zmqtrain.session() as session:
+        _, optimizer = session.replicate(model, before)
+        assert optimizer is before
+        assert type(optimizer) is torch.optim.SGD
+        with torch.no_grad():
+            model(DATA[:4][0])  # an evaluation is no step
+    after = weights(model)
+    cross_entropy(model(DATA[:4][0]), DATA[:4][1]).backward()
+    before.step()
+    assert not torch.equal(after[0], weights(model)[0])
+
+
+def test_misuse_says_what_to_do() -> None:
+    model = network()
+    with zmqtrain.session() as session:
+        model, optimizer = session.replicate(model, sgd(model))
+        with pytest.raises(TaskError, match="without a forward and a backward"):
+            optimizer.step()
+        with pytest.raises(TaskError, match="without a closure"):
+            optimizer.step(lambda: 1.0)
+        with pytest.raises(UsageError, match="replicates one model"):
+            session.replicate(model, optimizer)
+        with pytest.raises(NonFiniteLossError):
+            session.report(loss=math.nan)
+        with pytest.raises(UsageError, match="samples"):
+            next(session.batches(DATA, batch_size=1000))
+
+
+async def test_the_loop_never_waits_for_itself() -> None:
+    async with zmqtrain.join() as session:
+        model = network()
+        model, _ = await session.replicate(model, sgd(model))
+        with pytest.raises(UsageError, match=r"await session\.run"):
+            model(DATA[:4][0])
+
+
+def test_an_error_of_the_script_comes_out_as_it_is() -> None:
+    def script() -> None:
+        with zmqtrain.session() as session:
+            session.replicate(model := network(), sgd(model))
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    assert not [thread for thread in threading.enumerate() if thread.name == "zmqtrain-loop"]
+
+
+async def test_an_error_of_the_coroutine_comes_out_as_it_is() -> None:
+    async def program() -> None:
+        async with zmqtrain.join():
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        await program()
+    assert len(asyncio.all_tasks()) == 1
