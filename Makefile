@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test bench format clean
+.PHONY: help demo test bench docs format clean
 
 help:
 	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
 	@echo "make test     formatting, types, import contracts and tests"
 	@echo "make bench    measure network, collectives, servers and start-up"
+	@echo "make docs     write docs/topology.md from the schema"
 	@echo "make format   put the code into the form that make test asks for"
 	@echo "make clean    remove .venv, caches and runs"
 
@@ -26,6 +27,9 @@ test: $(READY)
 
 bench: $(READY)
 	@for name in net collectives server launch; do $(BIN)/zmqtrain bench $$name || exit; done
+
+docs: $(READY)
+	$(BIN)/python docs/make_topology.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
