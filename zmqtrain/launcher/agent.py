@@ -56,6 +56,7 @@ class Agent:
         self._ladder = environment.ladder
         self._children: dict[PeerId, Child] = {}
         self._stopping = asyncio.Event()
+        self._patience_s = self._ladder.grace_s / 2  # how long roles may take to end by themselves
         self._stopped: set[PeerId] = set()  # roles whose end was our doing
         self._lines: list[dict[str, Any]] = []
         self._more_lines = asyncio.Event()
@@ -65,7 +66,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        self._link.on_halt(lambda _reason: self._stopping.set())
+        self._link.on_halt(self._halt)
         host = self._environment.peer.partition("/")[2]
         roles = self._description.placement.of_host(host)
         code = 0
@@ -88,6 +89,12 @@ class Agent:
             print(f"{self._environment.peer}: {errors.exceptions[0]}", file=sys.stderr, flush=True)
             code = ConnectivityError.exit_code
         return code
+
+    def _halt(self, reason: Mapping[str, Any]) -> None:
+        """The run is to stop. Roles that keep a checkpoint of the last good step get the time that this may take."""
+        if reason.get("kind") == "nan":
+            self._patience_s = self._ladder.request_s
+        self._stopping.set()
 
     async def _live(self, role: RolePlacement) -> None:
         """One role, from its start to the report of its end."""
@@ -115,6 +122,8 @@ class Agent:
         finally:
             output.close()
             os.close(report_read)
+        if report is not None:  # into the log, not onto the terminal: the launcher shows the first failure of all
+            self._lines.append({"kind": LOG, "peer": role.peer, "text": str(report.get("traceback", "")), "quiet": True})
         await self._send_lines()
         await self._link.exited(role.peer, code, report, stopped=role.peer in self._stopped)
 
@@ -146,9 +155,9 @@ class Agent:
     async def _end_roles(self) -> None:
         """Once the run is to stop: roles were told by the coordinator; those that do not end by themselves are ended."""
         await self._stopping.wait()
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number, patience_s in ((signal.SIGTERM, self._patience_s), (signal.SIGKILL, self._ladder.grace_s / 2)):
             try:
-                async with asyncio.timeout(self._ladder.grace_s / 2):
+                async with asyncio.timeout(patience_s):
                     await asyncio.gather(*(asyncio.shield(child.exited) for child in self._children.values()))
                 return
             except TimeoutError:
@@ -178,7 +187,12 @@ def _joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbouring texts of one role as one."""
     result: list[dict[str, Any]] = []
     for line in lines:
-        if result and result[-1]["peer"] == line["peer"] and len(result[-1]["text"]) < 32_000:
+        if (
+            result
+            and result[-1]["peer"] == line["peer"]
+            and result[-1].get("quiet") == line.get("quiet")
+            and len(result[-1]["text"]) < 32_000
+        ):
             result[-1] = {**line, "text": result[-1]["text"] + line["text"]}
         else:
             result.append(line)

@@ -53,7 +53,6 @@ def main(report_file: int) -> int:
         report = report_of(error, peer)
         with os.fdopen(report_file, "w", encoding="utf-8") as file:
             json.dump(report, file)
-        print(report["traceback"], file=sys.stderr, end="", flush=True)
         return int(report["exit_code"])
     return 0
 

@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import ZmqTrainError
@@ -14,6 +15,9 @@ from zmqtrain.net.endpoint import PeerId
 
 #: A traceback is cut in its middle beyond this: deep recursion repeats itself.
 LONGEST_TRACEBACK = 16_000
+#: Where frames lie that are not the person's own: this package, and the standard library (which has asyncio and runpy).
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = str(Path(traceback.__file__).parent) + os.sep
 #: What a process exits with whose own code, or a library it uses, raised anything at all.
 USER_CODE = 3
 
@@ -22,10 +26,6 @@ def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
     """The report of an error that ended a role or a launcher."""
     cause = root_of(error)
     known = cause if isinstance(cause, ZmqTrainError) else None
-    text = "".join(traceback.format_exception(cause))
-    if len(text) > LONGEST_TRACEBACK:
-        half = LONGEST_TRACEBACK // 2
-        text = f"{text[:half]}\n  ... {len(text) - LONGEST_TRACEBACK} characters left out ...\n{text[-half:]}"
     return {
         "peer": peer,
         "host": socket.gethostname(),
@@ -33,11 +33,32 @@ def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
         "time": time.time(),
         "type": type(cause).__name__,
         "message": str(cause) or type(cause).__name__,
-        "traceback": text,
+        "traceback": _cut("".join(traceback.format_exception(cause))),
+        "shown": _cut(_for_people(cause)),
         "verdict": known.verdict if known else "user code",
         "exit_code": known.exit_code if known else USER_CODE,
         "consequence": known.consequence if known else False,
     }
+
+
+def _for_people(error: BaseException) -> str:
+    """The traceback of the person's own code: without the frames by which it was called. Empty where none of it is involved."""
+    if isinstance(error, ZmqTrainError):
+        if error.__cause__ is None or error.verdict != "user code":
+            return ""
+        error = error.__cause__
+    trace = traceback.TracebackException.from_exception(error)
+    own = [not frame.filename.startswith((_PACKAGE, _LIBRARY, "uvloop/", "<frozen")) for frame in trace.stack]
+    if True in own:
+        trace.stack = traceback.StackSummary.from_list(trace.stack[own.index(True) :])
+    return "".join(trace.format(chain=False))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TRACEBACK:
+        return text
+    half = LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n  ... {len(text) - LONGEST_TRACEBACK} characters left out ...\n{text[-half:]}"
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -144,15 +144,16 @@ class Launch:
         self._record(peer, {"kind": kind, "time": None, "step": None, "values": values})
         if kind == "running":
             self._view.note(str(values["reason"]))
-        elif kind in ("lost", "failed", "halt"):
-            self._view.note(f"{kind}: {values['reason']}")
+        elif kind in ("failed", "halt"):  # why comes at the end, once, when all have had their say
+            self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
     def _report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
         for event in events:
             kind = event.get("kind")
             if kind == LOG:
                 self._directory.log(str(event["peer"]), str(event["text"]))
-                self._view.log(str(event["peer"]), str(event["text"]))
+                if not event.get("quiet"):
+                    self._view.log(str(event["peer"]), str(event["text"]))
             elif kind == "span":
                 self._directory.trace.add(peer, event)
             else:
@@ -204,7 +205,7 @@ class Launch:
         if outcome.status == "done":
             return Ending("done", 0)
         cause = outcome.cause
-        if cause is not None:
+        if cause is not None and not (cause.consequence and outcome.halt):
             report = _report_of_failure(cause)
             return Ending("failed", int(report["exit_code"]), report)
         report = dict(outcome.halt or {"message": outcome.reason})
@@ -264,7 +265,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
 def _failure_text(error: dict[str, Any], directory: Path) -> str:
     if "type" not in error:
         return f"stopped: {error.get('message')}\neverything about it: {directory}"
-    trace = f"{error['traceback'].rstrip()}\n\n" if error.get("verdict") == "user code" and error.get("traceback") else ""
+    trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
     return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
 
 

@@ -106,10 +106,14 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
     """This worker's loss is bad: stop all, and keep what there was before this step."""
     role = context.role
     reason = {"kind": "nan", "rank": role.index, "group": role.group, "step": error.step, "peer": role.peer, "message": str(error)}
-    with suppress(ConnectivityError):
+    with suppress(ConnectivityError, TimeoutError):
         await context.membership.halt(reason)
+        async with asyncio.timeout(context.ladder.request_s):
+            await context.membership.halted.wait()
         await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
-    await _save_last_good(context, loop, error.step)
+    # Another worker may have been first with a bad loss of its own: all keep one checkpoint, that of the first.
+    first = context.membership.halt_reason or {}
+    await _save_last_good(context, loop, int(first["step"]) if first.get("kind") == "nan" else error.step)
 
 
 async def _save_last_good(context: RoleContext, loop: TrainLoop, step: int) -> None:
