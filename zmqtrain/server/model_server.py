@@ -89,7 +89,7 @@ class ModelServer:
         self._staleness: Counter[int] = Counter()
         self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
         self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
-        self._sends: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._refusals = 0
 
     @property
@@ -123,11 +123,12 @@ class ModelServer:
             async with asyncio.TaskGroup() as self._tasks:
                 life = self._tasks.create_task(self._live(pushes, orders))
                 await self._done
-                for task in (life, *self._sends):
+                for task in (life, *self._background):
                     task.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
+            self._ready = False
             pushes.close()
             orders.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -199,7 +200,9 @@ class ModelServer:
             if not self._done.done():
                 self._done.set_result(None)
             return None
-        await self._let_go()
+        if self._ready and not self._done.done():
+            # Not awaited: the answer must be out before the last worker's word ends this server.
+            self._in_background(self._let_go())
         return None
 
     async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
@@ -213,8 +216,6 @@ class ModelServer:
 
     async def _let_go(self) -> None:
         """Let nobody wait for groups all of whose workers have finished."""
-        if not self._ready:
-            return
         for group, members in enumerate(self._configured.result().groups):
             if self._finished.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
@@ -253,7 +254,7 @@ class ModelServer:
         self._recorder.event("refused", sender=sender, reason=str(error))
         if self._refusals < MOST_REFUSALS:
             self._refusals += 1
-            self._spawn(self._tell_refused(sender, tag, error))
+            self._in_background(self._tell_refused(sender, tag, error))
 
     async def _tell_refused(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
         try:
@@ -286,7 +287,11 @@ class ModelServer:
             self._checkpoint(batch)
         for event in self._intake.decided:
             for other in self._configured.result().servers[1:]:
-                await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.group]))
+                try:
+                    await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.group]))
+                except PeerLostError:
+                    if event.kind == "step":  # of a leaving, a server that is done already need not know
+                        raise
         self._intake.decided.clear()
 
     def _apply(self, updates: Sequence[Update]) -> None:
@@ -318,9 +323,7 @@ class ModelServer:
         to = self._configured.result().groups[group][held.piece.position]
         loan = held.lend()
         meta = ReadMeta(held.version, self._last_staleness.get((group, piece), 0)).to_value()
-        task = self._spawn(self._send(to, tag, TensorPayload.of(loan.values, meta), loan, held.piece.bucket))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
+        self._in_background(self._send(to, tag, TensorPayload.of(loan.values, meta), loan, held.piece.bucket))
 
     async def _send(self, to: PeerId, tag: Tag, payload: Payload, loan: Loan, priority: int) -> None:
         try:
@@ -352,6 +355,12 @@ class ModelServer:
         if nbytes < INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it, but not beyond the end of this server."""
+        task = self._spawn(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(coroutine)
