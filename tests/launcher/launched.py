@@ -1,0 +1,125 @@
+"""A real launch for tests: the command in a process, what it prints, and every process that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+#: Longest wait for anything, below pytest's own limit.
+PATIENCE_S = 20.0
+
+
+class Launched:
+    """``zmqtrain launch`` in ``folder``. Use it in a ``with`` block: whatever is left at its end is killed."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        (folder / "tmp").mkdir(exist_ok=True)
+        environ = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+        command = (sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(self.run), *arguments)
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._said = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(self._process.stdout, self.lines)),
+            threading.Thread(target=self._read, args=(self._process.stderr, self.errors)),
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._known: set[psutil.Process] = {psutil.Process(self._process.pid)}
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for process in self.processes():
+            if process.is_running():
+                process.kill()
+        self._process.wait()
+        self._finish_reading()
+
+    def __repr__(self) -> str:
+        return "\n".join([*self.lines, *self.errors])
+
+    def wait_for(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
+        """Wait until so many lines of standard output match."""
+        found: list[re.Match[str]] = []
+
+        def enough() -> bool:
+            found[:] = [match for line in self.lines if (match := re.search(pattern, line))]
+            return len(found) >= times or self._process.poll() is not None
+
+        with self._said:
+            assert self._said.wait_for(enough, PATIENCE_S), f"nothing like {pattern} in:\n{self!r}"
+        assert len(found) >= times, f"it ended without {pattern}:\n{self!r}"
+        self.processes()
+        return found
+
+    def processes(self) -> set[psutil.Process]:
+        """Every process of the launch that was seen so far."""
+        for process in list(self._known):
+            try:
+                self._known.update(process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue
+        return self._known
+
+    def find(self, words: str) -> psutil.Process:
+        """The first process, from the top, with these words on its command line."""
+        found = [process for process in self.processes() if process.is_running() and words in " ".join(process.cmdline())]
+        return min(found, key=lambda process: process.create_time())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher alone."""
+        self._process.send_signal(number)
+
+    def end(self) -> int:
+        """Wait until the launcher and everything below it have ended; the exit code."""
+        self.processes()
+        try:
+            code = self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            alive = [process.cmdline() for process in self.processes() if process.is_running()]
+            raise AssertionError(f"it does not end; {alive} are still there\n{self!r}") from None
+        _, alive = psutil.wait_procs(self._known, timeout=PATIENCE_S)
+        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+        self._finish_reading()
+        left = [path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+        assert not left, "files left behind"  # but for torch's own cache, which is empty and stays
+        return code
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file of the run directory."""
+        value: dict[str, Any] = json.loads((self.run / name).read_text())
+        return value
+
+    @property
+    def error_text(self) -> str:
+        return "\n".join(self.errors)
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            with self._said:
+                lines.append(line.rstrip("\n"))
+                self._said.notify_all()
+        with self._said:
+            self._said.notify_all()
+
+    def _finish_reading(self) -> None:
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
