@@ -1,0 +1,75 @@
+"""Processes of a benchmark: each with an endpoint over ZeroMQ, all knowing each other."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.loop import run
+from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+#: The processes must all be up, and be done, in this time.
+PATIENCE_S = 180.0
+
+
+def run_processes(work: Sequence[tuple[PeerId, Work]], role: Callable[[Node, Work], Awaitable[Result]]) -> list[Result]:
+    """Await ``role(node, work)`` for each peer in a process of its own; what each returned.
+
+    ``role`` must be importable, and the work and results plain values. Raises `ZmqTrainError` when a process fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in work]
+    processes = [
+        context.Process(target=_process, args=(peer, one, role, theirs), daemon=True)
+        for (peer, one), (_, theirs) in zip(work, pipes, strict=True)
+    ]
+    try:
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        addresses = {peer: _hear(pipe) for (peer, _), (pipe, _) in zip(work, pipes, strict=True)}
+        for pipe, _ in pipes:
+            pipe.send(addresses)
+        results: list[Result] = [_hear(pipe) for pipe, _ in pipes]
+        for process in processes:
+            process.join(PATIENCE_S)
+        return results
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _hear(pipe: Connection) -> Any:
+    """What a process says next. Raises where it ended instead, or says nothing."""
+    try:
+        if pipe.poll(PATIENCE_S):
+            return pipe.recv()
+    except EOFError:
+        raise ZmqTrainError("a process of the benchmark ended early; its traceback stands above") from None
+    raise ZmqTrainError(f"a process of the benchmark said nothing for {PATIENCE_S:g} s")
+
+
+def _process(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], pipe: Connection) -> None:
+    run(_take_part(peer, work, role, pipe))
+
+
+async def _take_part(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], pipe: Connection) -> None:
+    from zmqtrain.net.zeromq import open_zeromq
+
+    async with await open_zeromq(peer, token="bench", settings=NetSettings()) as node:
+        pipe.send(node.address)
+        addresses: dict[PeerId, str] = await asyncio.to_thread(pipe.recv)
+        for other, address in addresses.items():
+            node.add_peer(other, address)
+        pipe.send(await role(node, work))
