@@ -14,12 +14,13 @@ import sys
 from typing import Any
 
 from digits import task
+
 from zmqtrain.embed.own_run import open_run, run_role
 from zmqtrain.topology.schema import Topology
 
 TOPOLOGY = Topology.from_dict(
     {
-        "job": {"name": "own", "epochs": 6, "oversubscribe": True},
+        "job": {"name": "own", "epochs": 15, "oversubscribe": True},
         "compute": {"groups": 2, "batch_size": 64, "device": "cpu", "threads": 1},
         "exchange": {"kind": "model_server", "staleness": "async"},
     }
@@ -33,7 +34,7 @@ async def main() -> dict[str, float]:
     def on_report(peer: str, events: list[dict[str, Any]]) -> None:
         for event in events:
             if event["kind"] == "eval":
-                metrics.update(event["values"])
+                metrics.update({name: value for name, value in event["values"].items() if name.startswith("eval_")})
 
     async with open_run(TOPOLOGY, on_report=on_report) as run, asyncio.TaskGroup() as tasks:
         # The roles: server/0, worker/0 and worker/1. Which one runs where is for this program to say.

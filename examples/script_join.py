@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 
 import torch
+from digits import load, network
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import zmqtrain
-from digits import load, network
 
 
 async def main(epochs: int = 12) -> float:

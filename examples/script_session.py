@@ -7,10 +7,10 @@ zmqtrain launch launch/script.toml examples/script_session.py        # 2 groups 
 from __future__ import annotations
 
 import torch
+from digits import load, network
 from torch.nn.functional import cross_entropy
 
 import zmqtrain
-from digits import load, network
 
 
 def main(epochs: int = 12) -> float:

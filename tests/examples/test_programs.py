@@ -10,32 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from examples import own_scheduler, script_join, script_session
+
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run(*command: str, cwd: Path = ROOT) -> str:
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=55, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_a_plain_script_runs_alone() -> None:
+    assert script_session.main(epochs=8) > 0.9
 
 
-@pytest.mark.parametrize("script", ["script_session.py", "script_join.py"])
-def test_scripts_run_alone(script: str) -> None:
-    output = run(sys.executable, f"examples/{script}")
-    assert float(output.split()[-1].rstrip("%")) > 90
+async def test_an_asynchronous_script_runs_alone() -> None:
+    assert await script_join.main(epochs=8) > 0.9
+
+
+async def test_own_scheduler_trains_on_coroutines_and_a_process() -> None:
+    metrics = await own_scheduler.main()
+    assert metrics["eval_accuracy"] > 0.85
 
 
 @pytest.mark.parametrize("script", ["script_session.py", "script_join.py"])
 def test_scripts_run_on_groups_and_servers(script: str, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(tmp_path / "run")]
-    run(*launch, "launch/script.toml", f"examples/{script}")
+    command = [sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(tmp_path / "run")]
+    command += ["launch/script.toml", f"examples/{script}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "done"
     logs = "".join(file.read_text() for file in (tmp_path / "run" / "logs").glob("*.log"))
     assert float(logs.split("test accuracy ")[1].split("%")[0]) > 85
-
-
-def test_own_scheduler_trains_on_coroutines_and_a_process() -> None:
-    output = run(sys.executable, "examples/own_scheduler.py")
-    assert "eval_accuracy" in output
