@@ -70,8 +70,10 @@ def launcher_of(path: Path) -> psutil.Process | None:
 def _last_step(path: Path) -> dict[str, object] | None:
     """What the last step event says, read from the end of the file."""
     with (path / "events.jsonl").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-        for line in reversed(file.read().splitlines()[1:]):
+        start = max(0, os.fstat(file.fileno()).st_size - 65536)
+        file.seek(start)
+        lines = file.read().splitlines()
+        for line in reversed(lines[1:] if start else lines):  # the first one may be half a line
             try:
                 event = json.loads(line)
             except ValueError:

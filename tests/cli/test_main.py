@@ -1,0 +1,166 @@
+"""The command: what it says, with which exit code, and without starting anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zmqtrain.cli.main import main
+from zmqtrain.cli.overrides import load_with
+from zmqtrain.errors import TopologyError, UsageError
+from zmqtrain.observe.run_directory import RunDirectory
+
+TOPOLOGY = """
+[job]
+task = "task.py:task"
+epochs = 3
+
+[compute]
+batch_size = 8
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(TOPOLOGY)
+    return tmp_path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of ``zmqtrain ARGUMENTS``."""
+    monkeypatch.setattr(sys, "argv", ["zmqtrain", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    for command in ("launch", "check", "schema", "bench", "status", "stop", "logs", "agent", "version"):
+        assert command in said
+    assert call(monkeypatch, "launch", "--help") == 0
+    assert "--resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "missing.toml"], ["missing.toml", "does not exist"]),
+        (["launch", "bad.toml"], ["bad.toml:3", "stepz", "steps"]),
+        (["launch", "crowded.toml"], ["slots", "oversubscribe"]),
+        (["launch", "job.toml", "script.py"], ["task", "script.py"]),
+        (["launch", "notask.toml"], ["[job]", "script"]),
+        (["launch", "job.toml", "--set", "nonsense"], ["--set", "section.key=value"]),
+        (["launch", "job.toml", "--set", "compute.batch_size=many"], ["batch_size", "many"]),
+        (["launch", "job.toml", "--resume", "latest"], ["--resume"]),
+        (["bench", "nothing"], ["nothing", "collectives"]),
+        (["status", "nothing-001"], ["nothing-001"]),
+        (["stop", "nothing-001"], ["nothing-001"]),
+        (["logs", "nothing-001"], ["nothing-001"]),
+        (["agent"], ["ZMQTRAIN_PEER"]),
+        (["nonsense"], ["nonsense"]),
+        (["launch"], ["FILE"]),
+    ],
+)
+def test_what_cannot_be_is_said_in_words(
+    arguments: list[str], words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bad.toml").write_text('[job]\ntask = "task.py:task"\nstepz = 3\n')
+    (folder / "crowded.toml").write_text('[job]\ntask = "task.py"\n[[hosts]]\nname = "a"\nslots = 2\n[compute]\ngroups = 3\n')
+    (folder / "notask.toml").write_text("[job]\nepochs = 1\n")
+    for name in ("ZMQTRAIN_PEER", "ZMQTRAIN_COORDINATOR", "ZMQTRAIN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert call(monkeypatch, *arguments) == 2
+    said = capsys.readouterr()
+    for word in words:
+        assert word in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+    assert not (folder / "runs").exists()
+
+
+def test_version_and_schema(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "version") == 0
+    assert capsys.readouterr().out.startswith("zmqtrain ")
+    assert call(monkeypatch, "schema") == 0
+    assert "properties" in json.loads(capsys.readouterr().out)
+
+
+def test_values_on_the_command_line_go_before_the_file(folder: Path) -> None:
+    settings = ["compute.batch_size=16", "job.name=other", "job.args.lr=0.5", "job.oversubscribe=true", "compute.groups=8"]
+    topology = load_with(folder / "job.toml", settings)
+    assert topology.compute.batch_size == 16
+    assert topology.job.name == "other"
+    assert topology.job.args == {"lr": 0.5}
+    assert topology.job.epochs == 3
+    shorter = load_with(folder / "job.toml", ["job.steps=7"])
+    assert (shorter.job.steps, shorter.job.epochs) == (7, None)
+    assert load_with(folder / "job.toml", []).job.name == "job"
+    with pytest.raises(TopologyError, match="grups"):
+        load_with(folder / "job.toml", ["compute.grups=2"])
+    with pytest.raises(UsageError, match="no table"):
+        load_with(folder / "job.toml", ["job.task.deeper=2"])
+
+
+def make_run(folder: Path, *, pid: str | None = None) -> RunDirectory:
+    run = RunDirectory.create("job", parent=folder / "runs")
+    run.write("topology.toml", TOPOLOGY)
+    run.event({"kind": "step", "step": 4, "values": {"loss": 0.25}})
+    run.log("worker/0", "hello\n")
+    run.log("server/1", "world\n")
+    if pid is not None:
+        run.write("pid", pid)
+    run.flush()
+    return run
+
+
+def test_a_run_that_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(folder)
+    done = {"status": "done", "steps": 5, "samples": 40, "seconds": 1.5, "eval": {"eval_accuracy": 0.9}}
+    run.write_json("summary.json", done)
+    run.close()
+    assert call(monkeypatch, "status", "--json") == 0
+    status = json.loads(capsys.readouterr().out)
+    assert {key: status[key] for key in done} == done
+    assert call(monkeypatch, "status", "job-001") == 0
+    assert "done" in capsys.readouterr().out
+    assert call(monkeypatch, "logs", "job-001") == 0
+    assert capsys.readouterr().out.splitlines() == ["server-1 | world", "worker-0 | hello"]
+    assert call(monkeypatch, "logs", "job-001", "worker/0") == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert call(monkeypatch, "logs", "job-001", "worker/7") == 2
+    assert call(monkeypatch, "stop", "job-001") == 2
+    assert "does not run" in capsys.readouterr().err
+
+
+def test_a_run_whose_launcher_was_killed_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its number may be another process's by now: this one's, here."""
+    make_run(folder, pid=f"{os.getpid()} 12345.0\n").close()
+    assert call(monkeypatch, "status", "latest", "--json") == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["status"], status["steps"], status["loss"]) == ("lost", 5, 0.25)
+
+
+def test_a_run_is_stopped_as_by_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        make_run(folder, pid=f"{other.pid} {psutil.Process(other.pid).create_time()}\n").close()
+        assert call(monkeypatch, "status", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["status"] == "running"
+        assert call(monkeypatch, "stop", "latest") == 0
+        assert other.poll() is not None  # its code went to whoever waited first
