@@ -14,10 +14,10 @@ from zmqtrain.topology.schema import Topology
 HEAD = """\
 # The topology file
 
-TOML. Every key has a default, but for `name` of a host; a file with `[job] task` alone trains on this machine. `zmqtrain check FILE`
-shows all faults at once, each with its line, and what would run where; `zmqtrain schema` prints the JSON Schema. Sizes, times and
-bandwidths are written with a unit (`"4 MiB"`, `"200 us"`, `"1 Gbit/s"`). `zmqtrain launch FILE --set section.key=value` replaces a
-value for one run. Examples are in [launch/](../launch/).
+TOML. Every key has a default, but for `name` of a host; a file with `[job] task` alone trains on this machine.
+`zmqtrain check FILE` shows all faults at once, each with its line, and what would run where; `zmqtrain schema` prints the
+JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`, `"1 Gbit/s"`).
+`zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/).
 """
 
 
