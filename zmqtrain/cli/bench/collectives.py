@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.wire.tensor import TensorPayload
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ Case: TypeAlias = dict[str, str | float | None]
 WORLDS = (2, 4)
 SIZES = (4_000, 400_000, 4_000_000, 100_000_000)
 ROUNDS = 7
-#: The processes of one world must all be up, and each call of a peer done, in this time.
-PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,72 +71,20 @@ Times: TypeAlias = list[list[tuple[float, float]]]
 
 
 def _run_world(world: int, rounds: int, calls: tuple[tuple[str, int], ...], store: str) -> list[Times]:
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(world)]
-    processes = [
-        context.Process(target=_process, args=(Work(rank, world, rounds, calls, store), pipes[rank][1]), daemon=True)
-        for rank in range(world)
-    ]
-    try:
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
-            process.start()
-            theirs.close()
-        addresses = [_hear(pipe) for pipe, _ in pipes]
-        for pipe, _ in pipes:
-            pipe.send(addresses)
-        times: list[Times] = [_hear(pipe) for pipe, _ in pipes]
-        for process in processes:
-            process.join(PATIENCE_S)
-        return times
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+    return run_processes([(f"worker/{rank}", Work(rank, world, rounds, calls, store)) for rank in range(world)], _measure)
 
 
-def _hear(pipe: Connection) -> Any:
-    """What a process says next. Raises where it ended instead, or says nothing."""
-    try:
-        if pipe.poll(PATIENCE_S):
-            return pipe.recv()
-    except EOFError:
-        raise ZmqTrainError("a process of the benchmark ended early; its traceback stands above") from None
-    raise ZmqTrainError(f"a process of the benchmark said nothing for {PATIENCE_S:g} s")
-
-
-def _process(work: Work, pipe: Connection) -> None:
+async def _measure(node: Endpoint, work: Work) -> Times:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # more would take the processors that the other ranks need
     dist.init_process_group("gloo", init_method=f"file://{work.store}", rank=work.rank, world_size=work.world)
-    try:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    except ImportError:
-        factory = None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_measure(work, pipe))
-    dist.destroy_process_group()
-
-
-async def _measure(work: Work, pipe: Connection) -> None:
-    from zmqtrain.net.zeromq import open_zeromq
-
-    node = await open_zeromq(f"worker/{work.rank}", token="bench", settings=NetSettings())
-    pipe.send(node.address)
-    addresses: list[str] = await asyncio.to_thread(pipe.recv)
-    members = tuple(f"worker/{rank}" for rank in range(work.world))
-    for rank, address in enumerate(addresses):
-        if rank != work.rank:
-            node.add_peer(members[rank], address)
-    group = Group(node, members, work.rank, "bench")
+    group = Group(node, tuple(f"worker/{rank}" for rank in range(work.world)), work.rank, "bench")
     times = [await _measure_call(group, name, size, work.rounds) for name, size in work.calls]
     await barrier(group, ("end",))
-    pipe.send(times)
-    await node.close()
+    dist.destroy_process_group()
+    return times
 
 
 async def _measure_call(group: Group, name: str, size: int, rounds: int) -> list[tuple[float, float]]:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.net.settings import NetSettings
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +36,7 @@ ROUNDS = 8
 WARM_UP = 2
 #: Modelled seconds a bucket, forward and backward, for the overlapped step: as long, in all, as the exchange itself takes.
 FORWARD_S, BACKWARD_S = 0.005, 0.010
-#: The processes must all be up, and a case done, in this time.
+#: MXNet must have measured in this time.
 PATIENCE_S = 120.0
 
 
@@ -114,63 +112,18 @@ Rounds: TypeAlias = list[tuple[float, float]]
 
 def _run(work: Sequence[Work]) -> list[Rounds]:
     """Run each in a process of its own; what the workers measured."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in work]
-    processes = [context.Process(target=_process, args=(one, pipe[1]), daemon=True) for one, pipe in zip(work, pipes, strict=True)]
-    try:
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
-            process.start()
-            theirs.close()
-        addresses = {one.peer: _hear(pipe) for one, (pipe, _) in zip(work, pipes, strict=True)}
-        for pipe, _ in pipes:
-            pipe.send(addresses)
-        results = [_hear(pipe) for pipe, _ in pipes]
-        for process in processes:
-            process.join(PATIENCE_S)
-        return [result for result in results if result is not None]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+    results = run_processes([(one.peer, one) for one in work], _take_part)
+    return [result for result in results if result is not None]
 
 
-def _hear(pipe: Connection) -> Any:
-    """What a process says next. Raises where it ended instead, or says nothing."""
-    try:
-        if pipe.poll(PATIENCE_S):
-            return pipe.recv()
-    except EOFError:
-        raise ZmqTrainError("a process of the benchmark ended early; its traceback stands above") from None
-    raise ZmqTrainError(f"a process of the benchmark said nothing for {PATIENCE_S:g} s")
-
-
-def _process(work: Work, pipe: Connection) -> None:
+async def _take_part(node: Endpoint, work: Work) -> Rounds | None:
     import torch
 
     torch.set_num_threads(1)  # more would take the processors that the others need
-    try:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    except ImportError:
-        factory = None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_take_part(work, pipe))
-
-
-async def _take_part(work: Work, pipe: Connection) -> None:
-    from zmqtrain.net.zeromq import open_zeromq
-
-    node = await open_zeromq(work.peer, token="bench", settings=NetSettings())
-    pipe.send(node.address)
-    addresses: dict[str, str] = await asyncio.to_thread(pipe.recv)
-    for peer, address in addresses.items():
-        if peer != work.peer:
-            node.add_peer(peer, address)
-    result = await (_serve(work, node) if work.peer.startswith("server/") else _measure(work, node))
-    pipe.send(result)
-    await node.close()
+    if work.peer.startswith("server/"):
+        await _serve(work, node)
+        return None
+    return await _measure(work, node)
 
 
 async def _serve(work: Work, node: Endpoint) -> None:
