@@ -29,7 +29,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self, handle: Handle, grace: float) -> None:
-        """End the agent: ask, and after ``grace`` seconds force. Returns when it has ended."""
+        """End the agent: ask, and after ``grace`` seconds force (0: at once). Returns when it has ended."""
 
 
 def make_engine(kind: str) -> Engine:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from zmqtrain.launcher.engine import Handle
 from zmqtrain.topology.schema import Host
@@ -39,12 +40,18 @@ class LocalEngine:
     async def stop(self, handle: Handle, grace: float) -> None:
         assert isinstance(handle, LocalHandle)
         process = handle.process
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.returncode is None:
-                process.send_signal(number)
+        if grace > 0:
+            _signal(process, signal.SIGTERM)
             try:
                 async with asyncio.timeout(grace):
                     await process.wait()
-                return
             except TimeoutError:
-                continue
+                pass
+        _signal(process, signal.SIGKILL)
+        await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):  # it has ended, which the loop does not know yet
+            process.send_signal(number)

@@ -107,15 +107,19 @@ class Launch:
 
     async def _start_agents(self, stack: AsyncExitStack, engine: Engine, address: str) -> dict[str, Handle]:
         handles: dict[str, Handle] = {}
+        stack.push_async_callback(self._stop_agents, engine, handles)
         command = (sys.executable, "-m", "zmqtrain", "agent")
         for host in self._topology.hosts:
             if not self._placement.of_host(host.name):
                 continue
             environment = RoleEnvironment(f"agent/{host.name}", address, self._token, timeout_s=self._topology.job.timeout_s)
-            handle = await engine.start(host, command, environment.to_environ())
-            stack.push_async_callback(engine.stop, handle, self._ladder.grace_s)
-            handles[host.name] = handle
+            handles[host.name] = await engine.start(host, command, environment.to_environ())
         return handles
+
+    async def _stop_agents(self, engine: Engine, handles: dict[str, Handle]) -> None:
+        """End what is left of them, all at once; without any patience when the person has none."""
+        grace_s = self._ladder.grace_s if self._interrupts < 2 else 0.0
+        await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
 
     async def _watch(self, coordinator: Coordinator, handles: dict[str, Handle]) -> Outcome:
         """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""
