@@ -33,7 +33,7 @@ def run_launch(
     topology = load_with(file, settings)
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
-    if not script and topology.job.task is None:
+    if not script and topology.job.task is None and topology.compute.device != "modelled":
         raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
     if script and not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
