@@ -148,7 +148,7 @@ class Launch:
         self._record(peer, {"kind": kind, "time": None, "step": None, "values": values})
         if kind == "running":
             self._view.note(str(values["reason"]))
-        elif kind in ("failed", "halt"):  # why comes at the end, once, when all have had their say
+        elif kind in ("failed", "halt") and not self._interrupts:  # why comes at the end, once, when all have had their say
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
     def _report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
