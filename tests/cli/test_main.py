@@ -59,10 +59,12 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["launch", "bad.toml"], ["bad.toml:3", "stepz", "steps"]),
         (["launch", "crowded.toml"], ["slots", "oversubscribe"]),
         (["launch", "job.toml", "script.py"], ["task", "script.py"]),
+        (["launch", "job.toml"], ["task.py", "no file"]),
         (["launch", "notask.toml"], ["[job]", "script"]),
         (["launch", "job.toml", "--set", "nonsense"], ["--set", "section.key=value"]),
         (["launch", "job.toml", "--set", "compute.batch_size=many"], ["batch_size", "many"]),
-        (["launch", "job.toml", "--resume", "latest"], ["--resume"]),
+        (["launch", "job.toml", "--set", "job.task=there.py:tusk"], ["there.py", "did you mean 'task'"]),
+        (["launch", "job.toml", "--set", "job.task=there.py", "--resume", "latest"], ["--resume"]),
         (["bench", "nothing"], ["nothing", "collectives"]),
         (["status", "nothing-001"], ["nothing-001"]),
         (["stop", "nothing-001"], ["nothing-001"]),
@@ -77,6 +79,7 @@ def test_what_cannot_be_is_said_in_words(
 ) -> None:
     (folder / "bad.toml").write_text('[job]\ntask = "task.py:task"\nstepz = 3\n')
     (folder / "crowded.toml").write_text('[job]\ntask = "task.py"\n[[hosts]]\nname = "a"\nslots = 2\n[compute]\ngroups = 3\n')
+    (folder / "there.py").write_text("def task(): ...")
     (folder / "notask.toml").write_text("[job]\nepochs = 1\n")
     for name in ("ZMQTRAIN_PEER", "ZMQTRAIN_COORDINATOR", "ZMQTRAIN_TOKEN"):
         monkeypatch.delenv(name, raising=False)

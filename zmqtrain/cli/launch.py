@@ -13,6 +13,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 
 
@@ -38,6 +39,8 @@ def run_launch(
     if script and not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
     placement = place(topology)
+    if topology.job.task is not None:
+        find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
     resume_from = _resume(resume, topology.job.name) if resume is not None else None
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
