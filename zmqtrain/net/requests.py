@@ -47,6 +47,7 @@ class Desk:
         self._handlers: dict[str, Handler] = {}
         self._unserved: dict[str, list[Incoming]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
         mailbox.route(REQUEST, self._requested)
         mailbox.route(ANSWER, self._answered)
         mailbox.route(ERROR, self._answered)
@@ -153,13 +154,16 @@ class Desk:
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
     def _answer(self, incoming: Incoming, kind: str, payload: Payload) -> None:
+        if self._closed:
+            return  # the caller learns that from the endpoint's farewell
         try:
             self._post(incoming.source, (kind, incoming.tag[1]), payload)
         except zmqtrain.errors.ConnectivityError:
             return  # the caller has gone
 
     async def close(self) -> None:
-        """Cancel what is being served."""
+        """Cancel what is being served; nothing is answered any more."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
