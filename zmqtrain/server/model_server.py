@@ -271,14 +271,15 @@ class ModelServer:
 
         def work() -> list[Batch]:
             batches = decide()
-            if not self._clip_norm:
-                for batch in batches:
-                    self._apply(batch.updates)
+            if batches and not self._clip_norm:
+                self._apply(batches[0].updates)
             return batches
 
-        for batch in await self._compute(work, nbytes):
+        for number, batch in enumerate(await self._compute(work, nbytes)):
             if self._clip_norm and batch.updates:
                 await self._apply_clipped(batch)
+            elif number > 0:  # not before the batch ahead is answered: its readers must not see this one's updates
+                await self._compute(partial(self._apply, batch.updates), INLINE_BYTES)
             for update in batch.updates:
                 self._count(update)
             for group, step in batch.answer:
