@@ -10,6 +10,7 @@ The agent's side is `ForkServer`. The server's side, `serve`, has one thread and
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import selectors
 import signal
@@ -257,7 +258,12 @@ def main() -> None:
     here = str(Path.cwd())
     if sys.path[0] != here:
         sys.path.insert(0, here)
-    serve(channel, _import(sys.argv[2]))
+    gc.disable()  # nothing of what is imported is garbage
+    entry = _import(sys.argv[2])
+    # What is there now stays for good. Collections in the children would only copy its pages, for each of them.
+    gc.freeze()
+    gc.enable()
+    serve(channel, entry)
 
 
 if __name__ == "__main__":
