@@ -70,6 +70,7 @@ class Link:
         self._unannounced_bytes = 0
         self._unannounced_pieces = 0
         self._demanded_at: float | None = None
+        self._connect_at = now
         self._down_at = now
         self._hello_at: float | None = None
         self._hello_pause = settings.hello_s
@@ -85,6 +86,20 @@ class Link:
     @property
     def demanded(self) -> bool:
         return self._demanded_at is not None
+
+    def connect(self, address: str, now: float) -> None:
+        """From now on the transport tries this address."""
+        self.address = address
+        self._connect_at = now
+
+    def gives_up_address(self, other: str, now: float) -> bool:
+        """Whether a peer that greets from ``other`` should rather be tried there: what we were told leads nowhere.
+
+        Not at once: the way that we were told may lead around an obstacle that the peer does not know of.
+        """
+        if self.up or self.state is not State.GREETING or self.address == other:
+            return False
+        return not self.address or now >= self._connect_at + 4 * self.settings.hello_s
 
     def greet(self, hello: Hello) -> bool:
         """The peer's greeting has come (version and token are right). Returns whether to greet back."""

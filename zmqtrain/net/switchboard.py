@@ -208,7 +208,7 @@ class Switchboard:
         if link.address:
             self._transport.disconnect(link.peer)
             link.link_down(self._loop.time())
-        link.address = address
+        link.connect(address, self._loop.time())
         self._transport.connect(link.peer, address, route_of(self._peer, link.session))
 
     def _hello(self, link: Link, *, opened: bool, known: int | None = None) -> None:
@@ -288,7 +288,7 @@ class Switchboard:
                 link.remote = None
         if link is None:
             link = self._add_link(peer, hello.address)
-        elif link.address != hello.address and link.state is State.GREETING:
+        elif link.gives_up_address(hello.address, self._loop.time()):
             self._connect(link, hello.address)
         self._gone.pop(peer, None)
         new = link.remote is None
