@@ -230,6 +230,8 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         code = entry(report)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - there is nobody above who could show it
         traceback.print_exc()
     finally:

@@ -275,6 +275,8 @@ class ModelServer:
                 self._apply(batches[0].updates)
             return batches
 
+        clock = asyncio.get_running_loop().time
+        start = clock()
         for number, batch in enumerate(await self._compute(work, nbytes)):
             if self._clip_norm and batch.updates:
                 await self._apply_clipped(batch)
@@ -282,6 +284,10 @@ class ModelServer:
                 await self._compute(partial(self._apply, batch.updates), INLINE_BYTES)
             for update in batch.updates:
                 self._count(update)
+            if batch.updates and batch.answer:
+                name = f"update of {len(batch.updates)} pieces" if len(batch.updates) > 1 else f"update of piece {batch.pieces[0]}"
+                self._recorder.add_span(name, "compute", start, clock(), step=batch.answer[0][1] - 1)
+                start = clock()
             for group, step in batch.answer:
                 for piece in batch.pieces:
                     self._answer(group, piece, parameters_tag(piece, step))
