@@ -31,11 +31,12 @@ class Parcel(Generic[Owner]):
 class SendLane(Generic[Owner]):
     """What was handed to the transport, or must be again."""
 
-    __slots__ = ("_cursor", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
+    __slots__ = ("_cursor", "_furthest", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
 
     def __init__(self) -> None:
         self.unacknowledged: deque[Parcel[Owner]] = deque()
         self._cursor = 0
+        self._furthest = 0  # every piece below this was handed over at least once
         self.next_sequence = 0
         self.inflight_bytes = 0
         self.resent_bytes = 0
@@ -59,15 +60,19 @@ class SendLane(Generic[Owner]):
     def advance(self) -> None:
         """The transport took what `peek` gave."""
         self._cursor += 1
+        self._furthest = max(self._furthest, self.transmitted)
 
     def acknowledge(self, upto: int) -> list[Parcel[Owner]]:
-        """All pieces below ``upto`` have arrived; those that had not been acknowledged before."""
-        if upto > self.transmitted:
-            raise WireError(f"piece {upto - 1} is acknowledged, but {self.transmitted} were sent")
+        """All pieces below ``upto`` have arrived; those that had not been acknowledged before.
+
+        They may be ahead of `transmitted`: what was thought lost, so that we went back, was only late.
+        """
+        if upto > self._furthest:
+            raise WireError(f"piece {upto - 1} is acknowledged, but {self._furthest} were sent")
         done: list[Parcel[Owner]] = []
         while self.unacknowledged and self.unacknowledged[0].sequence < upto:
             parcel = self.unacknowledged.popleft()
-            self._cursor -= 1
+            self._cursor = max(0, self._cursor - 1)
             self.inflight_bytes -= parcel.nbytes
             done.append(parcel)
         return done
