@@ -77,7 +77,7 @@ with zmqtrain.session() as session:
         ("raises", 3, ["RuntimeError: a bug of my own", "tasks.py", 'raise RuntimeError("a bug of my own")']),
         ("raises_later", 3, ["KeyError: 'layer7'", "in model"]),
         ("empty", 3, ["the model ReLU has no parameters"]),
-        ("small", 2, ["3 samples", "have more data"]),
+        ("small", 2, ["3 samples", "more data"]),
         ("nothing", 3, ["nothing"]),
     ],
 )
