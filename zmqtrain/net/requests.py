@@ -7,6 +7,7 @@ asked for. Requests for a method that is not served yet wait until it is: roles 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -40,7 +41,8 @@ class Desk:
     def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int) -> None:
         self._post = post
         self._window = window_bytes
-        self._number = 0
+        # Not from 0: a handler that outlives the process that asked must not answer another one of the same name.
+        self._number = secrets.randbits(48)
         self._calls: dict[int, tuple[PeerId, asyncio.Future[Payload], str]] = {}
         self._used: dict[PeerId, int] = {}
         self._turns: dict[PeerId, deque[asyncio.Future[None]]] = {}
