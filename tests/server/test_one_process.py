@@ -49,8 +49,9 @@ async def test_equals_one_process(groups: int, size: int, servers: int, optimize
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-async def test_in_single_precision(optimizer) -> None:
-    await compare(World(3, 2, 2, policy="sync"), optimizer, dtype=torch.float32)
+@pytest.mark.parametrize(("groups", "size", "servers"), GRID)
+async def test_in_single_precision(groups: int, size: int, servers: int, optimizer) -> None:
+    await compare(World(groups, size, servers, policy="sync"), optimizer, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("optimizer", OTHERS.values(), ids=OTHERS.keys())
