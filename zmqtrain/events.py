@@ -34,6 +34,9 @@ class Recorder(Protocol):
     ) -> None:
         """Record a span whose ends (the loop's clock, in seconds) are known already."""
 
+    def witness(self, what: str, /, **values: object) -> None:
+        """State a fact for the auditor of a simulation. Elsewhere nobody listens; it costs a call."""
+
 
 class NullRecorder:
     """Records nothing."""
@@ -54,4 +57,7 @@ class NullRecorder:
         step: int | None = None,
         values: Mapping[str, EventValue] | None = None,
     ) -> None:
+        return None
+
+    def witness(self, what: str, /, **values: object) -> None:
         return None

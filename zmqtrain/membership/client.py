@@ -13,7 +13,6 @@ A role's whole life::
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +20,7 @@ from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Value
+from zmqtrain.world import random_bits
 
 COORDINATOR: PeerId = "coordinator"
 #: Events that travel in one request: enough for a quarter of a second, and far from the wire's limits.
@@ -62,7 +62,7 @@ class Membership:
         endpoint.serve("membership.finish", membership._take_finish)
         endpoint.on_lost(membership._take_lost)
         endpoint.add_peer(COORDINATOR, coordinator_address)
-        number = secrets.randbits(63) if incarnation is None else incarnation
+        number = random_bits(63) if incarnation is None else incarnation
         # The coordinator gives up first and says who is missing; this time-out is for a coordinator that says nothing.
         patience = ladder.join_s + ladder.lost_s
         answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.membership.client import Membership
@@ -10,6 +12,9 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.train.device.base import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +32,7 @@ class RoleContext:
     """Where the task finds its data: what the person said, else what the topology says."""
     resume: str | None = None
     """The checkpoint to go on from: a folder or ``latest``; ``None`` to begin anew."""
+    slowdown: Callable[[], float] = lambda: 1.0
+    """How many times as long a modelled device takes for work that begins now (a simulated host may be slow for a while)."""
+    make_device: Callable[[RolePlacement], Device] | None = None
+    """Makes the device of a worker that computes with torch; ``None``: the one that its placement names."""

@@ -11,7 +11,6 @@ A closed link stays closed: a peer that comes back gets a new one, with new numb
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from enum import Enum
 
@@ -26,6 +25,7 @@ from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
+from zmqtrain.world import random_bits
 
 LANES = (CONTROL, BULK)
 
@@ -51,7 +51,7 @@ class Link:
         self.peer = peer
         self.settings = settings
         self.mailbox = mailbox
-        self.session = random.SystemRandom().getrandbits(63) | 1
+        self.session = random_bits(63) | 1
         self.remote: Hello | None = None
         self.state = State.GREETING
         self.ending: Ending | None = None

@@ -7,7 +7,6 @@ asked for. Requests for a method that is not served yet wait until it is: roles 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.wire.message import pack_value
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.value import ValuePayload
+from zmqtrain.world import random_bits
 
 REQUEST = "@request"
 ANSWER = "@answer"
@@ -42,7 +42,7 @@ class Desk:
         self._post = post
         self._window = window_bytes
         # Not from 0: a handler that outlives the process that asked must not answer another one of the same name.
-        self._number = secrets.randbits(48)
+        self._number = random_bits(48)
         self._calls: dict[int, tuple[PeerId, asyncio.Future[Payload], str]] = {}
         self._used: dict[PeerId, int] = {}
         self._turns: dict[PeerId, deque[asyncio.Future[None]]] = {}

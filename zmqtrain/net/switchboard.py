@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +19,7 @@ from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Transport
 from zmqtrain.wire.message import WIRE_VERSION, decode_header
+from zmqtrain.world import random_bits
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Switchboard:
         self._mailbox = mailbox
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._process = random.SystemRandom().getrandbits(63) | 1
+        self._process = random_bits(63) | 1
         self._links: dict[PeerId, Link] = {}
         self._routes: dict[bytes, Link] = {}
         self._gone: dict[PeerId, Ending] = {}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from zmqtrain.events import EventValue
+from zmqtrain.world import wall_s
 
 #: Takes a batch of events; returns when they have arrived.
 Post: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
+
+#: Takes what `zmqtrain.events.Recorder.witness` is told: what, and the values.
+Witness: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
 #: Seconds between batches: seldom enough to cost nothing, often enough for a live table.
 INTERVAL_S = 0.25
@@ -27,10 +30,13 @@ class RunRecorder:
     Spans are kept for the first ``trace_steps`` steps that this recorder sees.
     """
 
-    def __init__(self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None, witness: Witness | None = None
+    ) -> None:
         self._post = post
+        self._witness = witness
         self._clock = clock or asyncio.get_running_loop().time
-        self._offset = time.time() - self._clock()
+        self._offset = wall_s() - self._clock()
         self._trace_steps = trace_steps
         self._first_step: int | None = None
         self._lock = threading.Lock()
@@ -70,6 +76,10 @@ class RunRecorder:
             return
         span = {"kind": "span", "time": start_s + self._offset, "step": step, "name": name, "category": category}
         self._add({**span, "seconds": end_s - start_s, "values": dict(values or {})})
+
+    def witness(self, what: str, /, **values: object) -> None:
+        if self._witness is not None:
+            self._witness(what, values)
 
     async def run(self) -> None:
         """Post what has come every `INTERVAL_S`, until cancelled."""

@@ -37,14 +37,17 @@ async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
 async def make_work(context: RoleContext, task: Task | None = None) -> Work:
     """What this worker computes: the task on its device, or a model of one."""
     role = context.role
-    if role.device == "modelled":
+    if role.device == "modelled" and context.make_device is None:
         from zmqtrain.train.modelled_work import ModelledWork
 
         return ModelledWork(context)
     from zmqtrain.train.device.make import make_device
     from zmqtrain.train.torch_work import TorchWork
 
-    device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
+    if context.make_device is not None:
+        device = context.make_device(role)
+    else:
+        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
     try:
         return await TorchWork.build(context, device, task)
     except BaseException:

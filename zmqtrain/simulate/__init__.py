@@ -1,0 +1,1 @@
+"""The simulated world: virtual time, modelled hosts and links, faults on a schedule."""

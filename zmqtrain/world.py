@@ -1,0 +1,56 @@
+"""What a process takes from the world that it runs in, beside time and network: the calendar, and randomness that names things.
+
+Model and data randomness come from the job's seed everywhere. But sessions and request numbers must differ between processes that
+know nothing of each other, so they come from the operating system; in simulation from the simulation's seed, so that it repeats.
+An event loop brings its world along as its attribute ``world``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class World(Protocol):
+    """Where an event loop runs, if that is not the real world."""
+
+    def wall_s(self) -> float: ...
+
+    def random_bits(self, bits: int) -> int: ...
+
+
+class RealWorld:
+    """This machine."""
+
+    def wall_s(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def random_bits(self, bits: int) -> int:
+        """So many bits that nobody can guess."""
+        return random.SystemRandom().getrandbits(bits)
+
+
+REAL = RealWorld()
+
+
+def current_world() -> World:
+    """The running event loop's world; the real one outside of any loop."""
+    try:
+        world = getattr(asyncio.get_running_loop(), "world", None)
+    except RuntimeError:
+        return REAL
+    return world if isinstance(world, World) else REAL
+
+
+def wall_s() -> float:
+    """Seconds since the epoch, in the running loop's world."""
+    return current_world().wall_s()
+
+
+def random_bits(bits: int) -> int:
+    """So many random bits, of the running loop's world."""
+    return current_world().random_bits(bits)
