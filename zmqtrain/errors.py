@@ -14,6 +14,10 @@ The tree is drawn by what a caller can do about an error::
     │   └── RunTokenError          the other side belongs to another run
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
+    ├── SimulationError            a simulated run cannot go on                exit 68
+    │   ├── DeadlockError          everybody waits, and nothing will happen
+    │   ├── TimeLimitError         more virtual time than the job allows
+    │   └── InvariantError         something happened that never may
     └── ConnectivityError          worth trying again                          exit 128
         ├── PeerLostError          the peer is gone, or was restarted
         ├── PeerTimeoutError       the peer is there, but did not answer
@@ -24,9 +28,13 @@ The tree is drawn by what a caller can do about an error::
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 Verdict = Literal["user code", "topology", "network", "host lost", "internal", "interrupted"]
+
+#: Processes of which an error says what they wait for: enough to see the pattern.
+MOST_WAITS = 16
 
 
 class ZmqTrainError(Exception):
@@ -121,6 +129,44 @@ class PortInUseError(ZmqTrainError):
         super().__init__(
             f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
         )
+
+
+class SimulationError(ZmqTrainError):
+    """A simulated run cannot go on."""
+
+    exit_code = 68
+
+
+class DeadlockError(SimulationError):
+    """Nothing is ready and nothing is scheduled: what is waited for will never come."""
+
+    def __init__(self, now_s: float, waiting: Mapping[str, Sequence[str]]) -> None:
+        self.now_s, self.waiting = now_s, waiting
+        super().__init__(f"deadlock after {now_s:g} virtual seconds: nothing is ready, and nothing is scheduled.{_waits(waiting)}")
+
+
+class TimeLimitError(SimulationError):
+    """The run was not through when its virtual time was."""
+
+    def __init__(self, limit_s: float, waiting: Mapping[str, Sequence[str]]) -> None:
+        self.limit_s, self.waiting = limit_s, waiting
+        super().__init__(
+            f"not done after {limit_s:g} virtual seconds: train fewer steps, or raise [simulation] time_limit.{_waits(waiting)}"
+        )
+
+
+class InvariantError(SimulationError):
+    """A simulated run did what no run may do."""
+
+    def __init__(self, seed: int, broken: Sequence[str]) -> None:
+        self.seed, self.broken = seed, tuple(broken)
+        super().__init__(f"seed {seed} breaks what must always hold:\n  " + "\n  ".join(broken))
+
+
+def _waits(waiting: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"\n  {name or 'others'} wait{'s' if name else ''} for: {'; '.join(what)}" for name, what in waiting.items()]
+    shown = lines[:MOST_WAITS] + ([f"\n  and {len(lines) - MOST_WAITS} more"] if len(lines) > MOST_WAITS else [])
+    return "".join(shown)
 
 
 class ConnectivityError(ZmqTrainError):

@@ -1,0 +1,365 @@
+"""An event loop on virtual time: when nothing is ready, the clock jumps to the next timer.
+
+Nothing here waits for anything real, and everything happens in one order, so a program that takes its time from the loop and its
+randomness from seeds repeats exactly. There are no sockets, pipes or signals in this world, and no threads: what would be handed to
+one (``run_in_executor``) is called at once, and takes no virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import logging
+import math
+import random
+import sys
+import traceback
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
+
+from zmqtrain.errors import DeadlockError, TimeLimitError
+from zmqtrain.simulate.process import PROCESS, Callback, Process
+
+if TYPE_CHECKING:  # what a loop need not have raises NotImplementedError; the types take it for abstract
+    Loop = asyncio.SelectorEventLoop
+else:
+    Loop = asyncio.AbstractEventLoop
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class SimulatedWorld:
+    """Implements `zmqtrain.world.World`: the calendar begins with the simulation, and its seed decides all that is random."""
+
+    def __init__(self, seed: int, clock: Callable[[], float]) -> None:
+        self.seed = seed
+        self._clock = clock
+        self._bits = self.random("identity")
+
+    def wall_s(self) -> float:
+        """Virtual seconds since the simulation's begin."""
+        return self._clock()
+
+    def random_bits(self, bits: int) -> int:
+        return self._bits.getrandbits(bits)
+
+    def random(self, name: str) -> random.Random:
+        """A generator for one purpose. Others, and how often they are used, do not change what it gives."""
+        return random.Random(f"{self.seed}/{name}")
+
+
+class _Handle:
+    """A callback in the queue (`asyncio.Handle` and `asyncio.TimerHandle`)."""
+
+    __slots__ = ("__weakref__", "_args", "_callback", "_cancelled", "_context", "_when", "process")
+
+    def __init__(self, when: float, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> None:
+        self._when = when
+        self._callback: Callable[..., Any] | None = callback
+        self._args = args
+        self._context = context
+        self._cancelled = False
+        self.process = context.get(PROCESS)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback, self._args = None, ()  # timers lie in the queue for long; what they would call need not
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        return self._when
+
+    def get_context(self) -> contextvars.Context:
+        return self._context
+
+    def run(self) -> None:
+        callback = self._callback
+        if callback is not None:
+            self._context.run(callback, *self._args)
+
+    def __repr__(self) -> str:
+        return f"<{'cancelled ' if self._cancelled else ''}callback {self._callback!r} at {self._when}>"
+
+
+class VirtualLoop(Loop):
+    """A deterministic event loop on virtual time, which begins at 0. Most programs use it by `run_virtual`."""
+
+    def __init__(self, *, seed: int = 0, limit_s: float = math.inf) -> None:
+        self.world = SimulatedWorld(seed, self.time)
+        self.limit_s = limit_s
+        """No timer beyond this is waited for: `TimeLimitError`."""
+        self.processes: list[Process] = []
+        """Those that a report of what everybody waits for should name."""
+        self._now = 0.0
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._numbers = 0
+        self._stopping = False
+        self._running = False
+        self._closed = False
+        self._debug = False
+        self._exception_handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+        self._generators: weakref.WeakSet[AsyncGenerator[Any, Any]] = weakref.WeakSet()
+        self._bodies = 0
+
+    # Time and callbacks
+
+    def time(self) -> float:
+        return self._now
+
+    @property
+    def callbacks(self) -> int:
+        """How many callbacks have run: a measure of a simulation's size."""
+        return self._bodies
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle(self._now, callback, args, context)
+        self._ready.append(handle)
+        return cast(asyncio.Handle, handle)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """For a thread that computes while the loop's own thread waits for it: nothing else may be in this world."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle(when, callback, args, context)
+        self._numbers += 1
+        heapq.heappush(self._timers, (when, self._numbers, handle))
+        return cast(asyncio.TimerHandle, handle)
+
+    def put_back(self, callbacks: Iterable[Callback]) -> None:
+        """Run these next, in their order: a process goes on."""
+        self._ready.extend(cast(Iterable[_Handle], callbacks))
+
+    # Tasks and futures
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Any, *, name: object = None, context: contextvars.Context | None = None, **kwargs: Any
+    ) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context, **kwargs)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is not None:
+            process.tasks[task] = None
+            task.add_done_callback(process.tasks.pop, context=_NO_PROCESS)
+        return task
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
+        """Calls ``func`` now."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - handed to the waiter, whatever it is
+            future.set_exception(error)
+        return future
+
+    # Running
+
+    def run_forever(self) -> None:
+        if self._running:
+            raise RuntimeError("this loop is running already")
+        self._running, self._stopping = True, False
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._generators.add, finalizer=self._close_generator)
+        asyncio._set_running_loop(self)
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def run_until_complete(self, future: Any) -> Any:
+        """Raises what ``future`` raises, `DeadlockError`, or `TimeLimitError`."""
+        ours = not asyncio.isfuture(future)
+        task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
+        task.add_done_callback(self._stop_for, context=_NO_PROCESS)
+        try:
+            self.run_forever()
+        except BaseException:
+            if ours and task.done() and not task.cancelled():
+                task.exception()  # whatever it is, the loop's own failure is what is raised
+            raise
+        finally:
+            task.remove_done_callback(self._stop_for)
+        return task.result()
+
+    def _stop_for(self, _future: asyncio.Future[Any]) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def _turn(self) -> None:
+        """Run what is ready; before that, if nothing is, go on to the next timer."""
+        if not self._ready:
+            self._advance()
+        ready = self._ready
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            process = handle.process
+            if process is not None and process.paused:
+                process.held.append(handle)
+                continue
+            self._bodies += 1
+            try:
+                handle.run()
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - a callback's error is the exception handler's, as in every loop
+                self.call_exception_handler({"message": f"an error in {handle!r}", "exception": error, "handle": handle})
+
+    def _advance(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            raise DeadlockError(self._now, self.waiting())
+        when = timers[0][0]
+        if when > self.limit_s:
+            raise TimeLimitError(self.limit_s, self.waiting())
+        self._now = max(self._now, when)
+        while timers and timers[0][0] <= self._now:
+            handle = heapq.heappop(timers)[2]
+            if not handle._cancelled:
+                self._ready.append(handle)
+
+    def waiting(self) -> dict[str, list[str]]:
+        """What each process waits for; for tasks of none, under the empty name, where they stand."""
+        result: dict[str, list[str]] = {}
+        for process in self.processes:
+            if process.tasks:
+                endpoint = process.waits() if process.waits is not None else []
+                result[process.name] = endpoint or [place_of(task) for task in process.tasks]
+        others = [task for task in asyncio.all_tasks(self) if not any(task in process.tasks for process in self.processes)]
+        if others:
+            result[""] = sorted(place_of(task) for task in others)
+        return result
+
+    # The end
+
+    def finish(self) -> None:
+        """Cancel what is left, let it clean up for as long as that goes on, and close. Virtual time may pass."""
+        self.limit_s = math.inf
+        try:
+            for process in self.processes:
+                process.paused = False
+                self.put_back(process.held)
+                process.held = deque()
+            while tasks := sorted(asyncio.all_tasks(self), key=lambda task: task.get_name()):
+                for task in tasks:
+                    task.cancel()
+                try:
+                    self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+                except DeadlockError:
+                    break
+            self.run_until_complete(self.shutdown_asyncgens())
+        finally:
+            self.close()
+
+    async def shutdown_asyncgens(self) -> None:
+        for generator in list(self._generators):
+            await generator.aclose()
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        return None
+
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self._generators.discard(generator)
+        if not self._closed:
+            self.call_soon(self.create_task, generator.aclose())
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    # What asyncio asks of a loop
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def get_debug(self) -> bool:
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        self._debug = enabled
+
+    def get_exception_handler(self) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None:
+        return self._exception_handler
+
+    def set_exception_handler(self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None) -> None:
+        self._exception_handler = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        logging.getLogger("asyncio").error("%s", context.get("message"), exc_info=context.get("exception"))
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        handler = self._exception_handler
+        if handler is None:
+            self.default_exception_handler(context)
+        else:
+            handler(self, context)
+
+
+_NO_PROCESS = contextvars.Context()
+
+
+def place_of(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: its name, and the innermost of its own lines."""
+    frames = task.get_stack()
+    if not frames:
+        return f"{task.get_name()}: not begun, or in native code"
+    inner = frames[-1]
+    line = traceback.extract_stack(inner, limit=1)[0]
+    return f"{task.get_name()}: {line.name} at {line.filename.rpartition('/')[2]}:{line.lineno}"
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0, limit_s: float = math.inf, debug: bool = False) -> T:
+    """Run a coroutine to its end on virtual time. The same seed gives the same run.
+
+    Raises what ``main`` raises; `DeadlockError` when nothing is ready and nothing is scheduled; `TimeLimitError` when ``limit_s``
+    virtual seconds have passed.
+    """
+    loop = VirtualLoop(seed=seed, limit_s=limit_s)
+    loop.set_debug(debug)
+    try:
+        return cast(T, loop.run_until_complete(main))
+    finally:
+        loop.finish()
