@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.world import wall_s
 
 #: A traceback is cut in its middle beyond this: deep recursion repeats itself.
 LONGEST_TRACEBACK = 16_000
@@ -30,7 +30,7 @@ def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
         "peer": peer,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "time": time.time(),
+        "time": wall_s(),
         "type": type(cause).__name__,
         "message": str(cause) or type(cause).__name__,
         "traceback": _cut("".join(traceback.format_exception(cause))),

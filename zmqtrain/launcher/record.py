@@ -1,0 +1,167 @@
+"""What a run leaves behind: its events, logs and trace as they come, and the summary at its end. The same for every world."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.agent import LOG
+from zmqtrain.launcher.report import headline, report_of
+from zmqtrain.membership.actions import Failure, Outcome
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.observe.live import View, closing_lines
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.summary import Summary
+from zmqtrain.world import wall_s
+
+#: What roles need in equal versions; written into the summary.
+PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended."""
+
+    status: str
+    exit_code: int
+    error: dict[str, Any] | None = None
+
+
+def ending_of(outcome: Outcome) -> Ending:
+    """How a run ended whose membership had this outcome."""
+    if outcome.status == "done":
+        return Ending("done", 0)
+    cause = outcome.cause
+    if cause is not None and not (cause.consequence and outcome.halt):
+        report = _report_of_failure(cause)
+        return Ending("failed", int(report["exit_code"]), report)
+    report = dict(outcome.halt or {"message": outcome.reason})
+    report.setdefault("exit_code", 64)
+    return Ending("halted", int(report["exit_code"]), report)
+
+
+class RunRecord:
+    """Takes what is reported of a run, keeps it in the run directory and shows it."""
+
+    def __init__(self, description: RunDescription, directory: RunDirectory, view: View, *, world: str) -> None:
+        self._topology, self._placement = description.topology, description.placement
+        self._directory, self._view, self._world = directory, view, world
+        self.summary = Summary()
+        self.quiet = False
+        """Do not show that roles fail or stop: the person asked for it."""
+        self._host_of = {role.peer: role.host for role in self._placement.roles}
+
+    def membership_event(self, kind: str, values: dict[str, Any]) -> None:
+        """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
+        peer = str(values.get("peer", COORDINATOR))
+        self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
+        if kind == "running":
+            self._view.note(str(values["reason"]))
+        elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
+            self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
+
+    def report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
+        """What a role reports (`zmqtrain.membership.coordinator.ReportCallback`)."""
+        for event in events:
+            kind = event.get("kind")
+            if kind == LOG:
+                self._directory.log(str(event["peer"]), str(event["text"]))
+                if not event.get("quiet"):
+                    self._view.log(str(event["peer"]), str(event["text"]))
+            elif kind == "span":
+                self._directory.trace.add(peer, event)
+            else:
+                self.event(peer, event)
+        self._directory.flush()
+
+    def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
+        """Write one event down."""
+        role, _, rank = peer.partition("/")
+        time = event.get("time")
+        line = {
+            "time": wall_s() if time is None else time,
+            "host": self._host_of.get(peer, rank if role == "agent" else ""),
+            "role": role,
+            "rank": int(rank) if rank.isdigit() else None,
+            "step": event.get("step"),
+            "kind": str(event.get("kind")),
+            "values": event.get("values") or {},
+        }
+        self._directory.event(line)
+        self.summary.add(peer, line)
+        self._view.event(line, asyncio.get_running_loop().time())
+
+    def title(self) -> str:
+        """The run in a line."""
+        placement, exchange = self._placement, self._topology.exchange
+        servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        return (
+            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){servers} "
+            f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
+        )
+
+    def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write and show how the run ended, and close its directory. ``more`` goes into the summary, which is returned."""
+        directory = self._directory
+        summary = {
+            "name": self._topology.job.name,
+            "status": ending.status,
+            "exit_code": ending.exit_code,
+            "world": self._world,
+            "seconds": seconds,
+            **self.summary.to_dict(),
+            "hosts": [host.name for host in self._topology.hosts],
+            "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
+            "groups": self._placement.groups,
+            "group_size": self._placement.group_size,
+            "versions": {"python": platform.python_version(), **_versions()},
+            **(more or {}),
+        }
+        directory.write_json("summary.json", summary)
+        if ending.error is not None:
+            directory.write_json("error.json", ending.error)
+        directory.close()
+        if ending.status == "done":
+            for line in closing_lines(self.summary, seconds, str(directory.path)):
+                self._view.note(line)
+        elif ending.error is not None:
+            print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
+        else:
+            self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+        return summary
+
+
+def _report_of_failure(failure: Failure) -> dict[str, Any]:
+    if failure.report is not None:
+        return dict(failure.report)
+    error = failure.error
+    report = report_of(error, failure.peer)
+    if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
+        report["exit_code"] = 128 - failure.exit_code
+    return {**report, "host": failure.host, "traceback": ""}
+
+
+def _failure_text(error: dict[str, Any], directory: Path) -> str:
+    if "type" not in error:
+        return f"stopped: {error.get('message')}\neverything about it: {directory}"
+    trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
+    return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
