@@ -13,7 +13,7 @@ from zmqtrain.membership.description import RunDescription, fetch_description
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.recorder import RunRecorder
+from zmqtrain.observe.recorder import RunRecorder, Witness
 from zmqtrain.topology.timeouts import Ladder
 
 
@@ -29,20 +29,31 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
 
 
 @asynccontextmanager
-async def enter(endpoint: Endpoint, coordinator: str, ladder: Ladder) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
+async def enter(
+    endpoint: Endpoint,
+    coordinator: str,
+    ladder: Ladder,
+    *,
+    description: RunDescription | None = None,
+    witness: Witness | None = None,
+) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
     """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address.
+
+    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
+    states for an auditor.
 
     After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
     Raises as `Membership.join`.
     """
     endpoint.add_peer(COORDINATOR, coordinator)
-    description = await fetch_description(endpoint, timeout=ladder.join_s)
+    if description is None:
+        description = await fetch_description(endpoint, timeout=ladder.join_s)
     try:
         role = description.placement.role(endpoint.peer)
     except KeyError as error:
         raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
-    recorder = RunRecorder(membership.report, trace_steps=description.topology.observe.trace_steps)
+    recorder = RunRecorder(membership.report, trace_steps=description.topology.observe.trace_steps, witness=witness)
     context = RoleContext(
         endpoint=endpoint,
         membership=membership,

@@ -94,6 +94,7 @@ class TrainLoop:
         loop, step = asyncio.get_running_loop(), self.step
         start = loop.time()
         self.phase = Phase.COMPUTING
+        self._recorder.witness("begin_step", step=step)
         self.exchange.begin_step(step)
         result = await self.work.train_step(step, ahead=not last)
         if self.stop_in == step:
@@ -130,7 +131,7 @@ class TrainLoop:
             reached = self._reached(values)
             if reached and not self.exchange.synchronous and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
-                    for peer in set(self._world.members) - set(self._own.members):
+                    for peer in (peer for peer in self._world.members if peer not in self._own.members):
                         tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.ladder.request_s))
         if self._job.until is None or self.exchange.synchronous or self._context.role.group == 0:
             return reached
