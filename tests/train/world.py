@@ -37,6 +37,9 @@ class ListRecorder:
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         self.events.append({"kind": kind, "step": step, **values})
 
+    def witness(self, what: str, /, **values: object) -> None:
+        return None
+
     def span(self, name: str, category: str, /, *, step: int | None = None) -> AbstractContextManager[object]:
         self.spans.append((name, category))
         return nullcontext()
