@@ -356,7 +356,7 @@ def test_a_read_on_its_way_is_not_torn_by_an_update() -> None:
     loan = held.lend()
     loan.sent = Flight()
     held.update(torch.ones(4))
-    assert torch.equal(loan.values, torch.zeros(4))
+    assert torch.equal(loan.payload.tensor, torch.zeros(4))
     assert torch.equal(held.values.detach(), -torch.ones(4))
 
 

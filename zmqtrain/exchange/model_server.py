@@ -37,6 +37,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
 
@@ -163,6 +164,7 @@ class ModelServerExchange:
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             checkpoint_every=settings.checkpoint_every,
             restored=restored,
+            phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 
     async def _configure(self, configuration: Configuration, cut: Sequence[Piece]) -> None:
@@ -235,9 +237,11 @@ class ModelServerExchange:
         gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed).to_value()
         server = self._settings.servers[piece.server]
         message = self._compressor.encode(str(piece.index), gradient) if self._compressor else gradient
+        self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index)
         into = bucket.parameters.part(piece.start, piece.stop)
         read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
+        self._recorder.witness("read", piece=piece.index, step=step + 1, version=read.version)
         self._staleness.append(read.staleness)
 
     async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:

@@ -64,6 +64,8 @@ class Configuration:
     checkpoint_every: int = 0
     restored: bool = False
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
+    phantom: bool = False
+    """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 
     def pieces(self) -> tuple[Piece, ...]:
         """The cut of the model."""

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.held import Held
 from zmqtrain.wire.payload import Value
 
 
-def keep_pieces(held: Mapping[int, HeldPiece], step: int) -> tuple[dict[str, Tensor], dict[str, Value]]:
+def keep_pieces(held: Mapping[int, Held], step: int) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """The part at ``step``: copies of tensors, named ``PIECE.values`` and ``PIECE.optimizer.KEY``, and what goes beside them."""
     tensors = {f"{index}.{name}": tensor for index, piece in held.items() for name, tensor in piece.tensors().items()}
     return tensors, {"step": step, "versions": {str(index): piece.version for index, piece in held.items()}}
 
 
-def restore_pieces(held: Mapping[int, HeldPiece], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value]) -> int:
+def restore_pieces(held: Mapping[int, Held], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value]) -> int:
     """Put back what `keep_pieces` gave. Returns its step. Raises `CheckpointError` where the model was cut in another way."""
     step, versions = sidecar.get("step"), sidecar.get("versions")
     if not isinstance(step, int) or not isinstance(versions, dict):

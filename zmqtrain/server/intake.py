@@ -7,13 +7,11 @@ bucket never waits for another bucket; or all pieces of the server at once, wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from zmqtrain.server.shard import GroupSum
+from zmqtrain.server.held import Gradient, Sum
 from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
 from zmqtrain.wire.payload import Value
 
@@ -30,7 +28,7 @@ class Push:
     step: int
     piece: int
     version: int
-    gradient: Tensor
+    gradient: Gradient
     hyperparameters: Mapping[str, Value] | None = None
 
 
@@ -39,10 +37,10 @@ class Update:
     """One step of one piece's optimizer."""
 
     piece: int
-    gradient: Tensor
+    gradient: Gradient
     hyperparameters: Mapping[str, Value] | None
-    reads: tuple[tuple[int, int], ...]
-    """(group, version that it had read) of each gradient in the update."""
+    reads: tuple[tuple[int, int, int], ...]
+    """(group, step, version that it had read) of each gradient in the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +67,23 @@ class Intake:
     """Takes the pushes to one server. Whatever is wrong with a push raises `ProtocolError` and changes nothing."""
 
     def __init__(
-        self, pieces: Sequence[int], policy: Policy, groups: int, *, first_step: int = 0, whole: bool = False, order: Order = "none"
+        self,
+        pieces: Sequence[int],
+        policy: Policy,
+        groups: int,
+        *,
+        sums: Callable[[Sequence[int]], Sum],
+        first_step: int = 0,
+        whole: bool = False,
+        order: Order = "none",
     ) -> None:
-        """``whole``: the server's pieces are one unit (``order`` needs it); else each is one of its own."""
+        """``sums(groups)`` adds up a piece's gradients of these groups. ``whole``: the server's pieces are one unit (``order``
+        needs it); else each is one of its own."""
         assert whole or order == "none"
         members = range(groups)
         cut = [tuple(pieces)] if whole else [(piece,) for piece in pieces]
-        self._units = [_Unit(part, StalenessMachine(policy, members, first_step), policy.kind == "sync") for part in cut]
+        make_sum = sums if policy.kind == "sync" else None
+        self._units = [_Unit(part, StalenessMachine(policy, members, first_step), make_sum) for part in cut]
         self._unit_of = {piece: unit for unit in self._units for piece in unit.pieces}
         self._order = order
         self._to_come: deque[OrderedEvent] = deque()
@@ -131,14 +139,15 @@ class Intake:
 class _Unit:
     """Pieces that are decided about at one stroke."""
 
-    __slots__ = ("_arrived", "_sums", "_sync", "machine", "pieces")
+    __slots__ = ("_arrived", "_make_sum", "_sums", "machine", "pieces")
 
-    def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, sync: bool) -> None:
+    def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, make_sum: Callable[[Sequence[int]], Sum] | None) -> None:
+        """``make_sum``: where the gradients of all groups take effect together."""
         self.pieces = pieces
         self.machine = machine
-        self._sync = sync
+        self._make_sum = make_sum
         self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has one step on the way at most
-        self._sums: dict[int, GroupSum] = {}
+        self._sums: dict[int, Sum] = {}
 
     def take(self, push: Push) -> bool:
         """Keep a push. Returns whether the group's step is complete now."""
@@ -146,9 +155,9 @@ class _Unit:
         arrived = self._arrived.get(push.group, {})
         if push.piece in arrived:
             raise DuplicatePushError(f"group {push.group} pushed piece {push.piece} of step {push.step} already")
-        if self._sync:
+        if self._make_sum is not None:
             if push.piece not in self._sums:
-                self._sums[push.piece] = GroupSum(self.machine.groups)
+                self._sums[push.piece] = self._make_sum(self.machine.groups)
             self._sums[push.piece].add(push.group, push.gradient)
         arrived[push.piece] = push
         self._arrived[push.group] = arrived
@@ -173,9 +182,10 @@ class _Unit:
             if decision.apply[0] == 0:
                 first_step = next(iter(pushes[0].values())).step
             for piece in self.pieces:
-                gradient = self._sums.pop(piece).mean() if self._sync else pushes[0][piece].gradient
-                reads = tuple((by_piece[piece].group, by_piece[piece].version) for by_piece in pushes)
-                updates.append(Update(piece, gradient, pushes[0][piece].hyperparameters, reads))
+                of_piece = [by_piece[piece] for by_piece in pushes]
+                gradient = self._sums.pop(piece).mean() if self._make_sum is not None else of_piece[0].gradient
+                reads = tuple((push.group, push.step, push.version) for push in of_piece)
+                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads))
         return Batch(tuple(updates), self.pieces, decision.answer, decision.reason, first_step)
 
 

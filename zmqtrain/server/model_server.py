@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -29,13 +29,14 @@ from zmqtrain.exchange.server_messages import (
 from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
+from zmqtrain.server.held import Held, Loan
 from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
-from zmqtrain.server.norm import ServerSum, in_time, sum_of_squares
+from zmqtrain.server.norm import ServerSum, in_time
 from zmqtrain.server.parse import parse_push
-from zmqtrain.server.shard import HeldPiece, Loan
+from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
+from zmqtrain.server.shard import GroupSum, HeldPiece
 from zmqtrain.server.staleness import Policy
-from zmqtrain.wire.payload import Payload, Value
-from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
 
 #: Below this size arithmetic costs less than handing it to the compute thread.
@@ -82,7 +83,7 @@ class ModelServer:
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
         self._checkpoints = checkpoints
-        self._held: dict[int, HeldPiece] = {}
+        self._held: dict[int, Held] = {}
         self._finished: set[PeerId] = set()
         self._gone: set[int] = set()
         self._ready = False
@@ -103,7 +104,7 @@ class ModelServer:
         return dict(self._staleness)
 
     @property
-    def held(self) -> dict[int, HeldPiece]:
+    def held(self) -> dict[int, Held]:
         """The pieces of this server, by index."""
         return self._held
 
@@ -153,6 +154,7 @@ class ModelServer:
             list(self._held),
             policy,
             len(configuration.groups),
+            sums=PhantomSum if configuration.phantom else GroupSum,
             first_step=first_step,
             whole=ordered or (bool(self._clip_norm) and bool(self._held)),
             order=order,
@@ -167,17 +169,17 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
+        make: Callable[..., Held] = PhantomPiece if configuration.phantom else HeldPiece
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
-                self._held[piece.index] = HeldPiece(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
+                self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
             return restore_pieces(self._held, tensors, sidecar)
         source = configuration.groups[0][0]
         for held in self._held.values():
-            into = TensorPayload.of(held.values.detach())
-            wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=into)
+            wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
             await in_time(wait, source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s)
         return 0
 
@@ -301,40 +303,37 @@ class ModelServer:
                         raise
         self._intake.decided.clear()
 
-    def _apply(self, updates: Sequence[Update]) -> None:
+    def _apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         for update in updates:
-            self._held[update.piece].update(update.gradient, update.hyperparameters)
+            self._held[update.piece].update(update.gradient, update.hyperparameters, factor)
 
     async def _apply_clipped(self, batch: Batch) -> None:
         """Clip the mean gradient by its norm over all pieces of all servers, then apply it."""
-        gradients = [update.gradient for update in batch.updates]
-        nbytes = sum(gradient.nbytes for gradient in gradients)
-        mine = await self._compute(lambda: sum_of_squares(gradients), nbytes)
+        updates, held = batch.updates, self._held
+        nbytes = sum(update.gradient.nbytes for update in updates)
+        mine = await self._compute(lambda: math.fsum(held[each.piece].squares(each.gradient) for each in updates), nbytes)
         norm = math.sqrt(await self._sum.of(mine))
         factor = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        updates = batch.updates
-        if factor < 1.0:
-            updates = tuple(replace(update, gradient=update.gradient * factor) for update in updates)
-        await self._compute(lambda: self._apply(updates), nbytes)
+        await self._compute(lambda: self._apply(updates, factor), nbytes)
 
     def _count(self, update: Update) -> None:
-        before = self._held[update.piece].version - 1
-        for group, version in update.reads:
-            staleness = before - version
+        after = self._held[update.piece].version
+        for group, _, version in update.reads:
+            staleness = after - 1 - version
             self._staleness[staleness] += 1
             self._last_staleness[group, update.piece] = staleness
+        self._recorder.witness("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
         """Send the piece's values as they are now."""
         held = self._held[piece]
         to = self._configured.result().groups[group][held.piece.position]
-        loan = held.lend()
-        meta = ReadMeta(held.version, self._last_staleness.get((group, piece), 0)).to_value()
-        self._in_background(self._send(to, tag, TensorPayload.of(loan.values, meta), loan, held.piece.bucket))
+        loan = held.lend(ReadMeta(held.version, self._last_staleness.get((group, piece), 0)).to_value())
+        self._in_background(self._send(to, tag, loan, held.piece.bucket))
 
-    async def _send(self, to: PeerId, tag: Tag, payload: Payload, loan: Loan, priority: int) -> None:
+    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int) -> None:
         try:
-            loan.sent = await self._endpoint.send(to, tag, payload, priority=priority)
+            loan.sent = await self._endpoint.send(to, tag, loan.payload, priority=priority)
         except PeerLostError:
             if to not in self._finished:
                 raise
@@ -359,7 +358,7 @@ class ModelServer:
     # Helpers.
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
-        if nbytes < INLINE_BYTES:
+        if nbytes < INLINE_BYTES or self._configured.result().phantom:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
-
-import torch
-from torch import Tensor
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError
 from zmqtrain.exchange.server_messages import norm_tag
@@ -45,11 +41,6 @@ class ServerSum:
         if not isinstance(answer, float):
             raise ProtocolError(f"{other} sent {answer!r:.100} as its sum of squared gradients")
         return answer
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """In double precision, so that it hardly depends on how the model is cut."""
-    return math.fsum(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors)
 
 
 async def in_time(wait: Awaitable[T], peer: PeerId, what: str, limit_s: float) -> T:

@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from zmqtrain.errors import ProtocolError
 from zmqtrain.exchange.server_messages import PushMeta, parse_push_tag
 from zmqtrain.net.endpoint import PeerId, Tag
+from zmqtrain.server.held import Held
 from zmqtrain.server.intake import Push
-from zmqtrain.server.shard import HeldPiece
 from zmqtrain.wire.compress import decompress
 from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
 
-def parse_push(
-    sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, HeldPiece], groups: Sequence[Sequence[PeerId]]
-) -> Push:
+def parse_push(sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, Held], groups: Sequence[Sequence[PeerId]]) -> Push:
     """The push, decompressed; whether its step is the group's next is the intake's to say. Raises `ProtocolError`."""
     index, step = parse_push_tag(tag)
     if index not in held:
         raise ProtocolError(f"piece {index} is not held here; those are {_some(list(held))}")
     piece = held[index]
+    if isinstance(payload, TensorPayload | PhantomPayload) and not isinstance(payload, piece.payload_type):
+        found, here = ("only a size", "values") if isinstance(payload, PhantomPayload) else ("values", "only its size")
+        raise ProtocolError(f"{sender} pushed {found} as piece {index}, of which this server holds {here}")
     if isinstance(payload.meta, dict):
         numel = payload.meta.get("numel")
         if numel != piece.piece.numel:  # before anything of that size is allocated
@@ -35,13 +37,13 @@ def parse_push(
         raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which is {owner}'s")
     if not 0 <= meta.version <= piece.version:
         raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {piece.version}")
-    if not isinstance(payload, TensorPayload) or payload.numel != piece.piece.numel or payload.dtype != piece.dtype:
+    if not isinstance(payload, piece.payload_type) or payload.numel != piece.piece.numel or payload.dtype != piece.dtype:
         raise ProtocolError(
             f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
             f"which has {piece.piece.numel} of {piece.dtype}"
         )
     piece.check_hyperparameters(meta.hyperparameters)
-    return Push(meta.group, step, index, meta.version, payload.tensor.view(-1), meta.hyperparameters)
+    return Push(meta.group, step, index, meta.version, piece.gradient(payload), meta.hyperparameters)
 
 
 def _some(numbers: Sequence[int]) -> str:

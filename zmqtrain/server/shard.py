@@ -16,32 +16,16 @@ from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.optimizer import build_optimizer, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
-from zmqtrain.net.endpoint import Sent
+from zmqtrain.server.held import Loan
 from zmqtrain.wire.dtypes import torch_dtype
-from zmqtrain.wire.payload import Value
-
-
-class Loan:
-    """A piece's memory on its way to a worker. While it is out, an update goes to a copy: no read is ever torn."""
-
-    __slots__ = ("_back", "sent", "values")
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.sent: Sent | None = None
-        self._back = False
-
-    def give_back(self) -> None:
-        """The memory was not sent after all."""
-        self._back = True
-
-    @property
-    def out(self) -> bool:
-        return not self._back and (self.sent is None or not self.sent.released)
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
 
 
 class HeldPiece:
-    """A piece's values, optimizer and version (the number of updates that it has seen)."""
+    """Implements `zmqtrain.server.held.Held` with values and an optimizer. Its gradients are flat tensors."""
+
+    payload_type = TensorPayload
 
     __slots__ = ("_base", "_loans", "_now", "_optimizer", "dtype", "piece", "values", "version")
 
@@ -55,15 +39,25 @@ class HeldPiece:
         self._optimizer = build_optimizer(OptimizerSpec(optimizer.name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
 
-    def lend(self) -> Loan:
-        """The values as they are now, to be sent. Set ``sent`` of the loan, or `give_back`."""
-        loan = Loan(self.values.detach())
+    def memory(self) -> TensorPayload:
+        return TensorPayload.of(self.values.detach())
+
+    def gradient(self, payload: Payload) -> Tensor:
+        assert isinstance(payload, TensorPayload)
+        return payload.tensor.view(-1)
+
+    def squares(self, gradient: Tensor) -> float:
+        return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+
+    def lend(self, meta: Value = None) -> Loan:
+        loan = Loan(TensorPayload.of(self.values.detach(), meta))
         self._loans.append(loan)
         return loan
 
-    def update(self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None) -> None:
-        """One step of the optimizer. ``gradient`` is only read; ``hyperparameters``: those that differ from the configured ones."""
+    def update(self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
         self._own_memory()
+        if factor != 1.0:
+            gradient = gradient * factor
         if hyperparameters != self._now:
             set_hyperparameters(self._optimizer, [{**self._base, **(hyperparameters or {})}])
             self._now = hyperparameters
@@ -73,14 +67,10 @@ class HeldPiece:
         self.version += 1
 
     def check_hyperparameters(self, given: Mapping[str, Value] | None) -> None:
-        """Raise `ProtocolError` for what `update` could not use."""
-        for key, value in (given or {}).items():
-            known = self._base.get(key)
-            if key not in self._base or (isinstance(known, int | float) and not isinstance(value, int | float)):
-                raise ProtocolError(f"{key} = {value!r:.100} is no hyperparameter of this optimizer; those are {self._base}")
+        require_known(given, self._base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Values and optimizer state by name, copied: what a checkpoint keeps."""
+        """Values and optimizer state."""
         result = {"values": self.values.detach().clone()}
         for key, value in self._optimizer.state.get(self.values, {}).items():
             if isinstance(value, Tensor):
@@ -90,7 +80,6 @@ class HeldPiece:
         return result
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """What `tensors` gave. Raises `CheckpointError` where it belongs to another cut of the model."""
         values = tensors.get("values")
         if values is None or values.shape != self.values.shape or values.dtype != self.values.dtype:
             found = "nothing" if values is None else f"{values.dtype}{list(values.shape)}"
@@ -109,14 +98,22 @@ class HeldPiece:
 
     def _own_memory(self) -> None:
         """Leave the memory to loans that are still out, if any."""
-        self._loans = [loan for loan in self._loans if loan.out and loan.values.data_ptr() == self.values.data_ptr()]
+        self._loans = [loan for loan in self._loans if loan.out]
         if self._loans:
             self.values.data = self.values.detach().clone()
             self._loans = []
 
 
+def require_known(given: Mapping[str, Value] | None, base: Mapping[str, Value]) -> None:
+    """Raise `ProtocolError` for hyperparameters that the optimizer configured with ``base`` has not."""
+    for key, value in (given or {}).items():
+        known = base.get(key)
+        if key not in base or (isinstance(known, int | float) and not isinstance(value, int | float)):
+            raise ProtocolError(f"{key} = {value!r:.100} is no hyperparameter of this optimizer; those are {base}")
+
+
 class GroupSum:
-    """The sum of the groups' gradients of one piece, always in the order of groups, so that it does not depend on who was first.
+    """Implements `zmqtrain.server.held.Sum`, always in the order of groups, so that it does not depend on who was first.
 
     A gradient whose predecessors have arrived is added at once and dropped; the others wait.
     """
@@ -131,13 +128,11 @@ class GroupSum:
         self.count = 0
 
     def add(self, group: int, gradient: Tensor) -> None:
-        """Take a gradient, which is only read and must stay as it is until the sum is done."""
         self._waiting[group] = gradient
         while self._expected and self._expected[0] in self._waiting:
             self._fold(self._expected.pop(0))
 
     def mean(self) -> Tensor:
-        """The mean over all gradients that came (groups that left and gave none do not count)."""
         for group in sorted(self._waiting):
             self._fold(group)
         assert self._total is not None
