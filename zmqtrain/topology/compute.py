@@ -31,6 +31,19 @@ def _grid(value: Any) -> Any:
     return value
 
 
+class Noise(Section):
+    """How a modelled device's times vary, drawn anew for each step of each worker, from the job's seed."""
+
+    kind: Literal["constant", "normal", "exponential"] = Field(
+        default="constant", description="The distribution; its mean is what the profile says."
+    )
+    spread: float = Field(default=0.1, ge=0, le=10, description="normal: standard deviation, as a share of the mean.")
+    straggler_chance: float = Field(
+        default=0.0, ge=0, le=1, description="Chance that a step takes `straggler_factor` times as long."
+    )
+    straggler_factor: float = Field(default=3.0, ge=1, le=1000, description="How many times as long.")
+
+
 class Compute(Section):
     """Workers, groups and the step."""
 
@@ -65,7 +78,12 @@ class Compute(Section):
     bucket_size: ByteSize = Field(default=4 * 2**20, description="Parameters travel in buckets of about this size.")
     overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
     threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
-    profile: str | None = Field(default=None, min_length=1, description="JSON file with layer times, for modelled devices.")
+    profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Layer times of modelled devices: a JSON file, or the name of a shipped one, like `resnet50`.",
+    )
+    noise: Noise = Field(default_factory=Noise, description="How a modelled device's times vary.")
 
     @property
     def bucket_bytes(self) -> int:

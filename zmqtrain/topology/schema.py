@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from zmqtrain.topology.compute import Compute
 from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts
 from zmqtrain.topology.job import Job, Until
+from zmqtrain.topology.network import LinkRule, Network, NetworkHost, Rack
 from zmqtrain.topology.rules import broken_rules
-from zmqtrain.topology.section import Section
-from zmqtrain.topology.world import Data, EngineSection, Network, Observe, Optimizer
+from zmqtrain.topology.section import Section, _tuple
+from zmqtrain.topology.simulation import Fault, Simulation
+from zmqtrain.topology.world import Data, EngineSection, Observe, Optimizer
 
 __all__ = [
-    "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Host", "Job", "Network", "Observe", "Optimizer", "Topology",
-    "Until",
+    "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Fault", "Host", "Job", "LinkRule", "Network", "NetworkHost",
+    "Observe", "Optimizer", "Rack", "Simulation", "Topology", "Until",
 ]  # fmt: skip
 
 #: pydantic's error type under which `Topology` reports broken rules, all of them in ``ctx["rules"]``.
@@ -37,12 +39,18 @@ class Topology(Section):
     data: Data = Field(default_factory=Data, description="The training data.")
     engine: EngineSection = Field(default_factory=EngineSection, description="What starts the agents.")
     network: Network = Field(default_factory=Network, description="The network between hosts, where it is emulated or simulated.")
+    simulation: Simulation = Field(default_factory=Simulation, description="How `zmqtrain simulate` runs the job.")
+    faults: Annotated[tuple[Fault, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="What goes wrong in a simulated run, and when."
+    )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
 
     @model_validator(mode="after")
     def _complete(self) -> Topology:
         if not self.hosts:
             object.__setattr__(self, "hosts", (Host(name="localhost"),))
+        if any("[" in host.name for host in self.hosts):
+            object.__setattr__(self, "hosts", tuple(plain for host in self.hosts for plain in host.expanded()))
         if "kind" not in self.exchange.model_fields_set:
             kind = "model_server" if self.compute.groups > 1 else "allreduce"
             object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
@@ -62,7 +70,7 @@ class Topology(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
-        return self.model_dump(mode="json", exclude_none=True)
+        return self.model_dump(mode="json", exclude_none=True, by_alias=True)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Topology:

@@ -1,4 +1,4 @@
-"""The small sections: ``[optimizer]``, ``[data]``, ``[engine]``, ``[network]`` and ``[observe]``."""
+"""The small sections: ``[optimizer]``, ``[data]``, ``[engine]`` and ``[observe]``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zmqtrain.topology.section import MOST, Bandwidth, Latency, Section, later
+from zmqtrain.topology.section import MOST, Section, later
 
 
 class Optimizer(Section):
@@ -35,13 +35,6 @@ class EngineSection(Section):
     kind: Annotated[Literal["local"], later({"ssh": _LOCAL, "slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
         default="local", description="local: all hosts of the file are process sets on this machine."
     )
-
-
-class Network(Section):
-    """The network between hosts, for emulated and simulated worlds. In this release it is checked but not applied."""
-
-    bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of each host's link, in bit/s or with a unit.")
-    latency: Latency | None = Field(default=None, description="One-way delay between hosts, in seconds or with a unit.")
 
 
 class Observe(Section):
