@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.section import Bandwidth, Latency, Section, Texts, _tuple
@@ -55,6 +55,8 @@ class Rack(Section):
 class LinkRule(Section):
     """What is different about the way from some hosts to others. One way; of two rules for one way the later wins."""
 
+    model_config: ClassVar[ConfigDict] = Section.model_config | ConfigDict(populate_by_name=True)
+
     source: HostName = Field(alias="from", min_length=1, description='Where messages come from: a host, a range, or "*".')
     target: HostName = Field(alias="to", min_length=1, description='Where they go to: a host, a range, or "*".')
     latency: Latency | None = Field(default=None, description="Instead of `[network] latency`.")
@@ -82,9 +84,12 @@ class Network(Section):
     local_bandwidth: Bandwidth = Field(default=24e9, description="Between processes of one host. Simulation only.")
     local_latency: Latency = Field(default=50e-6, description="The same one way. Simulation only.")
     dilation: float = Field(
-        default=1.0, ge=1, le=1000, description="Emulation runs so many times as slowly, and divides all times that it reports: for "
-        "clusters that this machine is too small for."
-    )  # fmt: skip
+        default=1.0,
+        ge=1,
+        le=1000,
+        description="Emulation runs so many times as slowly, and divides all times that it reports: for clusters that this machine "
+        "is too small for.",
+    )
     hosts: Annotated[tuple[NetworkHost, ...], BeforeValidator(_tuple)] = Field(
         default=(), description="What is different about some hosts."
     )

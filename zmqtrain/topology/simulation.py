@@ -55,7 +55,7 @@ class Simulation(Section):
 
     payload: Literal["phantom", "small", "real"] | None = Field(
         default=None,
-        description="phantom: only sizes travel. small: a few numbers a layer travel, and are checked at the end. real: all numbers; "
+        description="phantom: only sizes travel. small: a few numbers a layer travel, and are checked at the end. real: all; "
         "where the job has a task it is trained, in the time that the profile gives. Default: real for a task, phantom for a "
         "modelled device.",
     )
