@@ -17,7 +17,7 @@ from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import UsageError
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.device.make import make_device
-from zmqtrain.train.device.modelled import Profile
+from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 
 

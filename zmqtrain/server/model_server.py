@@ -372,6 +372,7 @@ class ModelServer:
         return self._tasks.create_task(coroutine)
 
     def _report(self) -> None:
+        self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
         pushes = sum(self._staleness.values())
         mean = sum(staleness * count for staleness, count in self._staleness.items()) / pushes if pushes else 0.0
         self._recorder.event(

@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
+import numpy as np
+
 from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import barrier
+from zmqtrain.collectives.operations import barrier, broadcast
 from zmqtrain.data.partition import Partition, even_bounds
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.train.device.modelled import ModelledReplica, Profile
+from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
+from zmqtrain.train.device.modelled import ModelledReplica, Tempo
+from zmqtrain.train.device.noise import Noise
+from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.work import StepResult
 
 
 class ModelledWork:
-    """Implements `zmqtrain.train.work.Work` by waiting."""
+    """Implements `zmqtrain.train.work.Work` by waiting.
+
+    Payloads are what ``[simulation] payload`` says, and real where it says nothing: whoever simulates decides before.
+    """
 
     def __init__(self, context: RoleContext) -> None:
         topology, placement, role = context.topology, context.placement, context.role
-        compute = topology.compute
+        compute, seed = topology.compute, topology.job.seed
         if compute.profile is None:
-            raise UsageError('[compute] device = "modelled" needs profile, a JSON file with layer times')
+            raise UsageError('[compute] device = "modelled" needs profile: a JSON file with layer times, or a shipped one\'s name')
+        self._context = context
         self._profile = Profile.load(compute.profile)
+        self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index)
+        noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,
             bucket_bytes=compute.bucket_bytes,
             overlap=compute.overlap,
             timeout_s=context.ladder.barrier_s,
             recorder=context.recorder,
+            memory=self._memory,
+            tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
         )
-        self._partition = Partition(
-            self._profile.samples, placement.groups, placement.group_size, compute.batch_size, topology.job.seed, "none"
-        )
+        self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
         start, stop = even_bounds(compute.batch_size, compute.group_size, role.position)
         self._samples = stop - start
         self._update_s = 0.0
+        self._steps = 0
 
     @property
     def replica(self) -> ModelledReplica:
@@ -53,8 +64,7 @@ class ModelledWork:
         return self._profile.evaluate_s > 0
 
     def describe(self) -> dict[str, EventValue]:
-        parameters = sum(layer.numel for layer in self._profile.layers)
-        return {"parameters": parameters, "buckets": len(self._replica.buckets), "device": "modelled"}
+        return {"parameters": self._profile.numel, "buckets": len(self._replica.buckets), "device": "modelled"}
 
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
         self._replica.connect(on_ready)
@@ -66,7 +76,9 @@ class ModelledWork:
         return False
 
     async def train_step(self, step: int, *, ahead: bool) -> StepResult:
-        return await self._replica.step(step, self._samples)
+        result = await self._replica.step(step, self._samples)
+        self._steps = step + 1
+        return result
 
     def after_step(self) -> None:
         return None
@@ -80,12 +92,30 @@ class ModelledWork:
 
     async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
         await self.quiet()
-        await asyncio.sleep(self._profile.evaluate_s / group.size)
+        await self._replica.evaluate(1.0 / group.size)
         await barrier(group, (tag, "done"))
         return {}
 
     async def make_equal(self, group: Group, tag: str) -> float:
-        return 0.0
+        """With small payloads, state whether the parameters are what they must be, and compare them with the first member's."""
+        if not isinstance(self._memory, SmallMemory):
+            return 0.0
+        self._state_values(self._memory)
+        spread = 0.0
+        for bucket in self._replica.buckets:
+            mine = numbers_of(bucket.parameters)
+            before = mine.copy()
+            await broadcast(group, bucket.parameters, (tag, bucket.index))
+            spread = max(spread, float(np.abs(mine - before).max(initial=0.0)))
+        return spread
 
     async def close(self, timeout_s: float) -> None:
         return None
+
+    def _state_values(self, memory: SmallMemory) -> None:
+        context = self._context
+        topology = context.topology
+        known = exact(topology) and (topology.exchange.kind != "model_server" or topology.exchange.policy == "sync")
+        if known:
+            expected = expected_parameters(self._profile, topology, self._steps, context.role.group)
+            context.recorder.witness("values", wrong=differences(memory.values(self._replica.buckets), expected))

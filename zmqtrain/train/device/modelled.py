@@ -1,79 +1,45 @@
-"""A device that computes nothing, but takes the time that a real one would: bytes on the network are real, arithmetic is not.
-
-The profile is a JSON file::
-
-    {"layers": [{"name": "conv1", "numel": 1000, "forward_s": 0.01, "backward_s": 0.02}, ...],
-     "update_s": 0.001, "evaluate_s": 0.5, "samples": 50000, "batch_size": 32}
-
-in the order of the forward. Times are those of one worker's step; with ``batch_size`` they are of so many samples and grow with the
-worker's. ``dtype`` of a layer defaults to float32.
-"""
+"""A device that computes nothing, but takes the time that a real one would, as a profile says."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from zmqtrain.errors import UsageError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, OptimizerSpec
-from zmqtrain.train.buckets import ParameterInfo, plan_buckets
+from zmqtrain.train.device.memory import Memory, NoMemory
+from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.work import StepResult
-from zmqtrain.wire.dtypes import dtype_named
-from zmqtrain.wire.payload import Payload
-from zmqtrain.wire.tensor import TensorPayload
+
+#: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
+#: counts from the next on.
+ONE_SLEEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer of the modelled model."""
+class Tempo:
+    """How fast this device is, other than its profile says."""
 
-    name: str
-    numel: int
-    forward_s: float
-    backward_s: float
-    dtype: str = "float32"
+    of_step: Callable[[int], float] = lambda step: 1.0
+    """By what the times of a step are multiplied (`zmqtrain.train.device.noise`)."""
+    slowdown: Callable[[], float] = lambda: 1.0
+    """How many times as long work takes that begins now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """How long a real device takes."""
+class Stretch:
+    """Work without a wait, or a bucket to hand over, in it."""
 
-    layers: tuple[Layer, ...]
-    update_s: float = 0.0
-    evaluate_s: float = 0.0
-    samples: int = 1 << 20
-    """Samples of the training data."""
-    batch_size: int = 0
-    """A worker's samples for which the times hold; 0: for any number."""
-    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("torch.optim:SGD", ({"lr": 0.0},)))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Raises `UsageError` where the file is missing or is no profile."""
-        try:
-            values: dict[str, Any] = json.loads(Path(path).read_text())
-            layers = tuple(Layer(**layer) for layer in values.pop("layers"))
-            profile = cls(layers, **values)
-            if not any(layer.numel for layer in layers):
-                raise ValueError("no layer has parameters")
-            for layer in layers:
-                dtype_named(layer.dtype)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"[compute] profile {path} cannot be used: {type(error).__name__}: {error}") from error
-        return profile
-
-    def scaled(self, samples: int) -> float:
-        """By what times are multiplied for a step of so many samples."""
-        return samples / self.batch_size if self.batch_size else 1.0
+    seconds: float
+    take: int | None = None
+    """Forward: the bucket whose parameters must be there before."""
+    hand_over: tuple[int, ...] = ()
+    """Backward: buckets whose gradients are complete after it."""
 
 
 class ModelledReplica:
-    """Implements `zmqtrain.exchange.base.Replica` with memory but no model. Everything on the loop's thread."""
+    """Implements `zmqtrain.exchange.base.Replica` without a model. Everything on the loop's thread."""
 
     def __init__(
         self,
@@ -83,20 +49,22 @@ class ModelledReplica:
         overlap: bool,
         timeout_s: float,
         recorder: Recorder,
-        memory: Callable[[int, str], Payload] | None = None,
+        memory: Memory | None = None,
+        tempo: Tempo | None = None,
     ) -> None:
-        """``memory(numel, dtype)`` makes payloads; by default real ones."""
+        """``memory`` makes and fills the payloads; by default zeros in full size."""
         self._profile, self._overlap, self._timeout_s, self._recorder = profile, overlap, timeout_s, recorder
-        make = memory or _zeros
-        infos = [
-            ParameterInfo(layer.name, layer.numel, dtype_named(layer.dtype).itemsize, layer.dtype, 0) for layer in profile.layers
-        ]
-        plans = plan_buckets(infos, bucket_bytes)
+        self._memory = memory or NoMemory.real(profile.optimizer)
+        self._tempo = tempo or Tempo()
+        make = self._memory.payload
+        plans = profile.bucket_plans(bucket_bytes)
         self._buckets = tuple(
-            Bucket(index, make(plan.numel, plan.dtype), make(plan.numel, plan.dtype), 0, plan.names)
+            Bucket(index, make(plan, parameters=True), make(plan, parameters=False), 0, plan.names)
             for index, plan in enumerate(plans)
         )
-        self._bucket_of = {name: bucket.index for bucket in self._buckets for name in bucket.names}
+        bucket_of = {name: bucket.index for bucket in self._buckets for name in bucket.names}
+        self._forward = tuple(_forward(profile.layers, bucket_of))
+        self._backward = tuple(_backward(profile.layers, bucket_of, overlap))
         self._open = [asyncio.Event() for _ in self._buckets]
         for gate in self._open:
             gate.set()
@@ -109,7 +77,7 @@ class ModelledReplica:
         return self._buckets
 
     def hyperparameters(self) -> OptimizerSpec:
-        return self._profile.optimizer
+        return self._memory.optimizer
 
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
         self._on_ready = on_ready
@@ -123,45 +91,46 @@ class ModelledReplica:
             gate.set()
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
-        await asyncio.sleep(self._profile.update_s)
-        self.update_s += self._profile.update_s
-        for gate in self._open:
-            gate.set()
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await asyncio.sleep(self._profile.update_s * self._tempo.slowdown())
+        self.update_s += loop.time() - start
+        for bucket in self._buckets:
+            self._memory.update(bucket, gradient_scale)
+            self._open[bucket.index].set()
 
     async def step(self, step: int, samples: int) -> StepResult:
         """Forward and backward, as long as the profile says, and waits between."""
         assert self._on_ready is not None, "connect() comes first"
-        pace, scale = _Pace(), self._profile.scaled(samples)
-        layers = self._profile.layers
+        clock = asyncio.get_running_loop().time
+        start, pace = clock(), _Pace()
+        scale = self._profile.scaled(samples) * self._tempo.of_step(step)
         exposed_s = 0.0
         with self._recorder.span("forward", "compute", step=step):
-            for layer in layers:
-                if layer.name in self._bucket_of:
-                    exposed_s += await self._take(self._bucket_of[layer.name], step, pace)
-                await pace.work(layer.forward_s * scale)
-        missing = [len(bucket.names) for bucket in self._buckets]
-        following = 0
+            for stretch in self._forward:
+                if stretch.take is not None:
+                    exposed_s += await self._take(stretch.take, step, pace)
+                await pace.work(stretch.seconds * scale * self._tempo.slowdown())
         with self._recorder.span("backward", "compute", step=step):
-            for layer in reversed(layers):
-                await pace.work(layer.backward_s * scale)
-                if layer.name in self._bucket_of:
-                    missing[self._bucket_of[layer.name]] -= 1
-                while self._overlap and following < len(missing) and not missing[following]:
-                    self._hand_over(following)
-                    following += 1
-        for index in range(following, len(missing)):
-            self._hand_over(index)
-        compute_s = scale * sum(layer.forward_s + layer.backward_s for layer in layers)
-        return StepResult(0.0, samples, compute_s, exposed_s)
+            for stretch in self._backward:
+                await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+                for index in stretch.hand_over:
+                    self._hand_over(index, step)
+        return StepResult(0.0, samples, clock() - start - exposed_s, exposed_s)
+
+    async def evaluate(self, share: float) -> None:
+        """As long as the evaluation of such a share of the data takes."""
+        await asyncio.sleep(self._profile.evaluate_s * share * self._tempo.slowdown())
 
     async def take_all(self) -> None:
         pace = _Pace()
         for bucket in self._buckets:
             await self._take(bucket.index, -1, pace)
 
-    def _hand_over(self, index: int) -> None:
+    def _hand_over(self, index: int, step: int) -> None:
         assert self._on_ready is not None
         self._open[index].clear()
+        self._memory.backward(self._buckets[index], step)
         self._on_ready(self._buckets[index])
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
@@ -196,8 +165,38 @@ class _Pace:
             await asyncio.sleep(left_s)
 
 
-def _zeros(numel: int, dtype: str) -> Payload:
-    payload = TensorPayload.empty(numel, dtype)
-    for frame in payload.frames():
-        frame[:] = bytes(frame.nbytes)
-    return payload
+def _forward(layers: Sequence[Layer], bucket_of: dict[str, int]) -> Iterator[Stretch]:
+    taken: set[int] = set()
+    take, seconds = None, 0.0
+    for layer in layers:
+        bucket = bucket_of.get(layer.name)
+        new = bucket is not None and bucket not in taken
+        if new or seconds >= ONE_SLEEP_S:
+            if take is not None or seconds:
+                yield Stretch(seconds, take)
+            take, seconds = None, 0.0
+        if new:
+            assert bucket is not None
+            taken.add(bucket)
+            take = bucket
+        seconds += layer.forward_s
+    yield Stretch(seconds, take)
+
+
+def _backward(layers: Sequence[Layer], bucket_of: dict[str, int], overlap: bool) -> Iterator[Stretch]:
+    """Buckets are handed over in their order: as soon as they are complete, or all at the end."""
+    buckets = max(bucket_of.values()) + 1
+    missing = [list(bucket_of.values()).count(bucket) for bucket in range(buckets)]
+    following, seconds = 0, 0.0
+    for layer in reversed(layers):
+        seconds += layer.backward_s
+        if layer.name in bucket_of:
+            missing[bucket_of[layer.name]] -= 1
+        first = following
+        while overlap and following < buckets and not missing[following]:
+            following += 1
+        if following > first or seconds >= ONE_SLEEP_S:
+            yield Stretch(seconds, None, tuple(range(first, following)))
+            seconds = 0.0
+    if seconds or following < buckets:
+        yield Stretch(seconds, None, tuple(range(following, buckets)))
