@@ -59,6 +59,42 @@ def check(
 
 
 @app.command()
+def simulate(
+    file: File,
+    json_lines: Json = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the simulation, instead of the job's: the first one, with --seeds.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Try so many seeds, and tell which break what must always hold.")] = 0,
+    faults: Annotated[str, typer.Option(help="file: the schedule in FILE. random: one from each seed. none.")] = "file",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that try seeds; 0: one for each processor.")] = 0,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run directory; default: the next runs/NAME-NNN.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Run FILE's job on virtual time, with modelled devices and network, any number of hosts, in this process.
+
+    The same seed gives the same run, event by event.
+    """
+    from zmqtrain.cli.simulate import run_simulate
+
+    code = run_simulate(
+        file,
+        seed=seed,
+        seeds=seeds,
+        faults=faults,
+        jobs=jobs,
+        json_lines=json_lines,
+        data=data,
+        run_dir=run_dir,
+        settings=settings or (),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.agent import LOG
@@ -52,12 +52,22 @@ def ending_of(outcome: Outcome) -> Ending:
 class RunRecord:
     """Takes what is reported of a run, keeps it in the run directory and shows it."""
 
-    def __init__(self, description: RunDescription, directory: RunDirectory, view: View, *, world: str) -> None:
+    def __init__(
+        self,
+        description: RunDescription,
+        directory: RunDirectory,
+        view: View,
+        *,
+        world: Literal["real", "emulated", "simulated"],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """``clock``: what the view goes by, for people; by default the loop's."""
         self._topology, self._placement = description.topology, description.placement
         self._directory, self._view, self._world = directory, view, world
         self.summary = Summary()
         self.quiet = False
         """Do not show that roles fail or stop: the person asked for it."""
+        self._clock = clock or asyncio.get_running_loop().time
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
@@ -98,7 +108,7 @@ class RunRecord:
         }
         self._directory.event(line)
         self.summary.add(peer, line)
-        self._view.event(line, asyncio.get_running_loop().time())
+        self._view.event(line, self._clock())
 
     def title(self) -> str:
         """The run in a line."""

@@ -127,6 +127,14 @@ class Node:
     def statistics(self) -> dict[str, int]:
         return {**self._board.statistics(), **self._mailbox.statistics()}
 
+    def waits(self) -> list[str]:
+        """What this process waits for from others, in words."""
+        received = [f"message {ticket.key[1]} of {ticket.key[0]}" for ticket in self._waits]
+        topics = [
+            f"messages of topic {subscription.shelf.topic!r}" for subscription in self._subscriptions if subscription.shelf.waiting
+        ]
+        return [*received, *topics, *(f"room for {message.tag}" for message in self._sends), *self._desk.waits()]
+
     async def close(self) -> None:
         if self._closed is not None:
             await asyncio.shield(self._closed)

@@ -100,6 +100,10 @@ class Desk:
             if not turn.done():
                 turn.set_result(None)
 
+    def waits(self) -> list[str]:
+        """The answers that are waited for, in words."""
+        return [f"{what} of {peer}" for peer, _, what in self._calls.values()]
+
     def _answered(self, incoming: Incoming) -> None:
         tag = incoming.tag
         call = self._calls.get(tag[1]) if len(tag) == 2 and isinstance(tag[1], int) else None

@@ -1,0 +1,134 @@
+"""``zmqtrain simulate FILE``: the job on virtual time and modelled machines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from zmqtrain.cli.overrides import load_with
+from zmqtrain.errors import InvariantError, UsageError
+from zmqtrain.launcher.record import RunRecord
+from zmqtrain.launcher.run import write_pid
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.observe.live import make_view
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.strict_json import dumps
+from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
+from zmqtrain.simulate.run import Options, resolved, simulate, trains
+from zmqtrain.topology.find_task import find_task
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+
+SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
+#: Exit code when something broke that must always hold.
+BROKEN = InvariantError.exit_code
+
+
+def run_simulate(
+    file: Path,
+    *,
+    seed: int | None = None,
+    seeds: int = 0,
+    faults: str = "file",
+    jobs: int = 0,
+    json_lines: bool = False,
+    data: str | None = None,
+    run_dir: Path | None = None,
+    settings: Sequence[str] = (),
+) -> int:
+    """Simulate a topology file once, or with many seeds. Returns the exit code. Raises `UsageError`, `SimulationError`."""
+    topology = load_with(file, settings)
+    source = next((known for known in SOURCES if known == faults), None)
+    if source is None:
+        raise UsageError(f"--faults {faults}: it is one of {', '.join(SOURCES)}; a schedule stands in the file, as [[faults]]")
+    if topology.job.task is None and topology.compute.device != "modelled":
+        raise UsageError(
+            f'{file} names no task: add task = "file.py:function" to [job], or model the device: [compute] device = "modelled" and '
+            'profile = "resnet50"'
+        )
+    if topology.job.task is not None and trains(topology):
+        find_task(topology.job.task, (".", *topology.job.python_path))
+    place(topology)
+    first = topology.job.seed if seed is None else seed
+    if seeds:
+        return _many(topology, range(first, first + seeds), source, jobs or os.cpu_count() or 1, json_lines=json_lines)
+    return _once(topology, first, source, json_lines=json_lines, data=data, run_dir=run_dir)
+
+
+def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: bool, data: str | None, run_dir: Path | None) -> int:
+    topology = resolved(topology, seed)
+    placement = place(topology)
+    schedule = faults_for(topology, seed, source, horizon_of(topology) if source == "random" else 0.0)
+    directory = RunDirectory.create(topology.job.name, exact=run_dir)
+    directory.write("topology.toml", topology.to_toml())
+    write_pid(directory)
+    data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    description = RunDescription(topology, placement, os.getcwd(), data_path)
+    groups = {role.peer: role.group for role in placement.workers}
+    view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
+    # People watch in their own time.
+    record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic)
+    options = Options(
+        faults=schedule,
+        data_path=data_path,
+        checkpoints=directory.checkpoints,
+        on_event=record.membership_event,
+        on_report=record.report,
+    )
+    view.begin(f"simulated: {record.title()}")
+    began = time.monotonic()
+    try:
+        result = simulate(topology, seed=seed, options=options)
+    except BaseException:
+        view.end()
+        directory.close()
+        raise
+    finally:
+        (directory.path / "pid").unlink(missing_ok=True)
+    view.end()
+    took_s = time.monotonic() - began
+    more = {"seed": seed, "faults": [str(fault) for fault in result.faults], "broken": result.broken}
+    record.write_up(result.ending, result.seconds, more)
+    for fault in result.faults:
+        view.note(f"fault: {fault}")
+    per_s = result.callbacks / took_s if took_s > 0 else 0.0
+    view.note(f"{result.seconds:.6g} virtual seconds (seed {seed}) took {took_s:.1f} s, {per_s:,.0f} callbacks a second")
+    if result.broken:
+        raise InvariantError(seed, result.broken)
+    return result.ending.exit_code
+
+
+def _many(topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
+    began = time.monotonic()
+    endings: Counter[str] = Counter()
+    broken: list[Trial] = []
+    for number, trial in enumerate(explore(topology, seeds, faults=source, jobs=jobs), 1):
+        endings[trial.status] += 1
+        if trial.broken:
+            broken.append(trial)
+        if json_lines:
+            line = {"seed": trial.seed, "status": trial.status, "seconds": trial.seconds, "faults": trial.faults}
+            print(dumps({**line, "error": trial.error, "broken": trial.broken}), flush=True)
+        elif trial.broken:
+            print(_about(trial), flush=True)
+        elif number % 100 == 0:
+            print(f"{number} seeds, {time.monotonic() - began:.0f} s", flush=True)
+    told = ", ".join(f"{count} {status}" for status, count in endings.most_common())
+    if not json_lines:
+        print(f"{len(seeds)} seeds in {time.monotonic() - began:.1f} s: {told}; {len(broken)} broke what must always hold")
+    if not broken:
+        return 0
+    first = broken[0].seed
+    print(f"zmqtrain: seed {first} replays by: zmqtrain simulate FILE --seed {first} --faults {source}", file=sys.stderr)
+    return BROKEN
+
+
+def _about(trial: Trial) -> str:
+    faults = "".join(f"\n  fault: {fault}" for fault in trial.faults)
+    return f"seed {trial.seed}: {trial.status} after {trial.seconds:.6g} s {trial.error}{faults}" + "".join(
+        f"\n  broken: {text}" for text in trial.broken
+    )

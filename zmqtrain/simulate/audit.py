@@ -1,0 +1,148 @@
+"""What must hold in every run, whatever goes wrong: checked from what roles state and report.
+
+- No gradient is applied twice, and each update makes one new version.
+- Groups keep the staleness that the file allows.
+- A run that ends well has trained each step of each worker once, on all its samples, and leaves replicas equal.
+- A run whose faults can be survived ends well. Any other ends too, with an error, and nobody hangs beyond the time-outs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from zmqtrain.launcher.record import Ending
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.faults import Fault
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+#: Findings beyond this say nothing new.
+MOST = 20
+
+
+class Auditor:
+    """Hears everything, and gives its `verdict` at the end."""
+
+    def __init__(self, topology: Topology, placement: Placement, clock: Callable[[], float]) -> None:
+        self._topology, self._placement, self._clock = topology, placement, clock
+        self._ladder = Ladder.of(topology.job.timeout_s)
+        self._broken: list[str] = []
+        self._applied: set[tuple[PeerId, int, int, int]] = set()  # server, piece, group, step
+        self._versions: dict[tuple[PeerId, int], int] = {}
+        self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # steps of each group in each piece of a server
+        self._steps: Counter[tuple[PeerId, int]] = Counter()
+        self._samples: Counter[int] = Counter()
+        self._spread: float | None = None
+        self._wrong_values: str | None = None
+        self._last_s = 0.0
+
+    def note(self, text: str) -> None:
+        """Something was found elsewhere."""
+        if len(self._broken) < MOST:
+            self._broken.append(text)
+
+    # What is heard
+
+    def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
+        """A role states a fact."""
+        if what == "applied":
+            self._hear_applied(peer, cast(Mapping[str, Any], values))
+        elif what == "values":
+            wrong = values.get("wrong")
+            if wrong is not None:
+                self._wrong_values = f"{peer}: {wrong}"
+
+    def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
+        piece, version = int(values["piece"]), int(values["version"])
+        known = self._versions.get((server, piece), 0)
+        if version != known + 1:
+            self.note(f"{server} went from version {known} of piece {piece} to {version}")
+        self._versions[server, piece] = version
+        counts = self._pushed.setdefault((server, piece), [0] * self._placement.groups)
+        for group, step, _read in values["reads"]:
+            key = (server, piece, int(group), int(step))
+            if key in self._applied:
+                self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
+            self._applied.add(key)
+            if step != counts[group]:
+                self.note(f"{server} applied step {step} of group {group} to piece {piece} after {counts[group]} of its steps")
+            counts[group] += 1
+        self._check_staleness(server, piece, counts, values)
+
+    def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
+        exchange = self._topology.exchange
+        if exchange.policy == "sync":
+            if len(set(counts)) > 1:
+                self.note(f"{server} applied piece {piece} for some groups only: {counts} steps, in synchronous training")
+        # A group may push as many steps beyond the slowest as the bound says, and the one that it was let into.
+        elif exchange.policy == "bound" and (ahead := max(counts) - min(counts)) > (exchange.bound or 0) + 1:
+            self.note(f"{server} let a group be {ahead} steps of piece {piece} ahead; the bound is {exchange.bound}")
+
+    def membership_event(self, kind: str, values: Mapping[str, Any]) -> None:
+        """The coordinator notes something."""
+        self._last_s = max(self._last_s, self._clock())
+
+    def report(self, peer: PeerId, events: Sequence[Mapping[str, Any]]) -> None:
+        """A role's events."""
+        for event in events:
+            values = event.get("values") or {}
+            self._last_s = max(self._last_s, float(event.get("time") or 0.0))
+            if event.get("kind") == "step":
+                step = int(event["step"])
+                self._steps[peer, step] += 1
+                self._samples[step] += int(values["samples"])
+            elif event.get("kind") == "finish":
+                self._spread = max(self._spread or 0.0, float(values.get("replica_spread") or 0.0))
+
+    # The verdict
+
+    def verdict(self, ending: Ending, seconds: float, faults: Sequence[Fault]) -> list[str]:
+        """All that was broken, in words. ``faults``: what was injected."""
+        fatal = [fault for fault in faults if not fault.survivable(self._ladder)]
+        if ending.status == "done":
+            self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
+        elif not fatal:
+            error = ending.error or {}
+            what = f"{error.get('type')}: {error.get('message')}"
+            self.note(f"the run ended with status {ending.status} ({what}), though all its faults can be survived")
+        self._check_end(seconds, faults)
+        return list(self._broken)
+
+    def _check_done(self, *, corrupted: bool) -> None:
+        job, compute = self._topology.job, self._topology.compute
+        again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1]
+        if again:
+            self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
+        if job.steps is not None:
+            missing = job.steps * self._placement.world_size - len(self._steps)
+            if missing:
+                self.note(f"{missing} steps of workers are missing")
+            expected = compute.batch_size * self._placement.groups
+            for step in range(job.steps):
+                if self._samples[step] != expected:
+                    self.note(f"step {step} was trained on {self._samples[step]} samples, not {expected}")
+                    break
+        if corrupted:
+            return  # a flipped bit of a tensor is not seen by anybody: that is TCP's to find
+        if self._wrong_values is not None:
+            self.note(self._wrong_values)
+        if self._equal_at_end and self._spread:
+            self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
+
+    def _check_end(self, seconds: float, faults: Sequence[Fault]) -> None:
+        """Whatever happens, somebody gives up and says so within the time-outs."""
+        ladder = self._ladder
+        last = max([self._last_s, *((fault.at or 0.0) + (fault.lasts or 0.0) for fault in faults)])
+        patience = ladder.barrier_s + ladder.lost_s + ladder.join_s + ladder.grace_s
+        if seconds - last > patience:
+            self.note(
+                f"the run hung: nothing was heard for {seconds - last:g} s before its end; time-outs add up to {patience:g} s"
+            )
+
+    @property
+    def _equal_at_end(self) -> bool:
+        exchange = self._topology.exchange
+        return exchange.kind == "allreduce" or (exchange.kind == "model_server" and exchange.policy == "sync")

@@ -1,0 +1,58 @@
+"""The simulated machines of one run: their processes, and how fast each computes now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.simulate.process import Process
+from zmqtrain.topology.placement import Placement
+
+
+class Cluster:
+    """What faults act upon. Names are roles (``worker/1``), or hosts, which mean all their processes."""
+
+    def __init__(self, network: SimulatedNetwork, placement: Placement, slowdowns: Mapping[str, float] | None = None) -> None:
+        """``slowdowns``: how many times as long each host's modelled devices take, where that is not once."""
+        self.network = network
+        self.placement = placement
+        self.processes: dict[PeerId, Process] = {}
+        self._slow: dict[PeerId, float] = {role.peer: (slowdowns or {}).get(role.host, 1.0) for role in placement.roles}
+
+    def peers(self, name: str) -> tuple[PeerId, ...]:
+        """The roles of a host and its agent; or the role itself."""
+        if name in self.placement.hosts:
+            return (*(role.peer for role in self.placement.of_host(name)), f"agent/{name}")
+        return (name,)
+
+    def slowdown(self, peer: PeerId) -> float:
+        """How many times as long compute takes there that begins now."""
+        return self._slow[peer]
+
+    def slow_down(self, peer: PeerId, factor: float) -> None:
+        """Make it so many times as slow as it is now (below 1: faster)."""
+        if peer in self._slow:
+            self._slow[peer] *= factor
+
+    def pause(self, peer: PeerId) -> None:
+        """As SIGSTOP would; nothing if there is no such process."""
+        process = self.processes.get(peer)
+        if process is not None and process.tasks and not process.killed:
+            self.network.pause(peer)
+            process.pause()
+
+    def resume(self, peer: PeerId) -> None:
+        """As SIGCONT would."""
+        process = self.processes.get(peer)
+        if process is not None:
+            process.resume()
+            self.network.resume(peer)
+
+    async def kill(self, peer: PeerId, *, silent: bool = False) -> None:
+        """As SIGKILL would: not a word goes out, and connections break. ``silent``: its machine is gone, too, so that they seem to
+        stand until heartbeats tell."""
+        process = self.processes.get(peer)
+        if process is not None and process.tasks and not process.killed:
+            self.network.kill(peer, silent=silent)
+            await process.kill()

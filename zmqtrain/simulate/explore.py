@@ -1,0 +1,79 @@
+"""Many seeds of one job, each with other interleavings and, if asked for, faults of its own: does anything break?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from zmqtrain.errors import SimulationError
+from zmqtrain.simulate.faults import Fault, random_faults
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+#: Where faults come from: the file's schedule, the seed, or nowhere.
+FaultSource = Literal["file", "random", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one seed has shown."""
+
+    seed: int
+    status: str
+    error: str
+    """What ended the run, if it ended badly: that alone breaks nothing."""
+    seconds: float
+    faults: tuple[str, ...]
+    broken: tuple[str, ...]
+
+
+def horizon_of(topology: Topology) -> float:
+    """How long the job takes without faults, in virtual seconds: where random faults should fall."""
+    return simulate(topology, options=Options(faults=())).seconds
+
+
+def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: float) -> Sequence[Fault] | None:
+    """The schedule of this seed; ``None``: the file's."""
+    if source == "file":
+        return None
+    if source == "none":
+        return ()
+    draw = random.Random(f"{seed}/faults")
+    return random_faults(place(topology), Ladder.of(topology.job.timeout_s), horizon_s, draw)
+
+
+def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: float) -> Trial:
+    """One run."""
+    faults = faults_for(topology, seed, source, horizon_s)
+    try:
+        result = simulate(topology, seed=seed, options=Options(faults=faults))
+    except SimulationError as error:
+        return Trial(seed, "stuck", "", getattr(error, "now_s", 0.0), tuple(map(str, faults or ())), (str(error),))
+    return trial_of(seed, result)
+
+
+def trial_of(seed: int, result: Result) -> Trial:
+    """A result in brief."""
+    error = result.ending.error or {}
+    text = f"{error.get('type', '')}: {error.get('message', '')}" if error else ""
+    faults = tuple(map(str, result.faults))
+    return Trial(seed, result.ending.status, text, result.seconds, faults, tuple(result.broken))
+
+
+def explore(topology: Topology, seeds: Sequence[int], *, faults: FaultSource, jobs: int = 1) -> Iterator[Trial]:
+    """Try all seeds, in order, in so many processes at a time."""
+    horizon_s = horizon_of(topology) if faults == "random" else 0.0
+    attempt = partial(try_seed, topology=topology, source=faults, horizon_s=horizon_s)
+    if jobs <= 1:
+        yield from map(attempt, seeds)
+        return
+    # Not forked: the parent may have threads (torch's), whose locks a fork would copy.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(attempt, seeds, chunksize=max(1, min(20, len(seeds) // (4 * jobs))))

@@ -1,0 +1,169 @@
+"""What goes wrong in a simulated run, and when: as data, from the topology file, from code, or from a seed.
+
+::
+
+    schedule = [kill("worker/1", step=3), partition(["alpha"], ["beta"], at=2.0, lasts=0.5)]
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.ranges import expand
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"]
+
+#: What random schedules are made of, and how often: mostly what a run has to survive.
+WEIGHTS: dict[FaultKind, int] = {"drop": 6, "pause": 4, "slow": 4, "partition": 4, "kill": 2, "restart": 1, "corrupt": 1}
+#: At most so many faults in a random schedule: what follows from one should be over, now and then, before the next.
+MOST_RANDOM = 4
+#: A new process under an old name comes this much later, where nothing else is said.
+RESTART_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong. Exactly one of ``at`` and ``step`` is given; the functions below make them."""
+
+    kind: FaultKind
+    at: float | None = None
+    """Virtual seconds after the run's start."""
+    step: int | None = None
+    """When the target begins this step (worker 0, where the target is no worker)."""
+    target: str | None = None
+    """A role, or a host: all its processes."""
+    to: str | None = None
+    """corrupt, drop: only what goes between the target and this role."""
+    sides: tuple[tuple[str, ...], ...] = ()
+    """partition: sets of hosts that cannot reach each other."""
+    one_way: bool = False
+    """partition: only what the first side sends is lost."""
+    factor: float = 2.0
+    """slow: by how much."""
+    lasts: float | None = None
+    """Seconds until it is over; ``None``: never (restart: until the new process starts)."""
+
+    @property
+    def trigger(self) -> str:
+        """The worker whose steps count."""
+        return self.target if self.target is not None and self.target.startswith("worker/") else "worker/0"
+
+    def __str__(self) -> str:
+        when = f"at {self.at:g} s" if self.at is not None else f"at step {self.step} of {self.trigger}"
+        parts = [f"{self.kind} {self.target}" if self.target else self.kind]
+        if self.sides:
+            parts.append(" | ".join(",".join(side) for side in self.sides) + (" (one way)" if self.one_way else ""))
+        if self.to is not None:
+            parts.append(f"to {self.to}")
+        if self.kind == "slow":
+            parts.append(f"{self.factor:g} times")
+        parts.append(when)
+        if self.lasts is not None:
+            parts.append(f"for {self.lasts:g} s")
+        return " ".join(parts)
+
+    def survivable(self, ladder: Ladder) -> bool:
+        """Whether a run must go on to its end in spite of it."""
+        if self.kind in ("kill", "restart", "corrupt"):
+            return False
+        if self.kind in ("pause", "partition"):
+            # While it lasts nobody may come to believe that somebody is gone, nor give up waiting for an answer.
+            return self.lasts is not None and self.lasts < ladder.lost_s / 2
+        return True
+
+
+def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fault:
+    """The role (or all of a host) dies without a word."""
+    return Fault("kill", at=at, step=step, target=target)
+
+
+def restart(target: str, *, at: float | None = None, step: int | None = None, after: float = RESTART_S) -> Fault:
+    """The role dies, and a new process of its name starts ``after`` so many seconds, knowing nothing."""
+    return Fault("restart", at=at, step=step, target=target, lasts=after)
+
+
+def pause(target: str, lasts: float, *, at: float | None = None, step: int | None = None) -> Fault:
+    """The role (or host) stands still for ``lasts`` seconds."""
+    return Fault("pause", at=at, step=step, target=target, lasts=lasts)
+
+
+def partition(
+    *sides: Sequence[str], at: float | None = None, step: int | None = None, lasts: float | None = None, one_way: bool = False
+) -> Fault:
+    """The sets of hosts cannot reach each other; ``one_way``: only what the first sends is lost."""
+    return Fault("partition", at=at, step=step, sides=tuple(tuple(side) for side in sides), lasts=lasts, one_way=one_way)
+
+
+def heal(*, at: float | None = None, step: int | None = None) -> Fault:
+    """All partitions end."""
+    return Fault("heal", at=at, step=step)
+
+
+def slow(target: str, factor: float, *, at: float | None = None, step: int | None = None, lasts: float | None = None) -> Fault:
+    """Modelled compute of the role (or host) takes ``factor`` times as long."""
+    return Fault("slow", at=at, step=step, target=target, factor=factor, lasts=lasts)
+
+
+def corrupt(target: str, to: str | None = None, *, at: float | None = None, step: int | None = None) -> Fault:
+    """A bit flips in the next message that the role sends (to ``to``)."""
+    return Fault("corrupt", at=at, step=step, target=target, to=to)
+
+
+def drop(target: str, to: str | None = None, *, at: float | None = None, step: int | None = None) -> Fault:
+    """The role's connections (or the one to ``to``) break, and what is on them is lost. They come back."""
+    return Fault("drop", at=at, step=step, target=target, to=to)
+
+
+def faults_of(topology: Topology) -> tuple[Fault, ...]:
+    """The schedule in the file."""
+    return tuple(
+        Fault(
+            kind=fault.kind,
+            at=fault.at,
+            step=fault.step,
+            target=fault.target,
+            to=fault.to,
+            sides=tuple(tuple(name for text in side for name in expand(text)) for side in fault.sides),
+            one_way=fault.one_way,
+            factor=fault.factor,
+            lasts=fault.lasts,
+        )
+        for fault in topology.faults
+    )
+
+
+def random_faults(placement: Placement, ladder: Ladder, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
+    """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` without them."""
+    kinds = list(WEIGHTS)
+    hosts = [host for host in placement.hosts if placement.of_host(host)]
+    peers = [role.peer for role in placement.roles]
+    faults = []
+    for _ in range(draw.randint(1, MOST_RANDOM)):
+        kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        at = draw.uniform(0, horizon_s)
+        target = draw.choice(peers)
+        # From a moment that nobody notices to beyond what they wait.
+        lasts = draw.choice([0.02, 0.2, 0.4, 1.5]) * ladder.lost_s * draw.uniform(0.5, 1.0)
+        match kind:
+            case "kill" | "restart":
+                host = draw.random() < 0.25
+                faults.append(Fault(kind, at=at, target=draw.choice(hosts) if host and kind == "kill" else target, lasts=None))
+            case "pause":
+                faults.append(pause(draw.choice([target, draw.choice(hosts)]), lasts, at=at))
+            case "slow":
+                faults.append(slow(target, draw.choice([1.5, 4.0, 20.0]), at=at, lasts=draw.choice([None, lasts])))
+            case "partition" if len(hosts) > 1:
+                cut = draw.randint(1, len(hosts) - 1)
+                shuffled = draw.sample(hosts, len(hosts))
+                faults.append(partition(shuffled[:cut], shuffled[cut:], at=at, lasts=lasts, one_way=draw.random() < 0.3))
+            case "corrupt":
+                faults.append(corrupt(target, at=at))
+            case _:
+                faults.append(drop(target, draw.choice([None, *(peer for peer in peers if peer != target)]), at=at))
+    return tuple(sorted(faults, key=lambda fault: fault.at or 0.0))

@@ -1,0 +1,174 @@
+"""Flows that share resources fairly: a fluid model of a network, without packets. Sans-IO.
+
+A resource carries so many bytes a second: a network card's sending side, its receiving side, a rack's uplink. A flow uses all
+resources on its way at one rate. Rates are *max-min fair*: no flow could be faster without slowing down one that is no faster.
+That is what TCP's flows come near to, and what each gets who has his own queue everywhere (Bertsekas and Gallager, Data Networks,
+section 6.5.2: progressive filling).
+
+Only what a change can reach is computed anew: the flows connected with it by shared resources.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+
+class Resource:
+    """Something that flows share. ``capacity`` in bytes per second; set it by `FlowTable.resize`."""
+
+    __slots__ = ("capacity", "flows", "name")
+
+    def __init__(self, name: str, capacity: float) -> None:
+        if not capacity > 0:
+            raise ValueError(f"{name} carries {capacity} bytes a second: it must be more than none")
+        self.name = name
+        self.capacity = capacity
+        self.flows: dict[Flow, None] = {}
+
+    def __repr__(self) -> str:
+        return f"Resource({self.name}, {self.capacity:g} B/s, {len(self.flows)} flows)"
+
+
+class Flow:
+    """Bytes on their way through resources. Idle until `FlowTable.start`."""
+
+    __slots__ = ("path", "rate", "remaining", "since")
+
+    def __init__(self, path: Sequence[Resource]) -> None:
+        self.path = tuple(path)
+        self.rate = 0.0
+        """Bytes per second, since ``since``."""
+        self.remaining = 0.0
+        """Bytes left at ``since``."""
+        self.since = 0.0
+
+    @property
+    def finishes_at(self) -> float:
+        """When it is through, if no rate changes before."""
+        if self.rate == math.inf:
+            return self.since
+        return self.since + self.remaining / self.rate if self.rate > 0 else math.inf
+
+
+class FlowTable:
+    """All active flows. Call `balance` after changes, at the moment of the change."""
+
+    def __init__(self) -> None:
+        self._dirty: dict[Resource, None] = {}
+        self._unlimited: list[Flow] = []
+
+    @property
+    def unbalanced(self) -> bool:
+        """Whether something has changed since the last `balance`."""
+        return bool(self._dirty or self._unlimited)
+
+    def start(self, flow: Flow, nbytes: float, now: float) -> None:
+        """The flow has something to carry; its rate is 0 until `balance`."""
+        flow.remaining, flow.since, flow.rate = nbytes, now, 0.0
+        if not flow.path:
+            self._unlimited.append(flow)
+        for resource in flow.path:
+            resource.flows[flow] = None
+            self._dirty[resource] = None
+
+    def follow(self, flow: Flow, nbytes: float, now: float) -> None:
+        """The flow is through, and has more to carry: nobody's rate changes."""
+        flow.remaining, flow.since = nbytes, now
+
+    def stop(self, flow: Flow) -> None:
+        """The flow carries nothing any more, whether it is through or not."""
+        flow.rate = flow.remaining = 0.0
+        for resource in flow.path:
+            if resource.flows.pop(flow, 0) is None:
+                self._dirty[resource] = None
+
+    def resize(self, resource: Resource, capacity: float) -> None:
+        """The resource carries more or less from now on."""
+        if not capacity > 0:
+            raise ValueError(f"{resource.name} cannot carry {capacity} bytes a second")
+        resource.capacity = capacity
+        self._dirty[resource] = None
+
+    def balance(self, now: float) -> list[Flow]:
+        """Give every flow that a change concerns its fair rate. Returns those whose rate is another one now."""
+        changed = self._unlimited
+        self._unlimited = []
+        for flow in changed:
+            flow.rate = math.inf
+        dirty, self._dirty = self._dirty, {}
+        if len(dirty) <= 3:
+            alone = _alone(dirty)
+            if alone is not None:
+                return changed + _settle([(alone, min(resource.capacity for resource in alone.path))], now)
+        flows, resources = _component(dirty)
+        return changed + _settle(_fair(flows, resources), now)
+
+
+def _alone(dirty: Iterable[Resource]) -> Flow | None:
+    """The one flow that a change concerns, if it shares nothing with others: the most frequent case in large networks."""
+    only: Flow | None = None
+    for resource in dirty:
+        if len(resource.flows) > 1:
+            return None
+        for flow in resource.flows:
+            if only is not None and flow is not only:
+                return None
+            only = flow
+    if only is not None and any(len(resource.flows) > 1 for resource in only.path):
+        return None
+    return only
+
+
+def _component(dirty: Iterable[Resource]) -> tuple[list[Flow], list[Resource]]:
+    """All flows and resources that are connected with these."""
+    seen: dict[Resource, None] = dict.fromkeys(dirty)
+    flows: dict[Flow, None] = {}
+    waiting = list(seen)
+    for resource in waiting:
+        for flow in resource.flows:
+            if flow not in flows:
+                flows[flow] = None
+                for other in flow.path:
+                    if other not in seen:
+                        seen[other] = None
+                        waiting.append(other)
+    return list(flows), [resource for resource in waiting if resource.flows]
+
+
+def _fair(flows: Sequence[Flow], resources: Sequence[Resource]) -> list[tuple[Flow, float]]:
+    """Max-min fair rates: fill all flows alike; whenever a resource is full, its flows stay as they are."""
+    left = {resource: resource.capacity for resource in resources}
+    count = {resource: len(resource.flows) for resource in resources}
+    # A resource's share only grows while others' flows are settled, so what lies in the heap is never too large.
+    shares = [(left[resource] / count[resource], number) for number, resource in enumerate(resources)]
+    heapq.heapify(shares)
+    rates: dict[Flow, float] = {}
+    while len(rates) < len(flows):
+        share, number = heapq.heappop(shares)
+        resource = resources[number]
+        if not count[resource]:
+            continue
+        now = max(0.0, left[resource]) / count[resource]
+        if now > share:
+            heapq.heappush(shares, (now, number))
+            continue
+        for flow in resource.flows:
+            if flow not in rates:
+                rates[flow] = share
+                for other in flow.path:
+                    left[other] -= share
+                    count[other] -= 1
+    return list(rates.items())
+
+
+def _settle(rates: Iterable[tuple[Flow, float]], now: float) -> list[Flow]:
+    """Take over the new rates. Returns the flows that had another."""
+    changed = []
+    for flow, rate in rates:
+        if rate != flow.rate:
+            flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.since))
+            flow.since, flow.rate = now, rate
+            changed.append(flow)
+    return changed

@@ -1,0 +1,120 @@
+"""Makes faults happen, at their times and steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.cluster import Cluster
+from zmqtrain.simulate.faults import RESTART_S, Fault
+from zmqtrain.simulate.host import Plan, be_role, spawn
+
+
+class Injector:
+    """Carries out a schedule on a cluster. `run` it as a task; `hear` tells it how far the workers are."""
+
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        self._cluster = cluster
+        self._by_time = sorted((fault for fault in faults if fault.at is not None), key=lambda fault: fault.at or 0.0)
+        self._by_step = [fault for fault in faults if fault.step is not None]
+        self._begun: asyncio.Queue[Fault] = asyncio.Queue()
+        self._heal: list[Callable[[], None]] = []
+        self._plan: Plan | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self.done: list[Fault] = []
+        """What has happened so far."""
+
+    def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
+        """A worker begins a step."""
+        if what != "begin_step" or not self._by_step:
+            return
+        due = [fault for fault in self._by_step if fault.trigger == peer and fault.step == values["step"]]
+        for fault in due:
+            self._by_step.remove(fault)
+            self._begun.put_nowait(fault)
+
+    async def run(self, plan: Plan) -> None:
+        """Until cancelled."""
+        self._plan = plan
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._follow_clock())
+            while True:
+                self._tasks.create_task(self._inject(await self._begun.get()))
+
+    async def _follow_clock(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._tasks is not None
+        for fault in self._by_time:
+            await asyncio.sleep((fault.at or 0.0) - loop.time())
+            self._tasks.create_task(self._inject(fault))
+
+    async def _inject(self, fault: Fault) -> None:
+        self.done.append(fault)
+        cluster, network = self._cluster, self._cluster.network
+        peers = cluster.peers(fault.target) if fault.target is not None else ()
+        match fault.kind:
+            case "kill":
+                for peer in peers:
+                    await cluster.kill(peer, silent=len(peers) > 1)
+            case "restart":
+                for peer in peers:
+                    await cluster.kill(peer)
+                await asyncio.sleep(RESTART_S if fault.lasts is None else fault.lasts)
+                for peer in peers:
+                    await self._start_again(peer)
+            case "pause":
+                for peer in peers:
+                    cluster.pause(peer)
+                if fault.lasts is not None:
+                    await asyncio.sleep(fault.lasts)
+                    for peer in peers:
+                        cluster.resume(peer)
+            case "partition":
+                await self._partition(fault)
+            case "heal":
+                heals, self._heal = self._heal, []
+                for heal in heals:
+                    heal()
+            case "slow":
+                for peer in peers:
+                    cluster.slow_down(peer, fault.factor)
+                if fault.lasts is not None:
+                    await asyncio.sleep(fault.lasts)
+                    for peer in peers:
+                        cluster.slow_down(peer, 1 / fault.factor)
+            case "corrupt":
+                for peer in peers:
+                    network.corrupt(peer, fault.to)
+            case "drop":
+                for peer in peers:
+                    for other in [fault.to] if fault.to is not None else list(cluster.processes):
+                        if other != peer:
+                            network.drop_link(peer, other)
+
+    async def _partition(self, fault: Fault) -> None:
+        heals = []
+        for number, side in enumerate(fault.sides[:-1]):
+            others = [host for later in fault.sides[number + 1 :] for host in later]
+            heals.append(self._cluster.network.partition(side, others, one_way=fault.one_way))
+        self._heal += heals
+        if fault.lasts is not None:
+            await asyncio.sleep(fault.lasts)
+            for heal in heals:
+                if heal in self._heal:
+                    self._heal.remove(heal)
+                    heal()
+
+    async def _start_again(self, peer: PeerId) -> None:
+        """Another process of the same name, as a supervisor of the person's own might start. The run has no use for it and says
+        so; whatever becomes of it is not the run's failure."""
+        assert self._plan is not None
+        try:
+            role = self._plan.description.placement.role(peer)
+        except KeyError:
+            return
+        process = spawn(self._plan, peer, role.host)
+        life = process.run(asyncio.get_running_loop().create_task, be_role(self._plan, role, process), name=f"{peer} again")
+        await asyncio.wait([life])
+        if not life.cancelled():
+            life.exception()

@@ -1,0 +1,238 @@
+"""One simulated run: the coordinator, the hosts' agents and all roles as coroutines on virtual time.
+
+::
+
+    result = simulate(load_topology("topology.toml"))
+    result.ending.status, result.seconds            # "done", virtual seconds
+
+Everything above the transport and the devices is what runs for real. The coordinator is on the first host's network, but
+survives that host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zmqtrain.errors import SimulationError, ZmqTrainError
+from zmqtrain.launcher.record import Ending, ending_of
+from zmqtrain.launcher.report import report_of
+from zmqtrain.membership.actions import Outcome
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
+from zmqtrain.membership.description import RunDescription, serve_description
+from zmqtrain.membership.environment import net_settings
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.audit import Auditor
+from zmqtrain.simulate.clock import VirtualLoop, run_virtual
+from zmqtrain.simulate.cluster import Cluster
+from zmqtrain.simulate.faults import Fault, faults_of
+from zmqtrain.simulate.host import Plan, SimulatedHost, spawn
+from zmqtrain.simulate.inject import Injector
+from zmqtrain.simulate.links import links_of
+from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.checkpoint_collector import CheckpointCollector
+
+if TYPE_CHECKING:
+    from zmqtrain.membership.context import RoleContext
+    from zmqtrain.train.device.base import Device
+    from zmqtrain.train.task import Task
+
+#: Hears what a role states for the auditor: who, what, values.
+Witnesses = Callable[[PeerId, str, Mapping[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a simulation is to do beside the topology."""
+
+    faults: Sequence[Fault] | None = None
+    """Instead of the file's."""
+    data_path: str | None = None
+    task: Task | None = None
+    """Instead of what ``[job] task`` names."""
+    checkpoints: Path | None = None
+    """Folder for checkpoints; needed where ``[job] checkpoint_every`` asks for them."""
+    resume: Path | None = None
+    on_event: EventCallback | None = None
+    on_report: ReportCallback | None = None
+    on_witness: Witnesses | None = None
+    debug: bool = False
+    """Run the loop in asyncio's debug mode. It changes nothing that happens."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a simulated run."""
+
+    ending: Ending
+    seconds: float
+    """Virtual time from the first process's start to the coordinator's last word."""
+    callbacks: int
+    faults: tuple[Fault, ...]
+    """Those that were injected before the run was over, in order."""
+    broken: list[str] = field(default_factory=list)
+    """What the auditor found: each a sentence. Empty if all that must hold has held."""
+
+
+def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
+    """Run the topology's job on virtual time. The same topology, seed (by default the job's) and options give the same run.
+
+    Raises `UsageError` for what cannot be simulated, `DeadlockError`, and `TimeLimitError` beyond ``[simulation] time_limit``. How
+    the run itself ended, well or badly, stands in the result.
+    """
+    options = options or Options()
+    seed = topology.job.seed if seed is None else seed
+    topology = resolved(topology, seed)
+    simulation = Simulation(topology, options)
+    return run_virtual(simulation.run(), seed=seed, limit_s=topology.simulation.time_limit, debug=options.debug)
+
+
+def resolved(topology: Topology, seed: int) -> Topology:
+    """The topology with this seed, and with the payload that a simulation takes by default."""
+    payload = topology.simulation.payload
+    if payload is None:
+        payload = "real" if trains(topology) else "phantom"
+    return topology.model_copy(
+        update={
+            "job": topology.job.model_copy(update={"seed": seed}),
+            "simulation": topology.simulation.model_copy(update={"payload": payload}),
+        }
+    )
+
+
+def trains(topology: Topology) -> bool:
+    """Whether torch computes, rather than that only the time of it passes."""
+    if topology.job.task is None:
+        return False
+    return topology.compute.device != "modelled" or topology.simulation.payload == "real"
+
+
+class Simulation:
+    """A run, once. `run` it on a virtual loop."""
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        self._topology, self._options = topology, options
+        self._placement = place(topology)
+        self._ladder = Ladder.of(topology.job.timeout_s)
+        self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def run(self) -> Result:
+        """Raises what `simulate` does."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.set_exception_handler(self._unhandled)
+        network = SimulatedNetwork(links_of(self._topology), loop.world.random("network"))
+        slowdowns = {host.name: host.slowdown for host in self._topology.network.hosts}
+        cluster = Cluster(network, self._placement, slowdowns)
+        faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
+        injector = Injector(cluster, faults)
+        try:
+            outcome = await self._live(cluster, injector)
+            ending = ending_of(outcome)
+        except (SimulationError, asyncio.CancelledError):
+            raise
+        except (ZmqTrainError, ExceptionGroup) as error:
+            report = {**report_of(error, COORDINATOR), "host": "", "pid": 0}
+            ending = Ending("failed", int(report["exit_code"]), report)
+        seconds = loop.time()
+        await self._end(cluster)
+        broken = self._auditor.verdict(ending, seconds, injector.done)
+        return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken)
+
+    async def _live(self, cluster: Cluster, injector: Injector) -> Outcome:
+        topology, options = self._topology, self._options
+        description = RunDescription(
+            topology,
+            self._placement,
+            os.getcwd(),
+            options.data_path or topology.data.path,
+            None if options.resume is None else str(options.resume),
+        )
+        async with AsyncExitStack() as stack:
+            endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._ladder, ""))
+            stack.push_async_callback(endpoint.close)
+            serve_description(endpoint, description)
+            folder = options.checkpoints or Path("checkpoints")
+            collector = CheckpointCollector.of(endpoint, folder, topology, self._placement, resume=options.resume)
+            coordinator = Coordinator(endpoint, self._placement, self._ladder, on_event=self._event, on_report=self._report)
+            plan = Plan(
+                description=description,
+                cluster=cluster,
+                token="",
+                coordinator=endpoint.address,
+                task=options.task,
+                make_device=_torch_device if trains(topology) else None,
+                witness=self._hear(injector),
+            )
+            collecting = asyncio.create_task(collector.run(), name="collect checkpoints")
+            injecting = asyncio.create_task(injector.run(plan), name="inject faults")
+            self._tasks = [collecting, injecting]
+            for host in topology.hosts:
+                if self._placement.of_host(host.name):
+                    agent = spawn(plan, f"agent/{host.name}", host.name)
+                    life = agent.run(asyncio.get_running_loop().create_task, SimulatedHost(plan, host.name).run())
+                    life.set_name(f"agent/{host.name}")
+                    self._tasks.append(life)
+            outcome = await coordinator.run()
+            await self._wait_for_agents()
+            for task in (collecting, injecting):
+                task.cancel()
+            await asyncio.wait([collecting, injecting])
+            return outcome
+
+    async def _wait_for_agents(self) -> None:
+        """As the launcher does: they end by themselves, or are ended after the grace time."""
+        agents = self._tasks[2:]
+        _, left = await asyncio.wait(agents, timeout=self._ladder.grace_s + self._ladder.lost_s)
+        if left:
+            late = ", ".join(task.get_name() for task in agents if task in left)
+            self._auditor.note(f"{late} did not end within {self._ladder.grace_s + self._ladder.lost_s:g} s after the run")
+
+    async def _end(self, cluster: Cluster) -> None:
+        """Nothing may be left over that a real machine would have to clean up."""
+        for process in list(cluster.processes.values()):
+            process.resume()
+            if process.tasks and not process.killed:
+                names = ", ".join(task.get_name() for task in process.tasks)
+                self._auditor.note(f"{process.name} still runs after the run's end: {names}")
+                await cluster.kill(process.name)
+
+    def _hear(self, injector: Injector) -> Witnesses:
+        def hear(peer: PeerId, what: str, values: Mapping[str, object]) -> None:
+            self._auditor.hear(peer, what, values)
+            injector.hear(peer, what, values)
+            if self._options.on_witness is not None:
+                self._options.on_witness(peer, what, values)
+
+        return hear
+
+    def _event(self, kind: str, values: dict[str, Any]) -> None:
+        self._auditor.membership_event(kind, values)
+        if self._options.on_event is not None:
+            self._options.on_event(kind, values)
+
+    def _report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
+        self._auditor.report(peer, events)
+        if self._options.on_report is not None:
+            self._options.on_report(peer, events)
+
+    def _unhandled(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody caught is a defect, whatever becomes of the run."""
+        error = context.get("exception")
+        self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
+
+
+def _torch_device(context: RoleContext) -> Device:
+    from zmqtrain.simulate.torch_device import SimulatedTorch
+
+    return SimulatedTorch.of(context)
