@@ -107,9 +107,15 @@ def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(file, True) == 0
 
 
-def test_a_profile_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(GOOD.replace("[compute]", '[compute]\ndevice = "modelled"\nprofile = "p.json"'))
-    assert "p.json does not exist" in fault_of(file, capsys)
+@pytest.mark.parametrize(
+    ("profile", "reason"), [("p.json", "No such file or directory"), ("resnet5", "Did you mean 'resnet50'?"), ("resnet50", None)]
+)
+def test_a_profile_that_is_missing(profile: str, reason: str | None, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("[compute]", f'[compute]\ndevice = "modelled"\nprofile = "{profile}"'))
+    if reason is None:
+        assert run_check(file, True) == 0
+    else:
+        assert reason in fault_of(file, capsys)
 
 
 def test_the_schema_is_json_and_documents_the_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.device.profile import Profile
 
 #: What all hosts must have in the same version, beside zmqtrain and Python.
 PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
@@ -118,9 +119,14 @@ def _port(topology: Topology) -> Finding:
 
 def _profile(topology: Topology) -> Iterator[Finding]:
     profile = topology.compute.profile
-    if profile is not None:
-        there = Path(profile).is_file()
-        yield Finding("profile", there, profile if there else f"{profile} does not exist: mend [compute] profile")
+    if profile is None:
+        return
+    try:
+        found = Profile.load(profile)
+    except UsageError as error:
+        yield Finding("profile", False, str(error))
+    else:
+        yield Finding("profile", True, f"{profile}, {found.numel} parameters in {len(found.layers)} layers")
 
 
 def _versions() -> Iterator[tuple[str, str | None]]:

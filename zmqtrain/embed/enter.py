@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.client import COORDINATOR, Membership
@@ -64,6 +65,7 @@ async def enter(
         recorder=recorder,
         data_path=description.data_path,
         resume=description.resume,
+        slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
     )
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:

@@ -132,8 +132,7 @@ class Simulation:
         assert isinstance(loop, VirtualLoop)
         loop.set_exception_handler(self._unhandled)
         network = SimulatedNetwork(links_of(self._topology), loop.world.random("network"))
-        slowdowns = {host.name: host.slowdown for host in self._topology.network.hosts}
-        cluster = Cluster(network, self._placement, slowdowns)
+        cluster = Cluster(network, self._placement, self._topology.network.slowdowns())
         faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
         injector = Injector(cluster, faults)
         try:

@@ -98,6 +98,10 @@ class Network(Section):
         default=(), description="What is different about the ways between some hosts."
     )
 
+    def slowdowns(self) -> dict[str, float]:
+        """How many times as long modelled devices take, by host. Of two rules for one host the later wins."""
+        return {name: rule.slowdown for rule in self.hosts for name in expand(rule.name)}
+
 
 def names_in(text: str, hosts: Any) -> tuple[str, ...]:
     """The hosts that a name, a range or ``*`` stands for; ``hosts`` are all of the file, in order."""
