@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import heapq
 import logging
 import math
@@ -23,6 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from zmqtrain.errors import DeadlockError, TimeLimitError
 from zmqtrain.simulate.process import PROCESS, Callback, Process
+
+#: Thousands of simulated processes are a heap that is slow to search and holds little garbage in cycles: it is searched seldom.
+GARBAGE = (100_000, 50, 100)
 
 if TYPE_CHECKING:  # what a loop need not have raises NotImplementedError; the types take it for abstract
     Loop = asyncio.SelectorEventLoop
@@ -359,7 +363,10 @@ def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0, limit_s: float =
     """
     loop = VirtualLoop(seed=seed, limit_s=limit_s)
     loop.set_debug(debug)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*GARBAGE)
     try:
         return cast(T, loop.run_until_complete(main))
     finally:
+        gc.set_threshold(*thresholds)
         loop.finish()

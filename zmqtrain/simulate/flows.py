@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 class Resource:
     """Something that flows share. ``capacity`` in bytes per second; set it by `FlowTable.resize`."""
 
-    __slots__ = ("capacity", "flows", "name")
+    __slots__ = ("capacity", "flows", "name", "packets_until")
 
     def __init__(self, name: str, capacity: float) -> None:
         if not capacity > 0:
@@ -26,6 +26,8 @@ class Resource:
         self.name = name
         self.capacity = capacity
         self.flows: dict[Flow, None] = {}
+        self.packets_until = 0.0
+        """When the single packets that it was given are through."""
 
     def __repr__(self) -> str:
         return f"Resource({self.name}, {self.capacity:g} B/s, {len(self.flows)} flows)"
@@ -50,6 +52,18 @@ class Flow:
         if self.rate == math.inf:
             return self.since
         return self.since + self.remaining / self.rate if self.rate > 0 else math.inf
+
+
+def slip_through(path: Iterable[Resource], nbytes: float, now: float) -> float:
+    """When a message of a single packet is through that takes its way between the packets of all flows.
+
+    It costs them nothing worth counting, and need not wait for its share; but such messages wait for each other.
+    """
+    through = now
+    for resource in path:
+        resource.packets_until = max(now, resource.packets_until) + nbytes / resource.capacity
+        through = max(through, resource.packets_until)
+    return through
 
 
 class FlowTable:

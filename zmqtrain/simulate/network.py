@@ -22,11 +22,13 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Receiver
-from zmqtrain.simulate.flows import Flow, FlowTable, Resource
+from zmqtrain.simulate.flows import Flow, FlowTable, Resource, slip_through
 from zmqtrain.simulate.links import NetworkModel, Way
 
 #: ZeroMQ gives a connection up after so many heartbeats without an answer (`zmqtrain.net.zeromq` sets it so).
 HEARTBEATS = 3
+#: Payload of an Ethernet frame: a message within it is one packet, and shares nothing.
+PACKET_BYTES = 1500
 _SCHEME = "simulated://"
 
 
@@ -230,9 +232,14 @@ class Channel(Flow):
 
     def put(self, frames: list[bytes | memoryview], nbytes: int) -> None:
         """Queue a message."""
-        self.queue.append((frames, nbytes))
         if not self._active and not self._connection.stalled:
+            if nbytes <= PACKET_BYTES:
+                self._travel(frames, slip_through(self.path, nbytes, self._network._loop.time()))
+                return
+            self.queue.append((frames, nbytes))
             self._start()
+        else:
+            self.queue.append((frames, nbytes))
 
     def hold(self) -> None:
         """Nothing gets through for now; what is half sent will be sent again."""
@@ -272,27 +279,32 @@ class Channel(Flow):
     def _through(self) -> None:
         """The message in front has left."""
         network, connection = self._network, self._connection
-        loop = network._loop
-        now = loop.time()
+        now = network._loop.time()
         self._timer = None
         frames, _ = self.queue.popleft()
-        way = self._way
-        delay = way.latency
-        if way.jitter:
-            delay += network.chance.expovariate(1 / way.jitter)
-        if way.loss and network.chance.random() < way.loss:
-            network.lose(connection.source, connection.destination)  # which clears this channel
-            return
-        self.arrives_at = max(self.arrives_at, now + delay)
-        target = network.find(connection.destination)
-        if target is not None:
-            loop.call_at(self.arrives_at, target.arrive, connection, self._lane, frames, context=target.context)
+        self._travel(frames, now)
+        if not self._active:
+            return  # it was lost, and the connection with it
         if self.queue:
             network.flows.follow(self, self.queue[0][1], now)
             self.reschedule()
         else:
             self.hold()
             connection.owner.sent(connection)
+
+    def _travel(self, frames: list[bytes | memoryview], left_at: float) -> None:
+        """A message that leaves at ``left_at`` arrives, or is lost."""
+        network, connection, way = self._network, self._connection, self._way
+        delay = way.latency
+        if way.jitter:
+            delay += network.chance.expovariate(1 / way.jitter)
+        if way.loss and network.chance.random() < way.loss:
+            network.lose(connection.source, connection.destination)  # which clears this channel
+            return
+        self.arrives_at = max(self.arrives_at, left_at + delay)
+        target = network.find(connection.destination)
+        if target is not None:
+            network._loop.call_at(self.arrives_at, target.arrive, connection, self._lane, frames, context=target.context)
 
 
 class Connection:
@@ -327,6 +339,7 @@ class SimulatedTransport:
         self._connections: dict[PeerId, Connection] = {}
         self._ending: dict[Connection, None] = {}  # no longer in use, but something is still to leave
         self._all_left: asyncio.Future[None] | None = None
+        self._last_word_at = 0.0
         self._receiver: Receiver | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -352,6 +365,7 @@ class SimulatedTransport:
         connection = self._connections.pop(peer, None)
         if connection is None:
             return
+        self._last_word_at = max([self._last_word_at, *(channel.arrives_at for channel in connection.channels)])
         if connection.busy and not connection.stalled:
             self._ending[connection] = None  # what was just handed over, a farewell for instance
         else:
@@ -386,7 +400,8 @@ class SimulatedTransport:
             self._all_left = loop.create_future()
             await asyncio.wait([self._all_left], timeout=self._farewell_s)
         # The others see this end go when the last message has come.
-        await asyncio.sleep(max(0.0, max((channel.arrives_at for channel in channels), default=0.0) - loop.time()))
+        last = max([self._last_word_at, *(channel.arrives_at for channel in channels)])
+        await asyncio.sleep(max(0.0, last - loop.time()))
         self.vanish()
 
     def sent(self, connection: Connection) -> None:
