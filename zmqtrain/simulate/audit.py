@@ -12,12 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from zmqtrain.exchange.pieces import Piece
 from zmqtrain.launcher.record import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.faults import Fault
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.device.memory import wrong_pieces
+from zmqtrain.train.device.profile import Profile
+from zmqtrain.wire.payload import Payload
 
 #: Findings beyond this say nothing new.
 MOST = 20
@@ -37,6 +41,7 @@ class Auditor:
         self._samples: Counter[int] = Counter()
         self._spread: float | None = None
         self._wrong_values: str | None = None
+        self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
         self._last_s = 0.0
 
     def note(self, text: str) -> None:
@@ -54,6 +59,8 @@ class Auditor:
             wrong = values.get("wrong")
             if wrong is not None:
                 self._wrong_values = f"{peer}: {wrong}"
+        elif what == "held" and self._topology.simulation.payload == "small":
+            self._held[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
 
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
@@ -129,6 +136,11 @@ class Auditor:
             return  # a flipped bit of a tensor is not seen by anybody: that is TCP's to find
         if self._wrong_values is not None:
             self.note(self._wrong_values)
+        if job.steps is not None and compute.profile is not None:
+            for server, pieces in self._held.items():
+                wrong = wrong_pieces(Profile.load(compute.profile), self._topology, job.steps, pieces)
+                if wrong is not None:
+                    self.note(f"{server}: {wrong}")
         if self._equal_at_end and self._spread:
             self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
 
