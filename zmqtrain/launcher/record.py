@@ -67,7 +67,7 @@ class RunRecord:
         self.summary = Summary()
         self.quiet = False
         """Do not show that roles fail or stop: the person asked for it."""
-        self._clock = clock or asyncio.get_running_loop().time
+        self._clock = clock
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class RunRecord:
         }
         self._directory.event(line)
         self.summary.add(peer, line)
-        self._view.event(line, self._clock())
+        self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
         """The run in a line."""
