@@ -6,9 +6,35 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Background(Protocol):
+    """Calls functions one after another, beside the event loop."""
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Call ``function`` after what was submitted before. Cancelling the future does not stop a call that runs already."""
+        ...
+
+    async def close(self, timeout_s: float) -> None:
+        """End after what was submitted; wait for that at most ``timeout_s``."""
+
+
+class Condition(Protocol):
+    """What a thread waits at until another has changed something (`threading.Condition`). Used as a context manager."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *exc_info: Any) -> None: ...
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until ``predicate`` holds, at most so many seconds. Returns whether it does."""
+        ...
+
+    def notify_all(self) -> None:
+        """Something has changed."""
 
 
 class BackgroundThread:

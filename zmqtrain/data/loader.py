@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from zmqtrain.data.background import BackgroundThread
+from zmqtrain.data.background import Background, BackgroundThread
 from zmqtrain.data.partition import Indices
 from zmqtrain.errors import TaskError
 
@@ -95,10 +95,13 @@ class Fetch:
 class Loader:
     """The batches of one worker, by step; the next one is fetched while this one is computed."""
 
-    def __init__(self, fetch: Fetch, indices: Callable[[int], Indices], seed: tuple[int, ...]) -> None:
-        """``indices(step)``: the worker's samples; ``seed``: distinguishes run and worker."""
+    def __init__(
+        self, fetch: Fetch, indices: Callable[[int], Indices], seed: tuple[int, ...], thread: Background | None = None
+    ) -> None:
+        """``indices(step)``: the worker's samples; ``seed``: distinguishes run and worker; ``thread``: where to fetch, by default
+        a thread of its own. It is closed with the loader."""
         self._fetch, self._indices, self._seed = fetch, indices, seed
-        self._thread = BackgroundThread("zmqtrain-loader")
+        self._thread: Background = thread or BackgroundThread("zmqtrain-loader")
         self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
 
     async def batch(self, step: int, *, ahead: bool = True) -> Batch:

@@ -18,6 +18,7 @@ import torch
 
 from zmqtrain.errors import PeerTimeoutError, UsageError
 from zmqtrain.train.device.base import Staging
+from zmqtrain.train.device.threads import RealThreads
 
 T = TypeVar("T")
 
@@ -79,10 +80,11 @@ class Crossing:
         return await outcome
 
 
-class CallersDevice:
+class CallersDevice(RealThreads):
     """A `Device` whose compute thread is the user's own."""
 
     def __init__(self, crossing: Crossing, torch_device: torch.device, staging: Staging | None) -> None:
+        super().__init__()
         self._crossing = crossing
         self.torch_device = torch_device
         self.staging = staging

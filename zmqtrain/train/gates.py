@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
 from enum import Enum
 
+from zmqtrain.data.background import Condition
 from zmqtrain.errors import PeerTimeoutError
 
 
@@ -23,10 +23,12 @@ class Gates:
     ``close`` and ``take`` are called in compute threads, ``arrive`` on the loop's, ``abort`` from anywhere.
     """
 
-    def __init__(self, count: int, timeout_s: float) -> None:
+    def __init__(self, count: int, timeout_s: float, *, condition: Condition, clock: Callable[[], float]) -> None:
+        """``condition`` and ``clock``: the device's (`zmqtrain.train.device.base.Device`)."""
         self._states = [Gate.OPEN] * count
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._changed = condition
+        self._clock = clock
         self._error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -54,12 +56,12 @@ class Gates:
         if self._error is not None:
             raise self._error
         if self._states[index] is Gate.CLOSED:
-            start = time.perf_counter()
+            start = self._clock()
             with self._changed:
                 arrived = self._changed.wait_for(
                     lambda: self._error is not None or self._states[index] is not Gate.CLOSED, self._timeout_s
                 )
-            waited_s = time.perf_counter() - start
+            waited_s = self._clock() - start
             if self._error is not None:
                 raise self._error
             if not arrived:

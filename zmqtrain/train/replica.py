@@ -16,7 +16,6 @@ needs all workers to agree on what was unused.)
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +106,7 @@ class TorchReplica:
             Bucket(index, TensorPayload.of(h.host_parameters), TensorPayload.of(h.host_gradients), h.plan.group, h.plan.names)
             for index, h in enumerate(self._held)
         )
-        self.gates = Gates(len(self._held), settings.gate_timeout_s)
+        self.gates = Gates(len(self._held), settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
         for index, held in enumerate(self._held):
             for place, name in enumerate(held.plan.names):
                 named[name].register_post_accumulate_grad_hook(partial(self._accumulated, index, place))  # type: ignore[no-untyped-call]
@@ -255,10 +254,10 @@ class TorchReplica:
         held.gradients.zero_()
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
-        start = time.perf_counter()
+        start = self._device.clock()
         with self._recorder.span("update", "compute", step=self._step):
             self._update(gradient_scale, clip)
-        self.update_s += time.perf_counter() - start
+        self.update_s += self._device.clock() - start
 
     def _update(self, gradient_scale: float, clip: bool) -> None:
         staging = self._device.staging

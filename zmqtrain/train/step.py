@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from zmqtrain.data.loader import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.train.device.base import Device
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.work import StepResult
@@ -50,14 +50,13 @@ class TrainStep:
     The loss of n samples counts n / (the group's batch), so that the *sum* of a group's gradients is the gradient of its mean loss.
     """
 
-    def __init__(
-        self, replica: TorchReplica, loss: Measure, device: torch.device, settings: StepSettings, recorder: Recorder
-    ) -> None:
-        self._replica, self._loss, self._device, self._settings, self._recorder = replica, loss, device, settings, recorder
+    def __init__(self, replica: TorchReplica, loss: Measure, device: Device, settings: StepSettings, recorder: Recorder) -> None:
+        self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
+        self._device, self._clock = device.torch_device, device.clock
 
     def __call__(self, step: int, batch: Batch) -> StepResult:
         """Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
-        start = time.perf_counter()
+        start = self._clock()
         replica, settings = self._replica, self._settings
         scale = LOSS_SCALE[settings.precision]
         replica.model.train()
@@ -76,7 +75,7 @@ class TrainStep:
                 (loss * (scale * part.samples / settings.group_batch)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
         exposed_s = replica.waited_s
-        return StepResult(total / batch.samples, batch.samples, time.perf_counter() - start - exposed_s, exposed_s)
+        return StepResult(total / batch.samples, batch.samples, self._clock() - start - exposed_s, exposed_s)
 
     def _forward(self, part: Batch) -> Tensor:
         with autocast(self._device, self._settings.precision):

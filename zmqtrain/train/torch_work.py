@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,10 +56,15 @@ class TorchWork:
             on_nan=context.topology.job.on_nan,
         )
         task = self._task
-        self._step = TrainStep(self._replica, task.loss, device.torch_device, settings, context.recorder)
+        self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
         fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
         partition, seed = self._partition, context.topology.job.seed
-        self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, role.position), (seed, role.index))
+        self._loader = Loader(
+            fetch,
+            lambda step: partition.indices(step, role.group, role.position),
+            (seed, role.index),
+            device.background("zmqtrain-loader"),
+        )
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.group_size), compute.precision)
@@ -163,7 +167,7 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         seed=job.seed,
         shuffle=topology.data.shuffle,
     )
-    started = time.perf_counter()
+    started = device.clock()
     with _BUILDING:
         seed_everything(job.seed)
         model = build_model(task).to(device.torch_device)
@@ -176,6 +180,7 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         gate_timeout_s=context.ladder.barrier_s,
         loss_scale=LOSS_SCALE[compute.precision],
     )
+    device.watch(model, optimizer)
     replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder)
-    context.recorder.event("built", seconds=time.perf_counter() - started)
+    context.recorder.event("built", seconds=device.clock() - started)
     return _Built(task, replica, schedule, partition)

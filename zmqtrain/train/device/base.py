@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zmqtrain.data.background import Background, Condition
 
 T = TypeVar("T")
 
@@ -42,6 +45,21 @@ class Device(Protocol):
     def staging(self) -> Staging | None:
         """None where the network can read the device's memory itself (CPU)."""
         ...
+
+    def clock(self) -> float:
+        """Seconds, on a clock that runs with the event loop's. May be read in the compute thread."""
+        ...
+
+    def background(self, name: str) -> Background:
+        """Something that calls functions beside the compute thread."""
+        ...
+
+    def condition(self) -> Condition:
+        """What the compute thread can wait at."""
+        ...
+
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """This model will be computed here. Called in the compute thread, before anything else looks at it."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the compute thread. One after another; a cancelled wait does not stop what runs already."""

@@ -9,15 +9,17 @@ import torch
 
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.train.device.base import Staging
+from zmqtrain.train.device.threads import RealThreads
 
 T = TypeVar("T")
 
 
-class CpuDevice:
+class CpuDevice(RealThreads):
     """Torch on the CPU; tensors lie in memory that the network reads and writes itself."""
 
     def __init__(self, threads: int = 0) -> None:
         """``threads``: how many threads torch may use; 0 leaves torch's own choice."""
+        super().__init__()
         self.torch_device = torch.device("cpu")
         self.staging: Staging | None = None
         self._thread = BackgroundThread("zmqtrain-compute", lambda: _use_threads(threads))

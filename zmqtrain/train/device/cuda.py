@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
+from zmqtrain.train.device.threads import RealThreads
 
 T = TypeVar("T")
 
@@ -58,10 +59,11 @@ class CudaStaging:
             done()
 
 
-class CudaDevice:
+class CudaDevice(RealThreads):
     """One CUDA device, driven by one compute thread."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.staging = CudaStaging(self.torch_device)
         self._thread = BackgroundThread("zmqtrain-compute", lambda: torch.cuda.set_device(self.torch_device))
