@@ -24,7 +24,6 @@ MAY = {
     "train/device/threads.py": "is a part of real devices",
     "cli/": "is for people, who live in real time",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
-    "launcher/forkserver.py": "starts real processes",
     "embed/": "joins a program of the person's own, in real time",
 }
 

@@ -369,7 +369,11 @@ class ModelServer:
         task.add_done_callback(self._background.discard)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.create_task(coroutine)
+        try:
+            return self._tasks.create_task(coroutine)
+        except RuntimeError:  # the group is ending for another task's error
+            coroutine.close()
+            raise
 
     def _report(self) -> None:
         self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import SimulationError, ZmqTrainError
+from zmqtrain.launcher.agent import LOG
 from zmqtrain.launcher.record import Ending, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -35,6 +36,7 @@ from zmqtrain.simulate.faults import Fault, faults_of
 from zmqtrain.simulate.host import Plan, SimulatedHost, spawn
 from zmqtrain.simulate.inject import Injector
 from zmqtrain.simulate.links import links_of
+from zmqtrain.simulate.logs import logs_to
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -131,6 +133,10 @@ class Simulation:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.set_exception_handler(self._unhandled)
+        with logs_to(self._log):
+            return await self._run(loop)
+
+    async def _run(self, loop: VirtualLoop) -> Result:
         network = SimulatedNetwork(links_of(self._topology), loop.world.random("network"))
         cluster = Cluster(network, self._placement, self._topology.network.slowdowns())
         faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
@@ -224,6 +230,11 @@ class Simulation:
         self._auditor.report(peer, events)
         if self._options.on_report is not None:
             self._options.on_report(peer, events)
+
+    def _log(self, peer: PeerId, text: str) -> None:
+        """What a real process would print goes into the role's log."""
+        if self._options.on_report is not None:
+            self._options.on_report(peer, [{"kind": LOG, "peer": peer, "text": text + "\n", "quiet": True}])
 
     def _unhandled(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error that nobody caught is a defect, whatever becomes of the run."""
