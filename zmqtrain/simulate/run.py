@@ -189,19 +189,23 @@ class Simulation:
                     life.set_name(f"agent/{host.name}")
                     self._tasks.append(life)
             outcome = await coordinator.run()
-            await self._wait_for_agents()
+            await self._wait_for_agents(cluster)
             for task in (collecting, injecting):
                 task.cancel()
             await asyncio.wait([collecting, injecting])
             return outcome
 
-    async def _wait_for_agents(self) -> None:
-        """As the launcher does: they end by themselves, or are ended after the grace time."""
+    async def _wait_for_agents(self, cluster: Cluster) -> None:
+        """As the launcher does: they end by themselves, or are ended after the grace time, with their roles."""
         agents = self._tasks[2:]
-        _, left = await asyncio.wait(agents, timeout=self._ladder.grace_s + self._ladder.lost_s)
-        if left:
-            late = ", ".join(task.get_name() for task in agents if task in left)
-            self._auditor.note(f"{late} did not end within {self._ladder.grace_s + self._ladder.lost_s:g} s after the run")
+        patience_s = self._ladder.grace_s + self._ladder.lost_s
+        _, left = await asyncio.wait(agents, timeout=patience_s)
+        for agent in (task.get_name() for task in agents if task in left):
+            if cluster.processes[agent].paused:  # nobody who stands still can end by himself
+                for peer in cluster.peers(agent.removeprefix("agent/")):
+                    await cluster.kill(peer)
+            else:
+                self._auditor.note(f"{agent} did not end within {patience_s:g} s after the run")
 
     async def _end(self, cluster: Cluster) -> None:
         """Nothing may be left over that a real machine would have to clean up."""
