@@ -18,6 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from zmqtrain.errors import PortInUseError
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.settings import MIB, NetSettings
@@ -28,6 +29,8 @@ BUDGET_MESSAGES = 64
 BUDGET_BYTES = 8 * MIB
 #: Frames from this size on are used in place; copying smaller ones costs less than their bookkeeping.
 IN_PLACE_BYTES = 16 * 1024
+#: The longest patience that ZeroMQ can announce to its peer.
+MAX_TTL_MS = 6_553_599
 #: Sockets of one context: six a peer (two DEALERs, two monitors with two ends each).
 MAX_SOCKETS = 16384
 
@@ -67,6 +70,7 @@ class ZeroMQTransport:
     def __init__(self, settings: NetSettings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
+        self._ms = 1000 * dilation_of(self._loop)  # ZeroMQ's times are real ones
         self._context = zmq.Context(io_threads=settings.io_threads)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._receiver: Receiver | None = None
@@ -100,7 +104,7 @@ class ZeroMQTransport:
     def disconnect(self, peer: PeerId) -> None:
         wire = self._wires.pop(peer, None)
         if wire is not None:
-            wire.close(int(self._settings.farewell_s * 1000))
+            wire.close(int(self._settings.farewell_s * self._ms))
 
     def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
         wire = self._wires.get(peer)
@@ -114,7 +118,7 @@ class ZeroMQTransport:
             return  # whoever gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
             dealer.send_multipart(frames, zmq.NOBLOCK)
-        dealer.close(linger=int(self._settings.farewell_s * 1000))
+        dealer.close(linger=int(self._settings.farewell_s * self._ms))
 
     async def close(self) -> None:
         self._receiver = None
@@ -168,10 +172,10 @@ class ZeroMQTransport:
             # The link bounds what is in flight; the mark only has to lie above that, with greetings and acknowledgements.
             dealer.setsockopt(zmq.SNDHWM, 2 * self._settings.inflight_messages + 1000)
             # Back-off of reconnecting: soon at first, since roles start at about the same time, then less often.
-            dealer.setsockopt(zmq.RECONNECT_IVL, 20)
-            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            dealer.setsockopt(zmq.RECONNECT_IVL, int(0.02 * self._ms))
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, int(1.0 * self._ms))
             # A host that does not answer at all is tried anew after this time, not after the kernel's two minutes.
-            dealer.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
+            dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(3.0 * self._ms))
             # IMMEDIATE stays off: greetings may queue while the connection is being made, and what a reconnect repeats is sorted
             # out by the sequence numbers.
             if watch is not None:
@@ -186,13 +190,14 @@ class ZeroMQTransport:
         settings = self._settings
         sock.setsockopt(zmq.LINGER, 0)  # what must arrive was acknowledged before a socket is closed; farewells say otherwise
         sock.setsockopt(zmq.IPV6, 1)  # both families: a host's name may mean either
-        heartbeat_ms = max(1, int(settings.heartbeat_s * 1000))
+        heartbeat_ms = max(1, int(settings.heartbeat_s * self._ms))
         # A connection that is silently dead (a cable, a host that lost power) shows only by missing answers.
         sock.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
-        sock.setsockopt(zmq.HEARTBEAT_TTL, 3 * heartbeat_ms)  # the other side's patience with us, for half-open connections
+        # The other side's patience with us, for half-open connections.
+        sock.setsockopt(zmq.HEARTBEAT_TTL, min(3 * heartbeat_ms, MAX_TTL_MS))
         # Whoever connects and does not speak ZMTP (a port scanner) is dropped after this time.
-        sock.setsockopt(zmq.HANDSHAKE_IVL, max(1000, 3 * heartbeat_ms))
+        sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * heartbeat_ms))
         # TCP buffers (SNDBUF, RCVBUF) stay with the kernel, whose autotuning fits them to the path; fixed ones would cap it.
 
 
