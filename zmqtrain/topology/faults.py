@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from zmqtrain.errors import TopologyError
-from zmqtrain.topology.rules import BrokenRule, Path
+from zmqtrain.topology.broken_rule import BrokenRule, Path
 from zmqtrain.topology.schema import RULES_ERROR, Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.toml_lines import line_of
@@ -113,7 +113,9 @@ def faults_of(
         if detail["type"] == RULES_ERROR:
             for rule in detail["ctx"]["rules"]:
                 value = _value_at(document, rule.path)
-                found.append((Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value), rule))
+                found.append(
+                    (Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value, rule.suggestion), rule)
+                )
             continue
         path = clean_path(detail["loc"], document)
         message, suggestion = _worded(detail, path)
@@ -161,7 +163,7 @@ def fields_at(path: Path) -> list[str]:
         if inner is None:
             return []
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

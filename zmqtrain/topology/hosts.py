@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from zmqtrain.topology.ranges import expand
+from zmqtrain.topology import ranges
 from zmqtrain.topology.section import Section, Texts, _tuple
 
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
+LONGEST_NAME = 64
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 
 
@@ -22,18 +24,30 @@ def _devices(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
+def _name(value: str) -> str:
+    last = ranges.last(value)
+    if len(last) > LONGEST_NAME:
+        raise ValueError(f"is too long: a name has at most {LONGEST_NAME} characters")
+    return value
+
+
+def _address(value: str) -> str:
+    ranges.count(value)
+    return value
+
+
 class Host(Section):
     """One machine."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}(\[[0-9-]{1,19}\][A-Za-z0-9._-]{0,63})?$",
+    name: Annotated[str, AfterValidator(_name)] = Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._\[\]-]{0,127}$",
         description="A name of your choice, unique in the file; it labels logs. A range, like `node[01-16]`, is as many hosts.",
     )
-    address: str = Field(
+    address: Annotated[str, AfterValidator(_address)] = Field(
         default="127.0.0.1",
         pattern=r"^\S{1,255}$",
-        description="IP address or name under which the other hosts reach this one; for a "
-        "range of hosts one as long, like `10.0.0.[1-16]`.",
+        description="IP address or name under which the other hosts reach this one. A range of hosts has a range as long, like "
+        "`10.0.0.[1-16]`, or one address for all, where they are process sets on one machine.",
     )
     slots: int = Field(
         default=0,
@@ -48,21 +62,6 @@ class Host(Section):
     )
 
     @model_validator(mode="after")
-    def _ranges_match(self) -> Host:
-        names, addresses = expand(self.name), expand(self.address)
-        if len(addresses) not in (1, len(names)):
-            raise ValueError(f"{len(names)} names and {len(addresses)} addresses: give as many of both, or one address for all")
-        return self
-
-    def expanded(self) -> tuple[Host, ...]:
-        """The hosts that a range stands for."""
-        names, addresses = expand(self.name), expand(self.address)
-        if len(names) == 1:
-            return (self,)
-        each = addresses if len(addresses) > 1 else addresses * len(names)
-        return tuple(self.model_copy(update={"name": n, "address": a}) for n, a in zip(names, each, strict=True))
-
-    @model_validator(mode="after")
     def _slots_of_this_machine(self) -> Host:
         if self.slots == 0 and self.local:
             object.__setattr__(self, "slots", os.cpu_count() or 1)
@@ -73,8 +72,54 @@ class Host(Section):
         """Whether the address is this machine's own."""
         return self.address in LOCAL_ADDRESSES
 
+    @property
+    def count(self) -> int:
+        """How many hosts these are."""
+        return ranges.count(self.name)
 
-Hosts = Annotated[
-    tuple[Host, ...],
-    BeforeValidator(_tuple),
-]
+    @property
+    def addresses(self) -> int:
+        """How many addresses they have: as many, or one."""
+        return ranges.count(self.address)
+
+    def expanded(self) -> tuple[Host, ...]:
+        """The hosts that a range stands for."""
+        if self.count == 1 and "[" not in self.name + self.address:
+            return (self,)
+        names, addresses = ranges.expand(self.name), ranges.expand(self.address)
+        each = addresses if len(addresses) == len(names) else addresses[:1] * len(names)
+        return tuple(self.model_copy(update={"name": n, "address": a}) for n, a in zip(names, each, strict=True))
+
+
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(_tuple)]
+
+
+def gathered(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The same hosts, with ranges for those in a row that differ by a number only: what `Host.expanded` takes apart."""
+    entries: list[Host] = []
+    start = 0
+    for end in range(1, len(hosts) + 1):
+        if end == len(hosts) or not _continues(hosts[start : start + 2], hosts[end], end - start):
+            entries.append(_entry(hosts[start], hosts[end - 1]))
+            start = end
+    return tuple(entries)
+
+
+def _continues(firsts: Sequence[Host], host: Host, places: int) -> bool:
+    """Whether ``host`` stands so many places behind the first of a range; the first two show how its addresses go."""
+    first = firsts[0]
+    one_address = (host if places == 1 else firsts[1]).address == first.address
+    address = first.address if one_address else ranges.ahead(first.address, places)
+    return (host.name, host.address, host.slots, host.devices) == (
+        ranges.ahead(first.name, places),
+        address,
+        first.slots,
+        first.devices,
+    )
+
+
+def _entry(first: Host, last: Host) -> Host:
+    if first.name == last.name:
+        return first
+    address = first.address if first.address == last.address else ranges.between(first.address, last.address)
+    return first.model_copy(update={"name": ranges.between(first.name, last.name), "address": address})

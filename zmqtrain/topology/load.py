@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zmqtrain.topology.broken_rule import BrokenRule, Path
 from zmqtrain.topology.faults import Fault, TopologyFaultsError, clean_path, faults_of
-from zmqtrain.topology.rules import BrokenRule, Path
 from zmqtrain.topology.schema import RULES_ERROR, Topology
 from zmqtrain.topology.toml_lines import find_lines
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from zmqtrain.topology.ranges import expand
-from zmqtrain.topology.section import Bandwidth, Latency, Section, Texts, _tuple
+from zmqtrain.topology.ranges import count, expand
+from zmqtrain.topology.section import Bandwidth, Latency, Section, _tuple
 
 #: "Any host", in rules for links.
 ANY = "*"
 
 
 def _name(value: str) -> str:
-    expand(value)
+    count(value)
     return value
-
-
-def _names(values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in values:
-        expand(value)
-    return values
 
 
 #: A host of the file, or a range of them.
 HostName = Annotated[str, AfterValidator(_name)]
-HostNames = Annotated[Texts, AfterValidator(_names)]
+HostNames = Annotated[tuple[HostName, ...], BeforeValidator(_tuple)]
 
 
 class NetworkHost(Section):
@@ -55,14 +49,12 @@ class Rack(Section):
 class LinkRule(Section):
     """What is different about the way from some hosts to others. One way; of two rules for one way the later wins."""
 
-    model_config: ClassVar[ConfigDict] = Section.model_config | ConfigDict(populate_by_name=True)
-
     source: HostName = Field(alias="from", min_length=1, description='Where messages come from: a host, a range, or "*".')
     target: HostName = Field(alias="to", min_length=1, description='Where they go to: a host, a range, or "*".')
     latency: Latency | None = Field(default=None, description="Instead of `[network] latency`.")
     bandwidth: Bandwidth | None = Field(default=None, description="Of this way alone, shared by what goes over it.")
     jitter: Latency | None = Field(default=None, description="Instead of `[network] jitter`.")
-    loss: float | None = Field(default=None, ge=0, le=1, description="Instead of `[network] loss`.")
+    loss: float | None = Field(default=None, ge=0, le=0.5, description="Instead of `[network] loss`.")
     down: bool = Field(default=False, description="Nothing gets through.")
 
 
@@ -77,9 +69,11 @@ class Network(Section):
         default=0.0, description="Mean of a further, exponentially distributed delay of each message. Simulation only."
     )
     loss: float = Field(
-        default=0.0, ge=0, le=0.5, description="Chance that a message breaks its connection, and is lost with all on it. "
-        "Simulation only."
-    )  # fmt: skip
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="Chance that a message breaks its connection; what is on the way is lost with it. Simulation only.",
+    )
     reconnect: Latency = Field(default=0.05, description="How long a connection that broke stays down. Simulation only.")
     local_bandwidth: Bandwidth = Field(default=24e9, description="Between processes of one host. Simulation only.")
     local_latency: Latency = Field(default=50e-6, description="The same one way. Simulation only.")
@@ -99,7 +93,7 @@ class Network(Section):
     )
 
     def slowdowns(self) -> dict[str, float]:
-        """How many times as long modelled devices take, by host. Of two rules for one host the later wins."""
+        """How many times as long modelled devices take, by host; hosts that are not named here take once as long."""
         return {name: rule.slowdown for rule in self.hosts for name in expand(rule.name)}
 
 

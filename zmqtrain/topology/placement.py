@@ -6,14 +6,18 @@ servers go round the hosts in turn. Servers take no slot: they wait for the netw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Any, Literal
 
 from zmqtrain.errors import PlacementError
 from zmqtrain.topology.schema import Host, Topology
 
 RoleKind = Literal["worker", "server"]
+#: Hosts that an error lists before it says how many more there are.
+MOST_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,21 @@ class RolePlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class _Index:
+    """Where to find a role; made when first asked for."""
+
+    by_peer: Mapping[str, RolePlacement]
+    by_host: Mapping[str, tuple[RolePlacement, ...]]
+
+    @classmethod
+    def of(cls, roles: tuple[RolePlacement, ...]) -> _Index:
+        by_host: dict[str, list[RolePlacement]] = {}
+        for role in roles:
+            by_host.setdefault(role.host, []).append(role)
+        return cls({role.peer: role for role in roles}, {host: tuple(here) for host, here in by_host.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """All processes of the run: workers by rank, then servers by number."""
 
@@ -46,6 +65,7 @@ class Placement:
     groups: int
     group_size: int
     servers: int
+    _index: _Index | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def workers(self) -> tuple[RolePlacement, ...]:
@@ -64,18 +84,21 @@ class Placement:
 
     def group_members(self, group: int) -> tuple[str, ...]:
         """The peers of a group's workers, by position."""
-        return tuple(role.peer for role in self.workers[group * self.group_size : (group + 1) * self.group_size])
+        return tuple(role.peer for role in self.roles[group * self.group_size : (group + 1) * self.group_size])
 
     def of_host(self, name: str) -> tuple[RolePlacement, ...]:
         """The roles on one host."""
-        return tuple(role for role in self.roles if role.host == name)
+        return self._indexed().by_host.get(name, ())
 
     def role(self, peer: str) -> RolePlacement:
         """The role of this peer. Raises ``KeyError``."""
-        for role in self.roles:
-            if role.peer == peer:
-                return role
-        raise KeyError(peer)
+        return self._indexed().by_peer[peer]
+
+    def _indexed(self) -> _Index:
+        if self._index is None:
+            object.__setattr__(self, "_index", _Index.of(self.roles))
+        assert self._index is not None
+        return self._index
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; `from_dict` gives an equal placement."""
@@ -106,9 +129,9 @@ def place(topology: Topology) -> Placement:
     """
     compute = topology.compute
     host_of = _hosts_of_workers(topology)
-    counts = {host.name: host_of.count(host.name) for host in topology.hosts}
+    counts = Counter(host_of)
     by_name = {host.name: host for host in topology.hosts}
-    taken = dict.fromkeys(counts, 0)
+    taken = dict.fromkeys(by_name, 0)
     roles: list[RolePlacement] = []
     for rank, name in enumerate(host_of):
         roles.append(
@@ -142,24 +165,22 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
     times = -(-workers // slots)  # how many workers share a slot
-    free = {host.name: host.slots * times for host in topology.hosts}
+    # The emptiest host first; of equally empty ones the first in the file.
+    free = [(-host.slots * times, number) for number, host in enumerate(topology.hosts)]
+    heapify(free)
     host_of: list[str] = []
     for _ in range(topology.compute.groups):
-        # All groups are of one size, so taking the emptiest host with room never costs another group its place together.
-        roomiest = max(free, key=lambda name: free[name])
-        here = [roomiest] * size if free[roomiest] >= size else _spread(free, size)
-        for name in here:
-            free[name] -= 1
-        host_of.extend(here)
+        # All groups are of one size, so taking the emptiest host with room never costs another group its place together. A group
+        # that fits on no host takes the emptiest whole, then the next: as few as can be.
+        left = size
+        while left:
+            room, number = heappop(free)
+            here = min(-room, left)
+            left -= here
+            host_of.extend([topology.hosts[number].name] * here)
+            if -room > here:
+                heappush(free, (room + here, number))
     return host_of
-
-
-def _spread(free: Mapping[str, int], size: int) -> list[str]:
-    """A group that fits on no host, over as few hosts as can be."""
-    here: list[str] = []
-    for name in sorted(free, key=lambda name: -free[name]):
-        here.extend([name] * min(free[name], size - len(here)))
-    return here
 
 
 def _device(wanted: str, host: Host, local_rank: int) -> str:
@@ -178,7 +199,9 @@ def _server(index: int, hosts: tuple[Host, ...]) -> RolePlacement:
 
 def _too_many(topology: Topology, slots: int) -> str:
     compute = topology.compute
-    each = ", ".join(f"{host.name} has {host.slots}" for host in topology.hosts)
+    each = ", ".join(f"{host.name} has {host.slots}" for host in topology.hosts[:MOST_LISTED])
+    if len(topology.hosts) > MOST_LISTED:
+        each += f", and {len(topology.hosts) - MOST_LISTED} more hosts"
     return (
         f"{compute.groups} groups of {compute.group_size} are {compute.workers} workers, but there are {slots} slots ({each}). "
         "Three ways out: raise slots of a host or add [[hosts]]; lower [compute] groups or group_size; "

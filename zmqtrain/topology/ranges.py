@@ -1,31 +1,104 @@
-"""Host ranges: ``node[01-16]`` is as many names, ``10.0.0.[1-16]`` as many addresses."""
+"""Ranges of names: ``node[01-16]`` is as many hosts, ``10.0.0.[1-16]`` as many addresses."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 #: More hosts than any file needs, and few enough that a slip of the pen does not fill the memory.
 MOST_HOSTS = 65_536
 
-_RANGE = re.compile(r"\[(\d{1,9})-(\d{1,9})\]")
+#: Of a number in a range.
+MOST_DIGITS = 9
+
+_RANGE = re.compile(r"([^\[\]]*)\[([0-9]{1,9})-([0-9]{1,9})\]([^\[\]]*)")
+_NUMBER = re.compile(r"(.*?)([0-9]{1,9})([^0-9\[\]]*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What stands before the number, the first and the last number, its least digits, and what stands behind."""
+
+    head: str
+    first: int
+    last: int
+    digits: int
+    tail: str
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def name(self, number: int) -> str:
+        return f"{self.head}{number:0{self.digits}d}{self.tail}"
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """All names of a range, in order, with the zeros that the first number begins with; a plain name alone.
+    """All names of a range, in order, with zeros in front where the range has them; a plain name alone.
 
-    Raises ``ValueError`` for brackets that are no range, for two of them, for one that runs backwards or is too long.
+    Raises ``ValueError``, saying what is allowed, for brackets that are no range, for several ranges, and for one that runs
+    backwards, pads its two ends differently or is longer than `MOST_HOSTS`.
     """
-    match = _RANGE.search(text)
-    rest = text if match is None else text[: match.start()] + text[match.end() :]
-    if "[" in rest or "]" in rest:
-        raise ValueError('is no range of names: write one like "node[01-16]"')
+    found = _read(text)
+    return (text,) if found is None else tuple(map(found.name, range(found.first, found.last + 1)))
+
+
+def count(text: str) -> int:
+    """How many names `expand` gives, without making them. Raises as it does."""
+    found = _read(text)
+    return 1 if found is None else len(found)
+
+
+def last(text: str) -> str:
+    """The last, and longest, name that `expand` gives. Raises as it does."""
+    found = _read(text)
+    return text if found is None else found.name(found.last)
+
+
+def ahead(name: str, places: int) -> str | None:
+    """The name that stands so many places behind ``name`` in a range that begins with it; ``None`` where it can begin none."""
+    parts = _parts(name)
+    if parts is None:
+        return None
+    head, first, tail = parts
+    number = f"{int(first) + places:0{len(first)}d}"
+    if len(number) > MOST_DIGITS or (len(number) > len(first) and _padded(first)):
+        return None
+    return f"{head}{number}{tail}"
+
+
+def between(first: str, last: str) -> str:
+    """The range from one name to another that is `ahead` of it."""
+    low, high = _parts(first), _parts(last)
+    assert low is not None
+    assert high is not None
+    return f"{low[0]}[{low[1]}-{high[1]}]{low[2]}"
+
+
+def _parts(name: str) -> tuple[str, str, str] | None:
+    """What stands before a name's last number, the number's digits, and what stands behind."""
+    match = _NUMBER.fullmatch(name)
+    return None if match is None else (match[1], match[2], match[3])
+
+
+def _padded(digits: str) -> bool:
+    return len(digits) > 1 and digits[0] == "0"
+
+
+def _read(text: str) -> _Range | None:
+    if "[" not in text and "]" not in text:
+        return None
+    match = _RANGE.fullmatch(text)
     if match is None:
-        return (text,)
-    first, last = int(match[1]), int(match[2])
-    if last < first:
-        raise ValueError(f"is a range that runs backwards, from {first} to {last}")
-    if last - first >= MOST_HOSTS:
-        raise ValueError(f"is a range of {last - first + 1} names; there may be {MOST_HOSTS}")
-    width = len(match[1])
-    head, tail = text[: match.start()], text[match.end() :]
-    return tuple(f"{head}{number:0{width}d}{tail}" for number in range(first, last + 1))
+        raise ValueError('is no range of names: write one like "node[01-16]"')
+    head, low, high, tail = match.groups()
+    found = _Range(head, int(low), int(high), len(low), tail)
+    if found.last < found.first:
+        raise ValueError(f"is a range that runs backwards: write {head}[{high}-{low}]{tail}")
+    if len(found) > MOST_HOSTS:
+        raise ValueError(f"is a range of {len(found):,} names: there may be {MOST_HOSTS:,}")
+    if len(low) != len(high) and (_padded(low) or _padded(high)):
+        digits = max(len(low), len(high))
+        raise ValueError(
+            f"is a range with zeros in front of one end only: write {head}[{low.zfill(digits)}-{high.zfill(digits)}]{tail}"
+        )
+    return found

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
+from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
+from zmqtrain.topology.known_hosts import KnownHosts
+from zmqtrain.topology.network_rules import network_rules
+from zmqtrain.topology.ranges import MOST_HOSTS
+
 if TYPE_CHECKING:
+    from zmqtrain.topology.hosts import Host
     from zmqtrain.topology.schema import Topology
 
-Path = tuple[str | int, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class BrokenRule:
-    """``message`` is about the field ``path``; ``involves`` are all fields it follows from, ``path`` among them."""
-
-    path: Path
-    message: str
-    involves: tuple[Path, ...]
-
-
-def broken_rules(topology: Topology) -> list[BrokenRule]:
-    """All rules that the topology breaks."""
-    return [*_length(topology), *_hosts(topology), *_batch(topology), *_grid(topology), *_exchange(topology), *_device(topology)]
-
-
-def _rule(message: str, path: Path, *others: Path) -> BrokenRule:
-    return BrokenRule(path, message, (path, *others))
+def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
+    """All rules that the topology breaks. ``entries`` are the hosts as the file has them, ranges and all: faults are of these."""
+    broken = [*_length(topology), *_hosts(entries), *_batch(topology), *_grid(topology), *_exchange(topology), *_device(topology)]
+    broken += simulation_rules(topology)
+    if topology.hosts:  # else there are too many to look into
+        known = KnownHosts(host.name for host in topology.hosts)
+        broken += [*network_rules(topology.network, known), *fault_rules(topology, known)]
+    return broken
 
 
 def _length(topology: Topology) -> Iterator[BrokenRule]:
@@ -35,21 +31,36 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
     if len(given) > 1:
         names = " and ".join(given)
         paths: list[Path] = [("job", name) for name in given]
-        yield _rule(f"{names} are both given: keep exactly one of steps, epochs and until", paths[-1], *paths[:-1])
+        yield rule(f"{names} are both given: keep exactly one of steps, epochs and until", paths[-1], *paths[:-1])
     if topology.job.until is not None and topology.job.eval_every == 0:
-        yield _rule(
+        yield rule(
             "until needs evaluations: set eval_every to the number of steps between them", ("job", "until"), ("job", "eval_every")
         )
 
 
-def _hosts(topology: Topology) -> Iterator[BrokenRule]:
+def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
     seen: dict[str, int] = {}
-    for index, host in enumerate(topology.hosts):
-        if host.name in seen:
-            yield _rule(f"host {seen[host.name]} has the same name: give each its own", ("hosts", index, "name"))
-        seen.setdefault(host.name, index)
+    total = 0
+    for index, host in enumerate(entries):
+        total += host.count
+        if total > MOST_HOSTS:
+            yield rule(f"too many: here they are {total:,} in all, and there may be {MOST_HOSTS:,}", ("hosts", index, "name"))
+            return
+        names = [one.name for one in host.expanded()]
+        twice = next((name for name in names if name in seen), None)
+        if twice is not None:
+            what = f"host {seen[twice]} has the same name" if host.name == entries[seen[twice]].name else f"{twice} is in both"
+            yield rule(f"{what}: give each its own", ("hosts", index, "name"))
+        for name in names:
+            seen.setdefault(name, index)
+        if host.addresses not in (1, host.count):
+            yield rule(
+                f"{host.addresses} addresses for {host.count} hosts: give as many of both, or one address for all",
+                ("hosts", index, "address"),
+                ("hosts", index, "name"),
+            )
         if host.slots == 0:
-            yield _rule(
+            yield rule(
                 f"slots is missing: say how many workers may compute on {host.name} at once ({host.address} is another machine)",
                 ("hosts", index, "slots"),
                 ("hosts", index, "address"),
@@ -61,7 +72,7 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
     least = compute.group_size * compute.accumulate
     if compute.batch_size < least:
         parts = f" in {compute.accumulate} micro-batches each" if compute.accumulate > 1 else ""
-        yield _rule(
+        yield rule(
             f"a batch smaller than the group: {compute.group_size} workers{parts} need at least {least} samples a step",
             ("compute", "batch_size"),
             ("compute", "group_size"),
@@ -72,7 +83,7 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
 def _grid(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     if compute.grid is not None and int(compute.grid.split("x")[1]) != compute.group_size:
-        yield _rule(
+        yield rule(
             f"this grid does not have group_size = {compute.group_size} places: write 1x{compute.group_size}, or leave it out",
             ("compute", "grid"),
             ("compute", "group_size"),
@@ -86,21 +97,21 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
         for name in ("shards", "staleness", "snapshot"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
-                yield _rule(
+                yield rule(
                     f'{name} is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or leave {name} out',
                     ("exchange", name),
                     ("exchange", "kind"),
                     ("compute", "groups"),
                 )
     if exchange.kind != "averaging" and exchange.every != 1:
-        yield _rule(
+        yield rule(
             f'every is for averaging, but kind is "{exchange.kind}": set kind = "averaging", or leave every out',
             ("exchange", "every"),
             ("exchange", "kind"),
             ("compute", "groups"),
         )
     if exchange.compression != "topk" and "compression_ratio" in given and exchange.compression_ratio != 0.01:
-        yield _rule(
+        yield rule(
             f'compression_ratio is for topk, but compression is "{exchange.compression}"',
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
@@ -110,14 +121,20 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
 def _device(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     if compute.profile is not None and compute.device != "modelled":
-        yield _rule(
+        yield rule(
             f'profile is for modelled devices, but device is "{compute.device}": set device = "modelled", or leave profile out',
             ("compute", "profile"),
             ("compute", "device"),
         )
     if compute.device == "modelled" and compute.profile is None:
-        yield _rule(
-            'device = "modelled" needs profile, a JSON file with layer times',
+        yield rule(
+            'device = "modelled" needs profile, a JSON file with layer times or the name of a shipped one, like "resnet50"',
             ("compute", "device"),
             ("compute", "profile"),
+        )
+    if compute.noise.kind != "normal" and compute.noise.spread != type(compute.noise).model_fields["spread"].default:
+        yield rule(
+            f'spread is for normal noise, but kind is "{compute.noise.kind}": set kind = "normal", or leave spread out',
+            ("compute", "noise", "spread"),
+            ("compute", "noise", "kind"),
         )

@@ -9,9 +9,10 @@ from pydantic_core import PydanticCustomError
 
 from zmqtrain.topology.compute import Compute
 from zmqtrain.topology.exchange import Bound, ExchangeSection
-from zmqtrain.topology.hosts import Host, Hosts
+from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
 from zmqtrain.topology.network import LinkRule, Network, NetworkHost, Rack
+from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
 from zmqtrain.topology.section import Section, _tuple
 from zmqtrain.topology.simulation import Fault, Simulation
@@ -47,18 +48,14 @@ class Topology(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Topology:
-        if not self.hosts:
-            object.__setattr__(self, "hosts", (Host(name="localhost"),))
-        if any("[" in host.name for host in self.hosts):
-            object.__setattr__(self, "hosts", tuple(plain for host in self.hosts for plain in host.expanded()))
+        """Fill in what the file leaves out, put plain hosts where ranges are, and check the rules between fields."""
+        entries = self.hosts or (Host(name="localhost"),)
+        many = sum(entry.count for entry in entries) > MOST_HOSTS
+        object.__setattr__(self, "hosts", () if many else tuple(host for entry in entries for host in entry.expanded()))
         if "kind" not in self.exchange.model_fields_set:
             kind = "model_server" if self.compute.groups > 1 else "allreduce"
             object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
-        return self
-
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Topology:
-        broken = broken_rules(self)
+        broken = broken_rules(self, entries)
         if broken:
             raise PydanticCustomError(RULES_ERROR, "; ".join(rule.message for rule in broken).replace("{", "{{"), {"rules": broken})
         return self
@@ -78,7 +75,7 @@ class Topology(Section):
         return cls.model_validate(values)
 
     def to_toml(self) -> str:
-        """The complete topology as a file that loads to an equal one."""
+        """The complete topology as a file that loads to an equal one. Hosts that differ by a number only are written as a range."""
         from zmqtrain.topology.toml_writer import write_toml
 
-        return write_toml(self.to_dict())
+        return write_toml({**self.to_dict(), "hosts": [host.model_dump(mode="json") for host in gathered(self.hosts)]})

@@ -18,7 +18,9 @@ MOST = 2**48
 class Section(BaseModel):
     """One table of the topology file."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=False, allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ Latency = Annotated[
     float, BeforeValidator(units.duration(0, 10)), PlainSerializer(units.format_duration), Written(("200 us", "1 ms"))
 ]
 #: A network bandwidth in bits per second.
-Bandwidth = Annotated[float, BeforeValidator(units.rate(1e3, 1e13)), PlainSerializer(units.format_rate), Written("1 Gbit/s")]
+Bandwidth = Annotated[
+    float, BeforeValidator(units.rate(1e3, 1e13)), PlainSerializer(units.format_rate), Written(("1 Gbit/s", "100 Mbit/s"))
+]
 #: How many bytes of a tensor travel together.
 ByteSize = Annotated[int, BeforeValidator(units.size(64, 2**32)), PlainSerializer(units.format_size), Written(("4 MiB", "512 KiB"))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -11,15 +11,24 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 
 def write_toml(document: Mapping[str, Any]) -> str:
-    """``document`` as TOML: a table for each mapping in it, an array of tables for each list of mappings, the rest inline."""
+    """``document`` as TOML: a table for each mapping in it, an array of tables for each list of mappings, also within such a table;
+    the rest inline."""
     plain = {key: value for key, value in document.items() if not isinstance(value, Mapping) and not _is_tables(value)}
     blocks = ["".join(_lines(plain))] if plain else []
     for key, value in document.items():
         if isinstance(value, Mapping):
-            blocks.append(f"[{_key(key)}]\n" + "".join(_lines(value)))
+            inner = {name: tables for name, tables in value.items() if _is_tables(tables)}
+            blocks.append(f"[{_key(key)}]\n" + "".join(_lines({k: v for k, v in value.items() if k not in inner})))
+            for name, tables in inner.items():
+                blocks.extend(_tables(f"{_key(key)}.{_key(name)}", tables))
         elif _is_tables(value):
-            blocks.extend(f"[[{_key(key)}]]\n" + "".join(_lines(table)) for table in value)
+            blocks.extend(_tables(_key(key), value))
     return "\n".join(blocks)
+
+
+def _tables(path: str, tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for table in tables:
+        yield f"[[{path}]]\n" + "".join(_lines(table))
 
 
 def _is_tables(value: object) -> bool:

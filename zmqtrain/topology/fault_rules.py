@@ -1,0 +1,166 @@
+"""What must hold in ``[[faults]]`` and ``[simulation]``, beside what each field says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
+from zmqtrain.topology.known_hosts import KnownHosts
+from zmqtrain.topology.ranges import expand
+from zmqtrain.topology.units import format_duration
+
+if TYPE_CHECKING:
+    from zmqtrain.topology.schema import Topology
+    from zmqtrain.topology.simulation import Fault
+
+#: Which fields say something about which kinds of faults; those that stand first must be given.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "kill": ("target",),
+    "restart": ("target",),
+    "pause": ("target", "lasts"),
+    "partition": ("sides",),
+    "heal": (),
+    "slow": ("target",),
+    "corrupt": ("target",),
+    "drop": ("target",),
+}
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "restart": ("lasts",),
+    "partition": ("one_way", "lasts"),
+    "slow": ("factor", "lasts"),
+    "corrupt": ("to",),
+    "drop": ("to",),
+}
+_EXAMPLES = {
+    "target": 'say what it happens to, like target = "worker/1" or a host\'s name',
+    "lasts": 'say how long, like lasts = "2 s"',
+    "sides": 'say which hosts cannot reach each other, like sides = [["alpha"], ["beta", "gamma"]]',
+}
+_ROLE = re.compile(r"(worker|server)/(0|[1-9][0-9]{0,8})")
+
+
+def fault_rules(topology: Topology, known: KnownHosts) -> Iterator[BrokenRule]:
+    """All rules that the schedule of faults breaks."""
+    for index, fault in enumerate(topology.faults):
+        path: Path = ("faults", index)
+        yield from _when(topology, fault, path)
+        yield from _fields(fault, path)
+        if "target" in _meaningful(fault) and fault.target is not None:
+            yield from _target(topology, fault.target, known, path)
+        if "to" in _meaningful(fault) and fault.to is not None:
+            yield from _other_end(topology, fault.target, fault.to, known, path)
+        if fault.kind == "partition":
+            yield from _sides(fault, known, path)
+
+
+def simulation_rules(topology: Topology) -> Iterator[BrokenRule]:
+    """All rules that ``[simulation]`` breaks."""
+    payload, device = topology.simulation.payload, topology.compute.device
+    if payload in ("phantom", "small") and device != "modelled":
+        yield rule(
+            f'"{payload}" is for modelled devices, but [compute] device is "{device}": set device = "modelled" and a profile, '
+            "or leave payload out",
+            ("simulation", "payload"),
+            ("compute", "device"),
+        )
+
+
+def _meaningful(fault: Fault) -> tuple[str, ...]:
+    return (*NEEDED[fault.kind], *ALLOWED.get(fault.kind, ()))
+
+
+def _when(topology: Topology, fault: Fault, path: Path) -> Iterator[BrokenRule]:
+    if (fault.at is None) == (fault.step is None):
+        both = "has both at and step: keep one" if fault.at is not None else "has no time: give at (virtual time) or step"
+        yield rule(both, path, (*path, "at"), (*path, "step"))
+    limit = topology.simulation.time_limit
+    if fault.at is not None and fault.at >= limit:
+        yield rule(
+            f"never comes: the run is given up after {format_duration(limit)} ([simulation] time_limit)",
+            (*path, "at"),
+            ("simulation", "time_limit"),
+        )
+
+
+def _fields(fault: Fault, path: Path) -> Iterator[BrokenRule]:
+    for name in NEEDED[fault.kind]:
+        if getattr(fault, name) == type(fault).model_fields[name].default:
+            yield rule(f"a {fault.kind} needs {name}: {_EXAMPLES[name]}", path, (*path, name), (*path, "kind"))
+    meaningful = _meaningful(fault)
+    for name in ("target", "to", "sides", "one_way", "factor", "lasts"):
+        if name not in meaningful and getattr(fault, name) != type(fault).model_fields[name].default:
+            kinds = [kind for kind in NEEDED if name in NEEDED[kind] or name in ALLOWED.get(kind, ())]
+            yield rule(
+                f'says nothing about a fault of kind = "{fault.kind}": leave it out ({name} is for {", ".join(kinds)})',
+                (*path, name),
+                (*path, "kind"),
+            )
+
+
+def _target(topology: Topology, target: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
+    if target not in known.names and not _is_role(topology, target):
+        yield rule(
+            f"is no role and no host of this job ({_roles(topology)})",
+            (*path, "target"),
+            *_SHAPE,
+            suggestion=known.suggest(target, _first_roles(topology)),
+        )
+
+
+def _other_end(topology: Topology, target: str | None, to: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
+    if not _is_role(topology, to):
+        host = " but a host: name one of its roles" if to in known.names else f" of this job ({_roles(topology)})"
+        suggestion = None if to in known.names else known.suggest(to, _first_roles(topology))
+        yield rule(f"is no role{host}", (*path, "to"), *_SHAPE, suggestion=suggestion)
+    elif to == target:
+        yield rule("is the target itself: name another role, or leave it out for all", (*path, "to"), (*path, "target"))
+
+
+def _sides(fault: Fault, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
+    if len(fault.sides) == 1:
+        yield rule("is one side only: name the hosts on the other, too", (*path, "sides"))
+    side_of: dict[str, int] = {}
+    for number, side in enumerate(fault.sides):
+        if not side:
+            yield rule("is empty: name the hosts on this side", (*path, "sides", number))
+        for place, text in enumerate(side):
+            here = (*path, "sides", number, place)
+            if known.missing(text) is not None:
+                yield from known.broken(text, here)
+                continue
+            names = expand(text)
+            twice = next((name for name in names if name in side_of), None)
+            if twice is not None:
+                where = "this side" if side_of[twice] == number else f"side {side_of[twice]}"
+                yield rule(f"{twice} is on {where} already: a host is on one side", here, (*path, "sides"))
+            for name in names:
+                side_of.setdefault(name, number)
+
+
+#: What a job's roles follow from.
+_SHAPE: tuple[Path, ...] = (
+    ("hosts",),
+    ("compute", "groups"),
+    ("compute", "group_size"),
+    ("exchange", "kind"),
+    ("exchange", "shards"),
+)
+
+
+def _is_role(topology: Topology, text: str) -> bool:
+    match = _ROLE.fullmatch(text)
+    return match is not None and int(match[2]) < (topology.compute.workers if match[1] == "worker" else topology.servers)
+
+
+def _roles(topology: Topology) -> str:
+    kinds = (("worker", topology.compute.workers), ("server", topology.servers))
+    parts = [f"{kind}/0" + (f" to {kind}/{number - 1}" if number > 1 else "") for kind, number in kinds if number]
+    return " and ".join(parts)
+
+
+def _first_roles(topology: Topology) -> list[str]:
+    """Enough of them to find what a slip of the pen meant."""
+    kinds = (("worker", topology.compute.workers), ("server", topology.servers))
+    return [f"{kind}/{number}" for kind, total in kinds for number in range(min(total, 64))]

@@ -1,0 +1,41 @@
+"""The hosts of a file, and whether a name or a range elsewhere in it means some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
+from zmqtrain.topology.ranges import expand
+from zmqtrain.topology.suggest import did_you_mean
+
+#: Looking for a word that may have been meant takes a while where there are thousands of hosts: done for the first faults only.
+MOST_SUGGESTIONS = 8
+
+
+class KnownHosts:
+    """Looks names up. Each range is looked through once, however often it stands in the file."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = dict.fromkeys(names)
+        self._missing: dict[str, str | None] = {}
+        self._suggestions = 0
+
+    def missing(self, text: str) -> str | None:
+        """The first name in ``text`` that is no host of the file."""
+        if text not in self._missing:
+            self._missing[text] = next((name for name in expand(text) if name not in self.names), None)
+        return self._missing[text]
+
+    def suggest(self, name: str, others: Iterable[str] = ()) -> str | None:
+        """The host, or other word, that may have been meant."""
+        self._suggestions += 1
+        return did_you_mean(name, [*self.names, *others]) if self._suggestions <= MOST_SUGGESTIONS else None
+
+    def broken(self, text: str, path: Path) -> Iterator[BrokenRule]:
+        """The broken rule at ``path``, if ``text`` there names a host that is not in the file."""
+        name = self.missing(text)
+        if name is not None:
+            message = "is no host of this file" if name == text else f"{name} is no host of this file"
+            few = list(self.names)[:4]
+            more = ", ..." if len(self.names) > len(few) else ""
+            yield rule(f"{message} ({', '.join(few)}{more})", path, ("hosts",), suggestion=self.suggest(name))
