@@ -42,8 +42,8 @@ def picture(fitted: dict[int, Sequence[float]]) -> str:
         y = y_of(tick)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#333333">{tick:g}</text>')
-    for groups in fitted:
-        parts.append(f'<text x="{x_of(groups):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle" fill="#333333">{groups}</text>')
+    label_y = HEIGHT - BOTTOM + 20
+    parts += [f'<text x="{x_of(g):.1f}" y="{label_y}" text-anchor="middle" fill="#333333">{g}</text>' for g in fitted]
     points = " ".join(f"{x_of(g / 8):.1f},{y_of(1 - 8 / g):.1f}" for g in range(8, 17 * 8 + 1))
     parts.append(f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="2"/>')
     for groups, values in fitted.items():
