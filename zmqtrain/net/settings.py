@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zmqtrain.net.shaping import Shaping
 from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
 
 KIB = 1024
@@ -54,3 +55,5 @@ class NetSettings:
     """How long a last word may take to leave after that; a peer that does not hear it finds out by ``lost_s``."""
     io_threads: int = 1
     """Threads that move bytes between memory and sockets."""
+    shaping: Shaping | None = field(default=None, repr=False)
+    """A network to be as slow as; ``None``: as fast as it goes."""

@@ -21,8 +21,9 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import BULK, CONTROL
+from zmqtrain.net.paced import open_paced
 from zmqtrain.net.settings import MIB, NetSettings
-from zmqtrain.net.transport import Frames, Receiver
+from zmqtrain.net.transport import Frames, Receiver, Transport
 
 #: A turn of the receive loop ends after so many messages or bytes, so that other tasks run.
 BUDGET_MESSAGES = 64
@@ -43,7 +44,9 @@ async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSe
     settings = settings or NetSettings()
     if token is not None:
         settings = replace(settings, token=token)
-    transport = ZeroMQTransport(settings)
+    transport: Transport = ZeroMQTransport(settings)
+    if settings.shaping is not None:
+        transport = open_paced(transport, settings.shaping, settings)
     try:
         return Node(peer, settings, transport)
     except BaseException:

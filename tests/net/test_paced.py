@@ -1,0 +1,359 @@
+"""The paced transport: over one that remembers what it was given and when, on virtual time; and exact alarms, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zmqtrain.errors import UsageError
+from zmqtrain.net.alarm import LoopAlarm, RealAlarm, real_alarm
+from zmqtrain.net.cards import TIMES, Cards
+from zmqtrain.net.outbox import BULK, CONTROL
+from zmqtrain.net.paced import PacedTransport
+from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan, SharedCards
+from zmqtrain.net.transport import Frames, Receiver
+from zmqtrain.simulate.clock import run_virtual
+
+RATE = 1e6
+LATENCY_S = 0.002
+PIECE = 10_000
+
+
+class Below:
+    """A transport that is infinitely fast, and keeps a list."""
+
+    address = "below://"
+
+    def __init__(self, *, refuses: int = 0) -> None:
+        self.sent: list[tuple[float, str, int, int, bytes]] = []
+        self.gone: list[tuple[float, str]] = []
+        self.refuses = refuses
+        self.closed = False
+
+    def start(self, receiver: Receiver) -> None:
+        raise NotImplementedError
+
+    def find(self, peer: str) -> str:
+        return ""
+
+    def connect(self, peer: str, address: str, route: bytes) -> None:
+        self.gone.append((asyncio.get_running_loop().time(), f"+{peer}"))
+
+    def disconnect(self, peer: str) -> None:
+        self.gone.append((asyncio.get_running_loop().time(), f"-{peer}"))
+
+    def send(self, peer: str, lane: int, frames: Frames, nbytes: int) -> bool:
+        if self.refuses:
+            self.refuses -= 1
+            return False
+        self.sent.append((asyncio.get_running_loop().time(), peer, lane, nbytes, bytes(frames[0])))
+        return True
+
+    def post(self, address: str, frames: Frames) -> None:
+        self.sent.append((asyncio.get_running_loop().time(), address, CONTROL, 0, bytes(frames[0])))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+#: Every host has a card each way: 2 * number to send, 2 * number + 1 to get.
+HOSTS = ("a", "b", "c")
+
+
+def shaping(host: str, *, rates: Sequence[float] = (RATE,) * 6, latency_s: float = LATENCY_S, down: bool = False) -> Shaping:
+    own = HOSTS.index(host)
+    ways = {
+        other: LinkShape((2 * own, 2 * number + 1) if rates else (), latency_s, down)
+        for number, other in enumerate(HOSTS)
+        if other != host
+    }
+    host_of = {f"{name}/{number}": name for name in HOSTS for number in range(3)}
+    return Shaping(host, host_of, ways, rates)
+
+
+def paced(
+    below: Below, how: Shaping, cards: Cards | None = None, *, hold_bytes: int = 10**9, peers: Sequence[str] = ()
+) -> PacedTransport:
+    cards = cards or Cards([0.0] * (TIMES * len(how.rates)), how.rates)
+    transport = PacedTransport(below, how, cards=nullcontext(cards), hold_bytes=hold_bytes, farewell_s=1.0)
+    for peer in peers:
+        transport.connect(peer, "anywhere", b"route")
+    return transport
+
+
+def test_a_message_takes_its_bytes_and_the_latency() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), peers=["b/0"])
+        assert transport.send("b/0", BULK, (b"x" * PIECE,), PIECE)
+        assert transport.send("b/0", CONTROL, (b"now",), 0)  # counts what its frames do
+        await asyncio.sleep(1)
+        (first, *_), (second, *_, size, _) = below.sent
+        assert first == pytest.approx(LATENCY_S + 3 / RATE)
+        assert second == pytest.approx(LATENCY_S + (PIECE + 3) / RATE)
+        assert size == PIECE
+
+    run_virtual(main())
+
+
+def test_phantoms_take_their_time_without_bytes() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), peers=["b/0"])
+        transport.send("b/0", BULK, (b"header",), PIECE)
+        await asyncio.sleep(1)
+        assert below.sent[0][0] == pytest.approx(LATENCY_S + PIECE / RATE)
+
+    run_virtual(main())
+
+
+def test_what_stays_within_a_host_is_not_shaped() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), peers=["a/1"])
+        for peer in ("a/1", "somebody"):
+            assert transport.send(peer, BULK, (b"x",), PIECE)
+        assert [when for when, *_ in below.sent] == [0.0, 0.0]
+
+    run_virtual(main())
+
+
+def test_latency_alone() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a", rates=()), peers=["b/0"])
+        for lane in (BULK, CONTROL):
+            transport.send("b/0", lane, (b"x",), PIECE)
+        await asyncio.sleep(1)
+        assert [when for when, *_ in below.sent] == [LATENCY_S, LATENCY_S]
+
+    run_virtual(main())
+
+
+def test_nothing_gets_through_a_way_that_is_down() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a", down=True), peers=["b/0"])
+        assert transport.send("b/0", BULK, (b"x",), 1)
+        assert transport.send("b/0", CONTROL, (b"x",), 1)
+        await asyncio.sleep(1)
+        assert not below.sent
+        assert [what for _, what in below.gone] == ["-b/0"]
+        await transport.close()
+        assert below.closed
+
+    run_virtual(main())
+
+
+def test_only_so_much_is_held() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), hold_bytes=3 * PIECE, peers=["b/0", "c/0"])
+
+        def send(peer: str) -> bool:
+            return transport.send(peer, BULK, (b"x",), PIECE)
+
+        assert [send("b/0") for _ in range(4)] == [True, True, True, False]
+        assert transport.send("b/0", CONTROL, (b"x",), 1)  # never refused
+        assert send("c/0")  # another's turn
+        await asyncio.sleep(1)
+        assert send("b/0")
+        assert transport.send("c/0", BULK, (b"x",), 100 * PIECE)  # alone, however large
+
+    run_virtual(main())
+
+
+def test_refusals_below_change_no_order() -> None:
+    async def main() -> None:
+        below = Below(refuses=3)
+        transport = paced(below, shaping("a"), peers=["b/0"])
+        for number in range(5):
+            transport.send("b/0", BULK, (b"%d" % number,), PIECE)
+        await asyncio.sleep(1)
+        assert [frame for *_, frame in below.sent] == [b"0", b"1", b"2", b"3", b"4"]
+
+    run_virtual(main())
+
+
+def test_a_farewell_goes_out_before_the_connection_ends() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), peers=["b/0"])
+        transport.send("b/0", BULK, (b"lost",), PIECE)
+        transport.send("b/0", CONTROL, (b"bye",), 0)
+        transport.disconnect("b/0")
+        transport.disconnect("b/0")
+        await asyncio.sleep(1)
+        assert [frame for *_, frame in below.sent] == [b"bye"]
+        assert [what for _, what in below.gone] == ["-b/0", "+b/0", "-b/0"]
+        assert below.gone[-1][0] == below.sent[0][0]
+
+    run_virtual(main())
+
+
+def test_a_new_connection_does_not_wait_for_the_farewell_of_the_old() -> None:
+    async def main() -> None:
+        below = Below()
+        transport = paced(below, shaping("a"), peers=["b/0"])
+        transport.send("b/0", CONTROL, (b"bye",), 0)
+        transport.connect("b/0", "elsewhere", b"route")
+        transport.send("b/0", CONTROL, (b"hello",), 0)
+        assert [what for _, what in below.gone] == ["-b/0", "+b/0", "-b/0", "+b/0"]
+        await asyncio.sleep(1)
+        assert [frame for *_, frame in below.sent] == [b"bye", b"hello"]
+
+    run_virtual(main())
+
+
+def test_closing_waits_for_farewells_but_not_for_long() -> None:
+    async def main(latency_s: float) -> tuple[float, int]:
+        below = Below()
+        transport = paced(below, shaping("a", latency_s=latency_s), peers=["b/0", "c/0"])
+        transport.send("b/0", CONTROL, (b"bye",), 0)
+        await transport.close()
+        assert below.closed
+        return asyncio.get_running_loop().time(), len(below.sent)
+
+    assert run_virtual(main(LATENCY_S)) == (pytest.approx(LATENCY_S + 3 / RATE), 1)
+    assert run_virtual(main(100.0)) == (1.0, 0)
+
+
+#: Which process sends to which, how large, and how long after the one before.
+TRAFFIC = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(1, PIECE), st.floats(0, 0.02)), max_size=60
+)
+
+
+@settings(deadline=None)
+@given(TRAFFIC)
+def test_no_card_is_too_fast_and_none_mixes_up_an_order(traffic: list[tuple[int, int, int, int, float]]) -> None:
+    """Three hosts with three processes each, which share a card each way."""
+
+    async def main() -> list[tuple[float, str, str, int, bytes]]:
+        cards = Cards([0.0] * 12, (RATE,) * 6)
+        peers = [f"{name}/{number}" for name in HOSTS for number in range(3)]
+        belows = {peer: Below() for peer in peers}
+        transports = {peer: paced(belows[peer], shaping(peer[0]), cards, peers=[p for p in peers if p != peer]) for peer in peers}
+        for number, (source, hop, process, nbytes, pause) in enumerate(traffic):
+            await asyncio.sleep(pause)
+            peer, other = f"{HOSTS[source]}/{process}", f"{HOSTS[(source + 1 + hop % 2) % 3]}/{process}"
+            transports[peer].send(other, BULK, (b"%d" % number,), nbytes)
+        await asyncio.sleep(10)
+        return [(when, peer, to, size, frame) for peer in peers for when, to, _, size, frame in belows[peer].sent]
+
+    sent = run_virtual(main())
+    assert len(sent) == len(traffic)
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for _, source, target, _, frame in sorted(sent, key=lambda item: item[0]):
+        pairs.setdefault((source, target), []).append(int(frame))
+    assert all(numbers == sorted(numbers) for numbers in pairs.values())
+    for host in HOSTS:
+        for end in (1, 2):
+            through = sorted((item[0], item[3]) for item in sent if item[end][0] == host)
+            for first in range(len(through)):
+                inside = 0
+                for last in range(first, len(through)):
+                    inside += through[last][1]
+                    # The first may have begun before the window. What a host sends is seen here as it arrives, and may have
+                    # queued for the receivers in between.
+                    most = RATE * (through[last][0] - through[first][0] + 1e-6) + through[first][1]
+                    assert inside <= most or end == 1
+
+
+def test_flows_of_a_host_take_turns() -> None:
+    async def main() -> None:
+        cards = Cards([0.0] * 12, (RATE,) * 6)
+        below, other = Below(), Below()
+        one, two = paced(below, shaping("a"), cards, peers=["b/0", "c/0"]), paced(other, shaping("a"), cards, peers=["b/1"])
+        for _ in range(10):
+            one.send("b/0", BULK, (b"x",), PIECE)
+            one.send("c/0", BULK, (b"x",), PIECE)
+            two.send("b/1", BULK, (b"x",), PIECE)
+        await asyncio.sleep(9 * PIECE / RATE + LATENCY_S + 1e-4)
+        counts = [sum(1 for _, peer, *_ in below.sent if peer == to) for to in ("b/0", "c/0")]
+        assert [*counts, len(other.sent)] == [3, 3, 3]
+        await asyncio.sleep(21 * PIECE / RATE)
+        assert len(below.sent) + len(other.sent) == 30
+
+    run_virtual(main())
+
+
+def test_a_busy_receiver_holds_up_nobody_else() -> None:
+    async def main() -> None:
+        cards = Cards([0.0] * 12, (RATE, RATE, RATE, RATE / 100, RATE, RATE))
+        below = Below()
+        transport = paced(below, shaping("a"), cards, hold_bytes=2 * PIECE, peers=["b/0", "c/0"])
+        for _ in range(2):
+            transport.send("b/0", BULK, (b"x",), PIECE)
+        for _ in range(2):
+            transport.send("c/0", BULK, (b"x",), PIECE)
+        await asyncio.sleep(4 * PIECE / RATE + LATENCY_S + 1e-4)
+        assert [peer for _, peer, *_ in below.sent] == ["c/0", "c/0"]
+
+    run_virtual(main())
+
+
+# What processes share -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_back(tmp_path: Path) -> None:
+    way = LinkShape((0, 1), LATENCY_S)
+    plan = ShapingPlan({"a/0": "a", "b/0": "b"}, {("a", "b"): way, ("b", "a"): LinkShape((2, 3), 0.0, True)}, [RATE] * 4)
+    path = plan.write(tmp_path)
+    read = Shaping.load(str(path), "a/0")
+    assert read.host == "a"
+    assert read.way_to("b/0") == way
+    assert read.way_to("a/0") is None
+    assert read.way_to("nobody") is None
+    back = Shaping.load(str(path), "b/0").way_to("a/0")
+    assert back is not None
+    assert back.down
+    shared, same = SharedCards(read.cards_file, read.rates), SharedCards(read.cards_file, read.rates)
+    with shared as cards:
+        assert cards.reserve(0, int(RATE), 1.0) == (1.0, 2.0)
+    with same as cards:
+        assert cards.reserve(0, int(RATE), 1.0) == (2.0, 3.0)
+    shared.close()
+    same.close()
+
+
+def test_no_plan_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="ZMQTRAIN_SHAPING"):
+        Shaping.load(str(tmp_path / "none"), "a/0")
+
+
+@pytest.mark.parametrize("make", [LoopAlarm, RealAlarm, real_alarm])
+async def test_an_alarm_rings_once_and_not_too_early(make: type[LoopAlarm] | type[RealAlarm]) -> None:
+    loop = asyncio.get_running_loop()
+    rung: list[float] = []
+    again = asyncio.Event()
+
+    def wake() -> None:
+        rung.append(loop.time())
+        again.set()
+
+    try:
+        alarm = make(loop, wake)
+    except OSError as error:
+        pytest.skip(str(error))
+    alarm.set(loop.time() + 100)
+    due = loop.time() + 0.003
+    alarm.set(due)
+    async with asyncio.timeout(10):
+        await again.wait()
+    assert rung[0] >= due - 0.002
+    again.clear()
+    alarm.set(loop.time() - 1)  # at once
+    async with asyncio.timeout(10):
+        await again.wait()
+    alarm.set(math.nextafter(loop.time(), math.inf))
+    alarm.close()
+    await asyncio.sleep(0.002)
+    assert len(rung) == 2

@@ -1,0 +1,263 @@
+"""A transport that sends no faster than a given network would carry it, over another one that is as fast as this machine.
+
+A message is handed to the transport below when its last byte would have arrived: when all cards on its way have carried it, and the
+latency has passed. What arrives is not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import TypeAlias
+
+from zmqtrain.net.alarm import Alarm, LoopAlarm, real_alarm
+from zmqtrain.net.cards import Cards
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.outbox import BULK, CONTROL
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shaping import LinkShape, Shaping, SharedCards
+from zmqtrain.net.transport import Frames, Receiver, Transport
+
+#: What is due so soon after now is due now: waking up again costs more.
+SLACK_S = 20e-6
+#: The transport below takes everything that the links above let through; should it refuse, try again after this time.
+RETRY_S = 0.005
+
+MakeAlarm: TypeAlias = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm]
+
+
+class PacedTransport:
+    """Implements `zmqtrain.net.transport.Transport` over another."""
+
+    def __init__(
+        self,
+        below: Transport,
+        shaping: Shaping,
+        *,
+        cards: AbstractContextManager[Cards] | None = None,
+        alarm: MakeAlarm = LoopAlarm,
+        hold_bytes: int,
+        farewell_s: float,
+        on_closed: Callable[[], None] | None = None,
+    ) -> None:
+        """``cards``: the network's cards, to be entered for each reservation.
+
+        ``hold_bytes``: how much towards one peer may wait here. As much as a link has in flight, since a transport without pacing
+        takes that at once, too: what a more urgent message waits for must be the same.
+        """
+        self._below, self._shaping = below, shaping
+        self._cards: AbstractContextManager[Cards] = nullcontext(Cards([], [])) if cards is None else cards
+        self._loop = asyncio.get_running_loop()
+        self._alarm = alarm(self._loop, self._ring)
+        self._hold_bytes, self._farewell_s = hold_bytes, farewell_s
+        self._on_closed = on_closed
+        self._flows: dict[PeerId, _Flow] = {}
+        self._leaving: dict[PeerId, _Flow] = {}
+        self._left: asyncio.Event | None = None
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._alarm_at = float("inf")
+        self._ringing = False
+
+    @property
+    def address(self) -> str:
+        return self._below.address
+
+    def start(self, receiver: Receiver) -> None:
+        self._below.start(receiver)
+
+    def find(self, peer: PeerId) -> str:
+        return self._below.find(peer)
+
+    def connect(self, peer: PeerId, address: str, route: bytes) -> None:
+        self.disconnect(peer)
+        if peer in self._leaving:
+            self._leave(self._leaving[peer])
+        way = self._shaping.way_to(peer)
+        if way is not None:
+            self._flows[peer] = _Flow(self, peer, way)
+        if way is None or not way.down:
+            self._below.connect(peer, address, route)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """A farewell that has just been handed over still goes out in its time, and the connection ends after it."""
+        flow = self._flows.pop(peer, None)
+        if flow is None:
+            if peer not in self._leaving:
+                self._below.disconnect(peer)
+            return
+        self._leaving[peer] = flow
+        flow.farewell()
+
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+        flow = self._flows.get(peer)
+        if flow is None:
+            return self._below.send(peer, lane, frames, nbytes)
+        return flow.send(lane, frames, max(nbytes, sum(len(frame) for frame in frames)))
+
+    def post(self, address: str, frames: Frames) -> None:
+        self._below.post(address, frames)
+
+    async def close(self) -> None:
+        self._left = asyncio.Event()
+        for peer in list(self._flows):
+            self.disconnect(peer)
+        if self._leaving:
+            try:
+                async with asyncio.timeout(self._farewell_s):
+                    await self._left.wait()
+            except TimeoutError:
+                pass
+        self._alarm.close()
+        self._due.clear()
+        self._leaving.clear()
+        if self._on_closed is not None:
+            self._on_closed()
+        await self._below.close()
+
+    # For flows
+
+    def _at(self, when: float, what: Callable[[], None]) -> None:
+        """Do something at a time of the loop's clock."""
+        heapq.heappush(self._due, (when, next(self._order), what))
+        if when < self._alarm_at and not self._ringing:
+            self._alarm_at = when
+            self._alarm.set(when)
+
+    def _ring(self) -> None:
+        self._ringing = True
+        due = self._due
+        while due and due[0][0] <= self._loop.time() + SLACK_S:
+            heapq.heappop(due)[2]()
+        self._ringing = False
+        self._alarm_at = due[0][0] if due else float("inf")
+        if due:
+            self._alarm.set(self._alarm_at)
+
+    def _leave(self, flow: _Flow) -> None:
+        """The flow has nothing more to say, or no time for it."""
+        flow.drop()
+        self._below.disconnect(flow.peer)
+        del self._leaving[flow.peer]
+        if self._left is not None and not self._leaving:
+            self._left.set()
+
+
+def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> PacedTransport:
+    """Over a real transport, whose network cards all processes of the run share. It closes ``below``."""
+    cards = SharedCards(shaping.cards_file, shaping.rates) if shaping.cards_file else None
+    return PacedTransport(
+        below,
+        shaping,
+        cards=cards,
+        alarm=real_alarm,
+        hold_bytes=settings.inflight_bytes,
+        farewell_s=settings.farewell_s,
+        on_closed=None if cards is None else cards.close,
+    )
+
+
+class _Parcel:
+    """One message on its way."""
+
+    __slots__ = ("frames", "nbytes", "ready")
+
+    def __init__(self, frames: Frames, nbytes: int, ready: float) -> None:
+        self.frames, self.nbytes, self.ready = frames, nbytes, ready
+
+
+class _Flow:
+    """What goes to one peer on another host: small messages, each at its own time, and bulk, one piece after the other."""
+
+    def __init__(self, transport: PacedTransport, peer: PeerId, way: LinkShape) -> None:
+        self.peer = peer
+        self._transport, self._way = transport, way
+        self._waiting: deque[_Parcel] = deque()  # for the sender's card; the first has asked for it
+        self._travelling: tuple[deque[_Parcel], deque[_Parcel]] = (deque(), deque())
+        self._last_due = [0.0, 0.0]
+        self._held_bytes = 0
+        self._dropped = self._parting = False
+
+    def send(self, lane: int, frames: Frames, nbytes: int) -> bool:
+        if self._way.down:
+            return True
+        now = self._transport._loop.time()
+        parcel = _Parcel(frames, nbytes, now)
+        if lane == CONTROL:
+            self._arrives(lane, parcel, self._slip(nbytes, now))
+            return True
+        if self._held_bytes and self._held_bytes + nbytes > self._transport._hold_bytes:
+            return False
+        self._held_bytes += nbytes
+        if not self._way.cards:
+            self._arrives(lane, parcel, now)
+            return True
+        self._waiting.append(parcel)
+        if len(self._waiting) == 1:
+            self._ask(parcel)
+        return True
+
+    def farewell(self) -> None:
+        """Only what is on the control lane goes out; then tell the transport."""
+        self._parting = True
+        self._waiting.clear()
+        self._travelling[BULK].clear()
+        if not self._travelling[CONTROL]:
+            self._transport._leave(self)
+
+    def drop(self) -> None:
+        """Hand over at once what is left on the control lane; nothing comes after this."""
+        self._dropped = True
+        for parcel in self._travelling[CONTROL]:
+            self._transport._below.send(self.peer, CONTROL, parcel.frames, parcel.nbytes)
+        self._travelling[CONTROL].clear()
+
+    def _slip(self, nbytes: int, now: float) -> float:
+        if not self._way.cards:
+            return now
+        with self._transport._cards as cards:
+            return cards.slip(self._way.cards, nbytes, now)
+
+    def _ask(self, parcel: _Parcel) -> None:
+        """Have the sender's card carry the first that waits."""
+        with self._transport._cards as cards:
+            start, end = cards.reserve(self._way.cards[0], parcel.nbytes, parcel.ready)
+        self._transport._at(end, lambda: self._carried(parcel, start, end))
+
+    def _carried(self, parcel: _Parcel, start: float, end: float) -> None:
+        """The sender's card is done with it: on to the others, and the next may ask."""
+        if self._dropped or self._parting:
+            return
+        waiting = self._waiting
+        waiting.popleft()
+        with self._transport._cards as cards:
+            through = cards.follow(self._way.cards[1:], parcel.nbytes, start, end)
+            if waiting:
+                following = waiting[0]
+                next_start, next_end = cards.reserve(self._way.cards[0], following.nbytes, max(following.ready, end))
+        if waiting:
+            self._transport._at(next_end, lambda: self._carried(following, next_start, next_end))
+        self._arrives(BULK, parcel, through)
+
+    def _arrives(self, lane: int, parcel: _Parcel, through: float) -> None:
+        due = self._last_due[lane] = max(through + self._way.latency_s, self._last_due[lane])
+        self._travelling[lane].append(parcel)
+        self._transport._at(due, lambda: self._hand_over(lane))
+
+    def _hand_over(self, lane: int) -> None:
+        travelling = self._travelling[lane]
+        if self._dropped or not travelling:
+            return
+        parcel = travelling[0]
+        if not self._transport._below.send(self.peer, lane, parcel.frames, parcel.nbytes):
+            self._transport._at(self._transport._loop.time() + RETRY_S, lambda: self._hand_over(lane))
+            return
+        travelling.popleft()
+        if lane == BULK:
+            self._held_bytes -= parcel.nbytes
+        if self._parting and lane == CONTROL and not travelling:
+            self._transport._leave(self)

@@ -1,0 +1,107 @@
+"""What a process must know to send as slowly as a given network would: plain values, from a file that a run's processes read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import UsageError
+from zmqtrain.net.cards import TIMES, Cards
+from zmqtrain.net.endpoint import PeerId
+
+#: The file's name in the environment of every process of an emulated run.
+SHAPING = "ZMQTRAIN_SHAPING"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """The way from one host to another."""
+
+    cards: tuple[int, ...] = ()
+    """The cards that it goes over, by number, the sender's first. None: as fast as it goes."""
+    latency_s: float = 0.0
+    down: bool = False
+    """Nothing gets through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """The network as one host sees it."""
+
+    host: str
+    host_of: Mapping[PeerId, str]
+    """Where each process is. Who is not named here is on this host."""
+    ways: Mapping[str, LinkShape]
+    """By the host that they lead to. Where none leads nothing is shaped."""
+    rates: Sequence[float] = ()
+    """Bytes a second of each card. What counts is what the endpoint sends: its headers and the payload."""
+    cards_file: str = ""
+    """Where the processes of all hosts share the cards' times; empty where no way has a card."""
+
+    def way_to(self, peer: PeerId) -> LinkShape | None:
+        """The way to a process; ``None`` where nothing is shaped."""
+        host = self.host_of.get(peer, self.host)
+        return None if host == self.host else self.ways.get(host)
+
+    @classmethod
+    def load(cls, path: str, peer: PeerId) -> Shaping:
+        """What ``peer`` must know of a plan that `ShapingPlan.write` left. Raises `UsageError` where there is none."""
+        try:
+            document: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{SHAPING} is {path!r}, which cannot be read: {error}") from error
+        host = document["host_of"].get(peer, "")
+        ways = {target: LinkShape(tuple(cards), *rest) for target, cards, *rest in document["ways"].get(host, ())}
+        return cls(host, document["host_of"], ways, document["rates"], document["cards_file"])
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingPlan:
+    """The network as all hosts see it."""
+
+    host_of: Mapping[PeerId, str]
+    ways: Mapping[tuple[str, str], LinkShape]
+    rates: Sequence[float] = field(default_factory=list)
+
+    def write(self, folder: Path) -> Path:
+        """Leave it in a folder, with the cards that all share. Returns the file for `Shaping.load`."""
+        cards_file = ""
+        if self.rates:
+            cards = folder / "cards"
+            cards.write_bytes(bytes(8 * TIMES * len(self.rates)))
+            cards_file = str(cards)
+        ways: dict[str, list[tuple[str, Sequence[int], float, bool]]] = {}
+        for (source, target), way in self.ways.items():
+            ways.setdefault(source, []).append((target, way.cards, way.latency_s, way.down))
+        document = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "cards_file": cards_file}
+        path = folder / "shaping.json"
+        path.write_text(json.dumps(document), encoding="utf-8")
+        return path
+
+
+class SharedCards:
+    """The cards of a run, for one process at a time: ``with shared as cards: cards.reserve(...)``. Never wait inside."""
+
+    def __init__(self, path: str, rates: Sequence[float]) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._memory = mmap.mmap(self._file, 8 * TIMES * len(rates))
+        self._times = memoryview(self._memory).cast("d")
+        self._cards = Cards(self._times, rates)
+
+    def __enter__(self) -> Cards:
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        return self._cards
+
+    def __exit__(self, *_exc: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self._times.release()
+        self._memory.close()
+        os.close(self._file)
