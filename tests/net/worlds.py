@@ -1,17 +1,20 @@
-"""The two networks that every endpoint test runs on, with the same few handles."""
+"""The networks that every endpoint test runs on, with the same few handles."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from zmqtrain.net.memory import MemoryNetwork, MemoryTransport
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan
 from zmqtrain.net.transport import Frames, Transport
 from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq, split_address
 
@@ -25,6 +28,11 @@ FAST = NetSettings(
     drain_s=2.0,
     farewell_s=0.05,
 )
+
+
+#: Bytes a second in the paced world: slow enough that much is held back, fast enough for tests.
+WIRE = 250e6
+T = TypeVar("T")
 
 
 class Recorder:
@@ -154,6 +162,37 @@ class ZeroMQWorld(World):
         await super().close()
         for proxy in self.proxies:
             await proxy.close()
+
+
+class _Same(dict[str, T]):
+    """One value for every key."""
+
+    def __init__(self, value: Callable[[str], T]) -> None:
+        self._value = value
+
+    def get(self, key: str, default: object = None) -> T:  # type: ignore[override]
+        return self._value(key)
+
+
+class PacedWorld(ZeroMQWorld):
+    """ZeroMQ, where every peer is on a host of its own, and all share one slow wire."""
+
+    name = "paced"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        path = ShapingPlan({}, {}, [WIRE]).write(Path(self.folder.name))
+        cards_file = Shaping.load(str(path), "a").cards_file
+        way = LinkShape((0,), 0.0003)
+        self.shaping = Shaping("", _Same(lambda peer: peer), _Same(lambda _: way), [WIRE], cards_file)
+
+    async def _open(self, peer: str, settings: NetSettings) -> Node:
+        return await open_zeromq(peer, settings=replace(settings, shaping=replace(self.shaping, host=peer)))
+
+    async def close(self) -> None:
+        await super().close()
+        self.folder.cleanup()
 
 
 class Proxy:

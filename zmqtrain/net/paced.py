@@ -57,7 +57,7 @@ class PacedTransport:
         self._on_closed = on_closed
         self._flows: dict[PeerId, _Flow] = {}
         self._leaving: dict[PeerId, _Flow] = {}
-        self._left: asyncio.Event | None = None
+        self._left: asyncio.Event | None = None  # once closing: all farewells are said
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._alarm_at = float("inf")
@@ -103,6 +103,8 @@ class PacedTransport:
         self._below.post(address, frames)
 
     async def close(self) -> None:
+        if self._left is not None:
+            return
         self._left = asyncio.Event()
         for peer in list(self._flows):
             self.disconnect(peer)
