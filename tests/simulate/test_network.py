@@ -14,9 +14,9 @@ from zmqtrain.errors import PeerLostError
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.simulate.links import HostLink, NetworkModel, RackLink, Way
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.process import Process
+from zmqtrain.topology.links import HostLink, NetworkModel, RackLink, Way
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload

@@ -23,7 +23,7 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Receiver
 from zmqtrain.simulate.flows import Flow, FlowTable, Resource, slip_through
-from zmqtrain.simulate.links import NetworkModel, Way
+from zmqtrain.topology.links import NetworkModel, Way
 
 #: ZeroMQ gives a connection up after so many heartbeats without an answer (`zmqtrain.net.zeromq` sets it so).
 HEARTBEATS = 3

@@ -35,9 +35,9 @@ from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import Fault, faults_of
 from zmqtrain.simulate.host import Plan, SimulatedHost, spawn
 from zmqtrain.simulate.inject import Injector
-from zmqtrain.simulate.links import links_of
 from zmqtrain.simulate.logs import logs_to
 from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
