@@ -56,12 +56,12 @@ def picture(fitted: dict[int, Sequence[float]]) -> str:
         f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle" fill="#333333">asynchronous groups g</text>',
         f'<text x="16" y="{(TOP + HEIGHT - BOTTOM) / 2:.0f}" text-anchor="middle" fill="#333333" '
         f'transform="rotate(-90 16 {(TOP + HEIGHT - BOTTOM) / 2:.0f})">momentum</text>',
-        f'<circle cx="{WIDTH - 250}" cy="{HEIGHT - BOTTOM - 56}" r="4.5" fill="#d62728"/>',
-        f'<text x="{WIDTH - 238}" y="{HEIGHT - BOTTOM - 52}" fill="#333333">'
+        f'<circle cx="{WIDTH - 330}" cy="{HEIGHT - BOTTOM - 56}" r="4.5" fill="#d62728"/>',
+        f'<text x="{WIDTH - 318}" y="{HEIGHT - BOTTOM - 52}" fill="#333333">'
         f"simulated: median and range of {len(SEEDS)} seeds</text>",
-        f'<line x1="{WIDTH - 258}" x2="{WIDTH - 242}" y1="{HEIGHT - BOTTOM - 34}" y2="{HEIGHT - BOTTOM - 34}" stroke="#1f77b4" '
+        f'<line x1="{WIDTH - 338}" x2="{WIDTH - 322}" y1="{HEIGHT - BOTTOM - 34}" y2="{HEIGHT - BOTTOM - 34}" stroke="#1f77b4" '
         'stroke-width="2"/>',
-        f'<text x="{WIDTH - 238}" y="{HEIGHT - BOTTOM - 30}" fill="#333333">theorem 1: 1 - 1/g</text>',
+        f'<text x="{WIDTH - 318}" y="{HEIGHT - BOTTOM - 30}" fill="#333333">theorem 1: 1 - 1/g</text>',
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
