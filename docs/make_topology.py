@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from zmqtrain.topology.hosts import Host
 from zmqtrain.topology.schema import Topology
 
 HEAD = """\
@@ -16,32 +18,47 @@ HEAD = """\
 
 TOML. Every key has a default, but for `name` of a host; a file with `[job] task` alone trains on this machine.
 `zmqtrain check FILE` shows all faults at once, each with its line, and what would run where; `zmqtrain schema` prints the
-JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`, `"1 Gbit/s"`).
+JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`, `"1 Gbit/s"`). Wherever hosts are
+named, a range names as many: `"node[01-16]"` is `node01` to `node16`.
 `zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/).
 """
 
 
 def document() -> str:
     """The whole text."""
-    parts = [HEAD]
-    for name, field in Topology.model_fields.items():
-        if name == "hosts":
-            parts.append(table("[[hosts]]", field.description or "", Host))
-        else:
-            assert isinstance(field.annotation, type)
-            parts.append(table(f"[{name}]", field.description or "", field.annotation))
-    return "\n".join(parts)
+    return "\n".join([HEAD, *(text for name, field in Topology.model_fields.items() for text in tables(name, field, "##"))])
+
+
+def tables(name: str, field: FieldInfo, level: str) -> Iterator[str]:
+    """One table of the file, and those inside it."""
+    section, many = section_of(field.annotation)
+    if section is None:
+        return
+    yield table(f"{level} `{f'[[{name}]]' if many else f'[{name}]'}`", field.description or "", section)
+    for key, inner in section.model_fields.items():
+        yield from tables(f"{name}.{key}", inner, "###")
+
+
+def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The section that a field holds, and whether it holds many of them. None for a value, also one that may be a table."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    inner = [argument for argument in get_args(annotation) if argument not in (NoneType, Ellipsis)]
+    many = get_origin(annotation) is tuple
+    if len(inner) != 1 or not (many or get_origin(annotation) is UnionType):
+        return None, False
+    return section_of(inner[0])[0], many
 
 
 def table(title: str, description: str, section: type[BaseModel]) -> str:
-    """One section of the file."""
-    lines = [f"## `{title}`", "", description, "", "| key | default | meaning |", "|---|---|---|"]
+    """The rows of one section."""
+    lines = [title, "", description, "", "| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
         default = field.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else "" if default is None else f"`{written(section, name, default)}`"
         meaning = (field.description or "").replace("|", "\\|")
         assert meaning, f"{title} {name} has no description"
-        lines.append(f"| `{name}` | {shown} | {meaning} |")
+        lines.append(f"| `{field.alias or name}` | {shown} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
@@ -51,7 +68,7 @@ def written(section: type[BaseModel], name: str, default: Any) -> str:
         return str(default).lower()
     if isinstance(default, tuple):
         return "[]"
-    if isinstance(default, dict):
+    if isinstance(default, dict | BaseModel):
         return "{}"
     value = section.model_construct(**{name: default}).model_dump(mode="json", include={name}, warnings=False)[name]
     return f'"{value}"' if isinstance(value, str) else str(value)

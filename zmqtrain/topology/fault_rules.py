@@ -9,30 +9,13 @@ from typing import TYPE_CHECKING
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.ranges import expand
+from zmqtrain.topology.simulation import ALLOWED, DETAILS, NEEDED
 from zmqtrain.topology.units import format_duration
 
 if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
     from zmqtrain.topology.simulation import Fault
 
-#: Which fields say something about which kinds of faults; those that stand first must be given.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "kill": ("target",),
-    "restart": ("target",),
-    "pause": ("target", "lasts"),
-    "partition": ("sides",),
-    "heal": (),
-    "slow": ("target",),
-    "corrupt": ("target",),
-    "drop": ("target",),
-}
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "restart": ("lasts",),
-    "partition": ("one_way", "lasts"),
-    "slow": ("factor", "lasts"),
-    "corrupt": ("to",),
-    "drop": ("to",),
-}
 _EXAMPLES = {
     "target": 'say what it happens to, like target = "worker/1" or a host\'s name',
     "lasts": 'say how long, like lasts = "2 s"',
@@ -47,9 +30,9 @@ def fault_rules(topology: Topology, known: KnownHosts) -> Iterator[BrokenRule]:
         path: Path = ("faults", index)
         yield from _when(topology, fault, path)
         yield from _fields(fault, path)
-        if "target" in _meaningful(fault) and fault.target is not None:
+        if "target" in fault.meaningful and fault.target is not None:
             yield from _target(topology, fault.target, known, path)
-        if "to" in _meaningful(fault) and fault.to is not None:
+        if "to" in fault.meaningful and fault.to is not None:
             yield from _other_end(topology, fault.target, fault.to, known, path)
         if fault.kind == "partition":
             yield from _sides(fault, known, path)
@@ -65,10 +48,6 @@ def simulation_rules(topology: Topology) -> Iterator[BrokenRule]:
             ("simulation", "payload"),
             ("compute", "device"),
         )
-
-
-def _meaningful(fault: Fault) -> tuple[str, ...]:
-    return (*NEEDED[fault.kind], *ALLOWED.get(fault.kind, ()))
 
 
 def _when(topology: Topology, fault: Fault, path: Path) -> Iterator[BrokenRule]:
@@ -88,9 +67,8 @@ def _fields(fault: Fault, path: Path) -> Iterator[BrokenRule]:
     for name in NEEDED[fault.kind]:
         if getattr(fault, name) == type(fault).model_fields[name].default:
             yield rule(f"a {fault.kind} needs {name}: {_EXAMPLES[name]}", path, (*path, name), (*path, "kind"))
-    meaningful = _meaningful(fault)
-    for name in ("target", "to", "sides", "one_way", "factor", "lasts"):
-        if name not in meaningful and getattr(fault, name) != type(fault).model_fields[name].default:
+    for name in DETAILS:
+        if name not in fault.meaningful and getattr(fault, name) != type(fault).model_fields[name].default:
             kinds = [kind for kind in NEEDED if name in NEEDED[kind] or name in ALLOWED.get(kind, ())]
             yield rule(
                 f'says nothing about a fault of kind = "{fault.kind}": leave it out ({name} is for {", ".join(kinds)})',

@@ -28,7 +28,7 @@ class NetworkHost(Section):
 
     name: HostName = Field(min_length=1, description="A host of the file, or a range of them.")
     bandwidth: Bandwidth | None = Field(default=None, description="Of its network card, instead of `[network] bandwidth`.")
-    latency: Latency | None = Field(default=None, description="Added to each message that it sends or gets.")
+    latency: Latency | None = Field(default=None, description="Added to each message that it sends or gets, one way.")
     slowdown: float = Field(
         default=1.0, ge=0.001, le=1000, description="Modelled devices of this host take so many times as long for the same work."
     )
@@ -38,7 +38,7 @@ class Rack(Section):
     """Hosts that share an uplink."""
 
     name: str = Field(min_length=1, max_length=64, description="A name of your choice.")
-    hosts: HostNames = Field(min_length=1, description='The hosts in it; ranges like "node[01-16]" may be among them.')
+    hosts: HostNames = Field(min_length=1, description="The hosts in it; ranges like `node[01-16]` may be among them.")
     uplink: Bandwidth = Field(
         description="Shared by all that leaves the rack, and the same by all that enters it. Less than the hosts' cards together: "
         "the rack is oversubscribed."
@@ -49,8 +49,8 @@ class Rack(Section):
 class LinkRule(Section):
     """What is different about the way from some hosts to others. One way; of two rules for one way the later wins."""
 
-    source: HostName = Field(alias="from", min_length=1, description='Where messages come from: a host, a range, or "*".')
-    target: HostName = Field(alias="to", min_length=1, description='Where they go to: a host, a range, or "*".')
+    source: HostName = Field(alias="from", min_length=1, description="Where messages come from: a host, a range, or `*`.")
+    target: HostName = Field(alias="to", min_length=1, description="Where they go to: a host, a range, or `*`.")
     latency: Latency | None = Field(default=None, description="Instead of `[network] latency`.")
     bandwidth: Bandwidth | None = Field(default=None, description="Of this way alone, shared by what goes over it.")
     jitter: Latency | None = Field(default=None, description="Instead of `[network] jitter`.")
@@ -89,7 +89,9 @@ class Network(Section):
     )
     racks: Annotated[tuple[Rack, ...], BeforeValidator(_tuple)] = Field(default=(), description="Hosts that share an uplink.")
     links: Annotated[tuple[LinkRule, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="What is different about the ways between some hosts."
+        default=(),
+        description="What is different about the ways from some hosts to others. Each is one way; where two speak of the same way, "
+        "the later wins.",
     )
 
     def slowdowns(self) -> dict[str, float]:

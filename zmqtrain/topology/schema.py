@@ -39,10 +39,14 @@ class Topology(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="What the job adds to the task's own optimizer.")
     data: Data = Field(default_factory=Data, description="The training data.")
     engine: EngineSection = Field(default_factory=EngineSection, description="What starts the agents.")
-    network: Network = Field(default_factory=Network, description="The network between hosts, where it is emulated or simulated.")
+    network: Network = Field(
+        default_factory=Network,
+        description="The network between hosts: `zmqtrain simulate` models it, `zmqtrain launch --emulate` shapes it. A plain "
+        "launch has the network that is there.",
+    )
     simulation: Simulation = Field(default_factory=Simulation, description="How `zmqtrain simulate` runs the job.")
     faults: Annotated[tuple[Fault, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="What goes wrong in a simulated run, and when."
+        default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
 
@@ -78,4 +82,5 @@ class Topology(Section):
         """The complete topology as a file that loads to an equal one. Hosts that differ by a number only are written as a range."""
         from zmqtrain.topology.toml_writer import write_toml
 
-        return write_toml({**self.to_dict(), "hosts": [host.model_dump(mode="json") for host in gathered(self.hosts)]})
+        values = {**self.to_dict(), "hosts": [host.model_dump(mode="json") for host in gathered(self.hosts)]}
+        return write_toml({name: value for name, value in values.items() if value != []})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
 from zmqtrain.topology import units
 from zmqtrain.topology.network import HostNames
@@ -16,6 +16,27 @@ VirtualTime = Annotated[
 ]
 
 
+#: Which of a fault's fields say something about which kind: first those that must be given, then those that may be.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "kill": ("target",),
+    "restart": ("target",),
+    "pause": ("target", "lasts"),
+    "partition": ("sides",),
+    "heal": (),
+    "slow": ("target",),
+    "corrupt": ("target",),
+    "drop": ("target",),
+}
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "restart": ("lasts",),
+    "partition": ("one_way", "lasts"),
+    "slow": ("factor", "lasts"),
+    "corrupt": ("to",),
+    "drop": ("to",),
+}
+DETAILS = ("target", "to", "sides", "one_way", "factor", "lasts")
+
+
 def _sides(value: Any) -> Any:
     return tuple(_tuple(side) for side in value) if isinstance(value, list) else value
 
@@ -23,7 +44,7 @@ def _sides(value: Any) -> Any:
 class Fault(Section):
     """Something that goes wrong in a simulated run."""
 
-    at: VirtualTime | None = Field(default=None, description="When: virtual time since the start.")
+    at: VirtualTime | None = Field(default=None, description="When: virtual time since the run began.")
     step: int | None = Field(
         default=None, ge=0, le=MOST, description="Or when the target begins this step (worker 0, where the target is no worker)."
     )
@@ -48,6 +69,15 @@ class Fault(Section):
         description="pause, partition, slow: until it is over by itself. restart: until the new process comes. Left out: for ever "
         "(restart: 1 s).",
     )
+
+    @property
+    def meaningful(self) -> tuple[str, ...]:
+        """Which of its `DETAILS` say something about a fault of this kind."""
+        return (*NEEDED[self.kind], *ALLOWED.get(self.kind, ()))
+
+    @model_serializer(mode="wrap")
+    def _meaningful_only(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name not in DETAILS or name in self.meaningful}
 
 
 class Simulation(Section):

@@ -57,7 +57,7 @@ class Quantity:
             raise ValueError(f"has no unit: write it like {self.example!r}, in one of {', '.join(self.units)}")
         if unit not in self.units:
             raise ValueError(f"has the unknown unit {unit!r}: use one of {', '.join(self.units)}")
-        return _as_float(match[1]) * self.units[unit]
+        return _times(_as_float(match[1]), self.units[unit])
 
 
 def _as_float(value: int | float | str) -> float:
@@ -65,6 +65,11 @@ def _as_float(value: int | float | str) -> float:
         return float(value)
     except OverflowError:  # an integer of hundreds of digits
         return math.inf
+
+
+def _times(number: float, unit: float) -> float:
+    """So many of a unit; by division for parts of a second, so that 200 us is the number nearest to 0.0002."""
+    return number * unit if unit >= 1 else number / round(1 / unit)
 
 
 def _scaled(value: float, units: Mapping[str, float], names: tuple[str, ...], fallback: str) -> str:
@@ -77,12 +82,12 @@ def _scaled(value: float, units: Mapping[str, float], names: tuple[str, ...], fa
 
 
 def format_duration(seconds: float) -> str:
-    """Like ``"60 s"`` or ``"200 us"``; reads back to exactly the same number."""
-    for name in ("s", "ms", "us"):
+    """Like ``"60 s"``, ``"24 h"`` or ``"200 us"``; reads back to exactly the same number."""
+    for name in ("h", "s", "ms", "us"):
         number = round(seconds / _TIMES[name], 6)
-        if number == int(number) and number >= 1 and int(number) * _TIMES[name] == seconds:
+        if number == int(number) and number >= 1 and _times(int(number), _TIMES[name]) == seconds:
             return f"{int(number)} {name}"
-    return f"{seconds!r} s"
+    return f"{seconds!r} s" if seconds else "0 s"
 
 
 def format_size(size: float) -> str:
