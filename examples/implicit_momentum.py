@@ -25,8 +25,8 @@ from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.server.model_server import ModelServer, ServerSettings
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.simulate.links import NetworkModel, Way
 from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.topology.links import NetworkModel, Way
 from zmqtrain.wire.tensor import TensorPayload
 
 Numbers = npt.NDArray[np.float64]
