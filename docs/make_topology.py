@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -70,7 +70,11 @@ def written(section: type[BaseModel], name: str, default: Any) -> str:
         return "[]"
     if isinstance(default, dict | BaseModel):
         return "{}"
-    value = section.model_construct(**{name: default}).model_dump(mode="json", include={name}, warnings=False)[name]
+    field = section.model_fields[name]
+    adapter = TypeAdapter(
+        Annotated[field.annotation, *field.metadata, name]
+    )  # `name`: for fields without metadata; it means nothing
+    value = adapter.dump_python(default, mode="json")
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
