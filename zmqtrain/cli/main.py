@@ -34,6 +34,15 @@ def launch(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
     ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network between them like FILE's [network].")
+    ] = False,
+    shaping: Annotated[
+        str | None, typer.Option(help="With --emulate: namespaces (of Linux, for root), paced (by the endpoints), or auto.")
+    ] = None,
+    dilation: Annotated[
+        float | None, typer.Option(help="With --emulate: run so many times as slowly, and divide reported times by it.")
+    ] = None,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -42,7 +51,18 @@ def launch(
     """
     from zmqtrain.cli.launch import run_launch
 
-    code = run_launch(file, context.args, json_lines=json_lines, data=data, resume=resume, run_dir=run_dir, settings=settings or ())
+    code = run_launch(
+        file,
+        context.args,
+        json_lines=json_lines,
+        data=data,
+        resume=resume,
+        run_dir=run_dir,
+        settings=settings or (),
+        emulate=emulate,
+        shaping=shaping,
+        dilation=dilation,
+    )
     raise typer.Exit(code)
 
 
@@ -104,7 +124,7 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server or launch.")],
+    name: Annotated[str, typer.Argument(help="net, collectives, server, launch or simulate.")],
     json_lines: Json = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")

@@ -1,0 +1,94 @@
+"""Random faults by seed: nothing breaks, a seed replays, and what does break is found."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulate.worlds import profile_file, topology_of
+from zmqtrain.exchange.model_server import ModelServerExchange
+from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.staleness import StalenessMachine
+from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
+from zmqtrain.simulate.faults import WEIGHTS, random_faults
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Topology:
+    return topology_of(profile_file(tmp_path), compute={"noise": {"kind": "exponential"}}, network={"jitter": "50 us"})
+
+
+@pytest.mark.parametrize("staleness", ["async", "sync", {"bound": 1}], ids=str)
+def test_random_faults_break_nothing(tmp_path: Path, staleness: Any) -> None:
+    """A sample; `zmqtrain simulate FILE --seeds 1000 --faults random` tries as many as one likes."""
+    topology = topology_of(profile_file(tmp_path), exchange={"staleness": staleness})
+    trials = list(explore(topology, range(100, 120), faults="random"))
+    assert [(trial.seed, trial.broken) for trial in trials if trial.broken] == []
+    assert {trial.status for trial in trials} == {"done", "failed"}
+
+
+def test_a_seed_replays(topology: Topology) -> None:
+    horizon_s = horizon_of(topology)
+    for seed in range(5):
+        assert try_seed(seed, topology, "random", horizon_s) == try_seed(seed, topology, "random", horizon_s)
+
+
+def test_seeds_make_many_kinds_of_schedules(topology: Topology) -> None:
+    placement, ladder = place(topology), Ladder.of(20)
+    kinds = {fault.kind for seed in range(60) for fault in random_faults(placement, ladder, 1.0, random.Random(seed))}
+    assert kinds == set(WEIGHTS)
+    assert faults_for(topology, 1, "none", 0.0) == ()
+    assert faults_for(topology, 1, "file", 0.0) is None
+
+
+class TestSabotage:
+    """The auditor sees what it is there for: here something is broken on purpose."""
+
+    def _broken(self, topology: Topology, seeds: range = range(12)) -> str:
+        return " / ".join(text for trial in explore(topology, seeds, faults="random") for text in trial.broken)
+
+    def test_an_update_that_is_applied_twice(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+        update = HeldPiece.update
+        calls = iter(range(1, 1 << 30))
+
+        def twice(self: HeldPiece, *args: Any) -> None:
+            update(self, *args)
+            if next(calls) % 50 == 0:
+                update(self, *args)
+                self.version -= 1
+
+        monkeypatch.setattr(HeldPiece, "update", twice)
+        broken = self._broken(topology, range(6))
+        assert "server/" in broken
+
+    def test_a_bound_that_is_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        topology = topology_of(
+            profile_file(tmp_path), exchange={"staleness": {"bound": 1}}, compute={"noise": {"kind": "exponential"}}
+        )
+        released = StalenessMachine._released
+
+        def all_of_them(self: StalenessMachine) -> tuple[tuple[int, int], ...]:
+            self._policy = replace(self._policy, bound=100)
+            return released(self)
+
+        monkeypatch.setattr(StalenessMachine, "_released", all_of_them)
+        assert "the bound is 1" in self._broken(topology)
+
+    def test_a_worker_that_waits_for_ever(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+        receive = ModelServerExchange._receive
+
+        async def forgets(self: ModelServerExchange, piece: Any, tag: Any, into: Any) -> Any:
+            if tag[-1] == 5 and self._settings.group == 2:
+                await asyncio.get_running_loop().create_future()
+            return await receive(self, piece, tag, into)
+
+        monkeypatch.setattr(ModelServerExchange, "_receive", forgets)
+        assert self._broken(topology, range(2))
