@@ -8,13 +8,15 @@ from pathlib import Path
 
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.net.loop import run
+from zmqtrain.net.loop import Dilation, run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
 
 
 def run_launch(
@@ -26,12 +28,17 @@ def run_launch(
     resume: str | None = None,
     run_dir: Path | None = None,
     settings: Sequence[str] = (),
+    emulate: bool = False,
+    shaping: str | None = None,
+    dilation: float | None = None,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
+    ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
     Raises `UsageError` (and its children) before anything is started.
     """
-    topology = load_with(file, settings)
+    topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
+    emulation = _emulation(topology, emulate, shaping, dilation)
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
@@ -55,7 +62,22 @@ def run_launch(
     )
     groups = {role.peer: role.group for role in placement.workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-    return run(Launch(description, directory, view).run())
+    launch = Launch(description, directory, view, emulation=emulation)
+    return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
+
+
+def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
+    """How to emulate, if at all. Raises `UsageError`."""
+    if not emulate:
+        if shaping is not None or dilation is not None:
+            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")
+        return None
+    kind = next((known for known in KINDS if known == (shaping or "auto")), None)
+    if kind is None:
+        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
+    emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
+    emulation.check(topology)
+    return emulation
 
 
 def _data(option: str | None, file: str | None) -> str | None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import ConnectivityError
@@ -133,11 +134,8 @@ class Agent:
         address = next(host.address for host in description.topology.hosts if host.name == master)
         # MASTER_PORT is for torch.distributed in a script of the user's own; nothing of ours listens there.
         port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
-        role_environment = RoleEnvironment(
-            role.peer, environment.coordinator, environment.token, environment.host, environment.timeout_s
-        )
         variables = {
-            **role_environment.to_environ(),
+            **replace(environment, peer=role.peer).to_environ(),
             **rank_variables(role, description.placement, address, port),
             "OMP_NUM_THREADS": str(role.threads),
             "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(description.topology.job.python_path),

@@ -9,9 +9,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from zmqtrain.errors import ZmqTrainError
+from zmqtrain.launcher.emulate import Emulation, emulated
 from zmqtrain.launcher.engine import Engine, Handle, make_engine
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
@@ -32,11 +34,16 @@ INTERRUPTED = 128 + signal.SIGINT
 class Launch:
     """One run. Make it, then ``exit_code = await launch.run()``."""
 
-    def __init__(self, description: RunDescription, directory: RunDirectory, view: View) -> None:
+    def __init__(
+        self, description: RunDescription, directory: RunDirectory, view: View, *, emulation: Emulation | None = None
+    ) -> None:
+        """``emulation``: put all hosts on this machine, behind a network like the file's. Then run in a loop that is dilated so."""
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._ladder = Ladder.of(self._topology.job.timeout_s)
-        self._record = RunRecord(description, directory, view, world="real")
+        self._emulation = emulation
+        self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
+        self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
         self._interrupts = 0
         self._coordinator: Coordinator | None = None
@@ -57,20 +64,30 @@ class Launch:
                 report = report_of(error, "launcher")
                 ending = Ending("failed", report["exit_code"], report)
         self._view.end()
-        self._record.write_up(ending, loop.time() - began)
+        self._record.write_up(ending, loop.time() - began, self._facts)
         (self._directory.path / "pid").unlink(missing_ok=True)
         return ending.exit_code
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:
             settings = net_settings(self._ladder, self._token, port=self._topology.job.port)
+            description = self._description
+            if self._emulation is None:
+                engine = make_engine(self._topology.engine.kind)
+            else:
+                emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
+                self._view.note(said)
+                self._facts = emulator.facts()
+                settings = emulator.settings(COORDINATOR, settings)
+                description = replace(description, topology=emulator.moved(self._topology))
+                engine = emulator
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
             coordinator = Coordinator(
                 endpoint, self._placement, self._ladder, on_event=self._record.membership_event, on_report=self._record.report
             )
             self._coordinator = coordinator
-            serve_description(endpoint, self._description)
+            serve_description(endpoint, description)
             collector = CheckpointCollector.of(
                 endpoint,
                 self._directory.checkpoints,
@@ -78,7 +95,6 @@ class Launch:
                 self._placement,
                 resume=None if self._description.resume is None else Path(self._description.resume),
             )
-            engine = make_engine(self._topology.engine.kind)
             async with asyncio.TaskGroup() as group:
                 collecting = group.create_task(collector.run(), name="collect checkpoints")
                 handles = await self._start_agents(stack, engine, endpoint.address)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zmqtrain.errors import UsageError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shaping import SHAPING, Shaping
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.timeouts import Ladder
 
@@ -32,6 +33,8 @@ class RoleEnvironment:
     """The address to bind and to advertise."""
     timeout_s: float = 60.0
     """``[job] timeout``."""
+    shaping: str = ""
+    """The file that says how an emulated network is shaped; empty: not at all."""
 
     @property
     def ladder(self) -> Ladder:
@@ -40,7 +43,8 @@ class RoleEnvironment:
 
     def settings(self) -> NetSettings:
         """What the process's endpoint runs by."""
-        return net_settings(self.ladder, self.token, host=self.host)
+        shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
+        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""
@@ -50,6 +54,7 @@ class RoleEnvironment:
             TOKEN: self.token,
             HOST: self.host,
             TIMEOUT: repr(self.timeout_s),
+            SHAPING: self.shaping,
         }
 
     @classmethod
@@ -72,7 +77,8 @@ class RoleEnvironment:
             timeout_s = float(text)
         except ValueError as error:
             raise UsageError(f"{TIMEOUT} is {text!r}; it must be a number of seconds") from error
-        return cls(variables[PEER], variables[COORDINATOR_ADDRESS], variables[TOKEN], variables.get(HOST, "127.0.0.1"), timeout_s)
+        host = variables.get(HOST, "127.0.0.1")
+        return cls(variables[PEER], variables[COORDINATOR_ADDRESS], variables[TOKEN], host, timeout_s, variables.get(SHAPING, ""))
 
 
 def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0) -> NetSettings:

@@ -57,6 +57,7 @@ class PacedTransport:
         self._on_closed = on_closed
         self._flows: dict[PeerId, _Flow] = {}
         self._leaving: dict[PeerId, _Flow] = {}
+        self._ear: _Ear | None = None
         self._left: asyncio.Event | None = None  # once closing: all farewells are said
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -68,7 +69,8 @@ class PacedTransport:
         return self._below.address
 
     def start(self, receiver: Receiver) -> None:
-        self._below.start(receiver)
+        self._ear = _Ear(receiver)
+        self._below.start(self._ear)
 
     def find(self, peer: PeerId) -> str:
         return self._below.find(peer)
@@ -106,6 +108,8 @@ class PacedTransport:
         if self._left is not None:
             return
         self._left = asyncio.Event()
+        if self._ear is not None:
+            self._ear.open = False
         for peer in list(self._flows):
             self.disconnect(peer)
         if self._leaving:
@@ -161,6 +165,26 @@ def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> Pac
         farewell_s=settings.farewell_s,
         on_closed=None if cards is None else cards.close,
     )
+
+
+class _Ear:
+    """A receiver that hears nothing any more once this transport closes, though farewells still go out below."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.open = True
+
+    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+        if self.open:
+            self._receiver.on_message(lane, route, frames)
+
+    def on_link_up(self, peer: PeerId) -> None:
+        if self.open:
+            self._receiver.on_link_up(peer)
+
+    def on_link_down(self, peer: PeerId) -> None:
+        if self.open:
+            self._receiver.on_link_down(peer)
 
 
 class _Parcel:

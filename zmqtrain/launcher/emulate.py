@@ -1,0 +1,182 @@
+"""The emulated world: every host of the file is a set of processes on this machine, and the network between them is as slow as the
+file says.
+
+Two ways lead there. With *namespaces* each host has a network of its own in the kernel, which lets no more through than its card
+would. *Paced*, each endpoint holds back what it sends until the network would have carried it; that needs nothing, and knows
+racks. Latency is the endpoint's in both. The figures mean the same: bytes of messages, not of the packets around them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from zmqtrain.errors import UsageError
+from zmqtrain.launcher.engine import Handle
+from zmqtrain.launcher.local import LocalEngine
+from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import HOST
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.loop import Dilation
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shaping import SHAPING, LinkShape, Shaping, ShapingPlan
+from zmqtrain.topology.links import NetworkModel, links_of
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.schema import Host, Topology
+
+ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
+KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """How a run is emulated."""
+
+    shaping: ShapingKind = "auto"
+    """``auto``: namespaces where they can be had and suffice, else paced."""
+    dilation: Dilation = field(default_factory=Dilation)
+
+    def check(self, topology: Topology) -> None:
+        """Raise `UsageError` where there is nothing to emulate, or not in the way that was asked for."""
+        model = links_of(topology)
+        ways = [model.way, *model.ways.values()]
+        limited = any(host.bandwidth is not None or host.latency for host in model.hosts.values())
+        if not (limited or model.racks or any(way.latency or way.bandwidth is not None or way.down for way in ways)):
+            raise UsageError(
+                'there is no network to emulate: give the file a [network] with bandwidth = "1 Gbit/s", latency = "200 us", or both'
+            )
+        beyond = _beyond_namespaces(model)
+        if self.shaping == "namespaces" and beyond is not None:
+            raise UsageError(f"namespaces cannot shape {beyond}: leave --shaping out, or use --shaping paced")
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedEngine:
+    """Implements `zmqtrain.launcher.engine.Engine`."""
+
+    kind: ShapingKind
+    plan: Path
+    """What `zmqtrain.net.shaping.Shaping` reads."""
+    dilation: Dilation
+    namespaces: Namespaces | None
+    local: LocalEngine
+
+    async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
+        variables = {**environ, **self.dilation.to_environ(), SHAPING: str(self.plan), HOST: self.address_of(host.name)}
+        if self.namespaces is not None:
+            command = self.namespaces.command(host.name, command)
+        return await self.local.start(host, command, variables)
+
+    async def stop(self, handle: Handle, grace: float) -> None:
+        await self.local.stop(handle, grace)
+
+    def address_of(self, host: str) -> str:
+        """Where a host's processes listen."""
+        return "127.0.0.1" if self.namespaces is None else self.namespaces.address_of(host)
+
+    def moved(self, topology: Topology) -> Topology:
+        """The topology with its hosts where they are emulated."""
+        hosts = tuple(host.model_copy(update={"address": self.address_of(host.name)}) for host in topology.hosts)
+        return topology.model_copy(update={"hosts": hosts})
+
+    def settings(self, peer: PeerId, settings: NetSettings) -> NetSettings:
+        """What the launcher's own endpoint runs by."""
+        host = settings.host if self.namespaces is None else self.namespaces.address
+        return replace(settings, host=host, shaping=Shaping.load(str(self.plan), peer))
+
+    def facts(self) -> dict[str, object]:
+        """For the summary."""
+        return {"shaping": self.kind, "dilation": self.dilation.factor}
+
+
+@asynccontextmanager
+async def emulated(topology: Topology, placement: Placement, emulation: Emulation) -> AsyncIterator[tuple[EmulatedEngine, str]]:
+    """An engine for the run, and a line about it. Its network is taken down at the end.
+
+    Raises `UsageError` where namespaces were asked for and cannot be had.
+    """
+    model = links_of(topology)
+    host_of = {role.peer: role.host for role in placement.roles}
+    host_of |= {f"agent/{host.name}": host.name for host in topology.hosts}
+    host_of[COORDINATOR] = topology.hosts[0].name  # where simulation has it, too
+    factor = emulation.dilation.factor
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zmqtrain-emulated-")))
+        namespaces, why = await _namespaces(stack, model, emulation)
+        kind: ShapingKind = "paced" if namespaces is None else "namespaces"
+        plan = plan_of(model, host_of, cards=namespaces is None).write(folder)
+        said = [f"emulated: {len(placement.hosts)} host(s) on this machine, {_IN_WORDS[kind]}{why}"]
+        if factor != 1:
+            said.append(f"{factor:g} times as slow as reported")
+        if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
+            said.append("jitter and loss are simulated only")
+        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
+
+
+_IN_WORDS: dict[ShapingKind, str] = {"paced": "links paced by the endpoints", "namespaces": "links shaped in network namespaces"}
+
+
+async def _namespaces(stack: AsyncExitStack, model: NetworkModel, emulation: Emulation) -> tuple[Namespaces | None, str]:
+    """The hosts' namespaces, or why there are none."""
+    if emulation.shaping == "paced":
+        return None, ""
+    beyond = _beyond_namespaces(model)
+    if beyond is not None:
+        return None, f" (namespaces cannot shape {beyond})"
+    factor = emulation.dilation.factor
+    namespaces = Namespaces(
+        {name: None if host.bandwidth is None else host.bandwidth / 8 / factor for name, host in model.hosts.items()}
+    )
+    stack.push_async_callback(namespaces.close)
+    try:
+        await namespaces.open()
+    except NoNamespacesError as error:
+        if emulation.shaping == "namespaces":
+            raise UsageError(f"--shaping namespaces: {error}") from error
+        await namespaces.close()
+        return None, f" ({error})"
+    return namespaces, ""
+
+
+def _beyond_namespaces(model: NetworkModel) -> str | None:
+    """What a file has that namespaces do not shape."""
+    if model.racks:
+        return "racks"
+    if any(way.bandwidth is not None for way in model.ways.values()):
+        return "the bandwidth of single links"
+    return None
+
+
+def plan_of(model: NetworkModel, host_of: Mapping[PeerId, str], *, cards: bool = True) -> ShapingPlan:
+    """The network as endpoints shape it; without ``cards`` only its latencies, and what is down."""
+    rates: list[float] = []
+
+    def card(bandwidth: float | None) -> tuple[int, ...]:
+        if bandwidth is None or not cards:
+            return ()
+        rates.append(bandwidth / 8)
+        return (len(rates) - 1,)
+
+    sends = {name: card(host.bandwidth) for name, host in model.hosts.items()}
+    gets = {name: card(host.bandwidth) for name, host in model.hosts.items()}
+    leaves = {name: card(rack.uplink) for name, rack in model.racks.items()}
+    enters = {name: card(rack.uplink) for name, rack in model.racks.items()}
+    alone = {ends: card(way.bandwidth) for ends, way in model.ways.items()}
+    ways: dict[tuple[str, str], LinkShape] = {}
+    for source, one in model.hosts.items():
+        for target, other in model.hosts.items():
+            if source == target:
+                continue
+            way = model.between(source, target)
+            up: tuple[int, ...] = ()
+            down: tuple[int, ...] = ()
+            if one.rack != other.rack:
+                up, down = leaves.get(one.rack or "", ()), enters.get(other.rack or "", ())
+            path = (*sends[source], *up, *alone.get((source, target), ()), *down, *gets[target])
+            ways[source, target] = LinkShape(path, way.latency, way.down)
+    return ShapingPlan(host_of, ways, rates)

@@ -1,0 +1,169 @@
+"""Hosts as Linux network namespaces: each with a network of its own, joined by a bridge, and no faster than its network card.
+
+A run's names begin with ``zt`` and the launcher's process number, so the next run removes what one that was killed has left. The
+bridge is in a namespace of its own, where no firewall of the machine looks at what crosses it; one cable leads to the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+
+#: A full Ethernet frame, and what of it is payload: without headers of Ethernet (14), IP (20) and TCP with its time stamps (32).
+#: ``tc`` counts the former, our figures are of the latter.
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
+#: A bucket of tokens and a queue: so many seconds of the rate, but at least so many bytes. The kernel hands over 64 KiB at once.
+BURST_S, LEAST_BURST_BYTES = 0.001, 128 * 1024
+QUEUE_S, LEAST_QUEUE_BYTES = 0.02, 512 * 1024
+#: Hosts of one run: a /22, and one address is the launcher's.
+MOST_HOSTS = 1000
+#: Addresses for measuring networks, which nobody routes (RFC 2544); a run takes one of 128 parts.
+_NETWORK = "198.{}.{}.{}"
+_PARTS = 128
+_OWNED = re.compile(r"^zt(\d+)(?:-|$)")
+_PATIENCE_S = 30.0
+
+
+class NoNamespacesError(Exception):
+    """Namespaces cannot be had here; says why."""
+
+
+class Namespaces:
+    """One run's namespaces: ``await open()``, and ``await close()`` in any case."""
+
+    def __init__(self, rates: Mapping[str, float | None]) -> None:
+        """``rates``: for each host, payload bytes a second in each direction; ``None``: no limit."""
+        self._rates = rates
+        self._name = f"zt{os.getpid()}"
+        self._numbers = {host: number for number, host in enumerate(rates)}
+        self._part = 0
+        self._opened = False
+
+    @property
+    def address(self) -> str:
+        """The launcher's, as the hosts see it."""
+        return self._address(0)
+
+    def address_of(self, host: str) -> str:
+        return self._address(self._numbers[host] + 1)
+
+    def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        """The command, to run in the host's namespace (in the process that is started, not in a child of it)."""
+        return ("ip", "netns", "exec", self._namespace(host), *command)
+
+    async def open(self) -> None:
+        """Make them. Raises `NoNamespacesError`; call `close` then, too."""
+        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+        if missing:
+            raise NoNamespacesError(f"there is no {' and no '.join(missing)} here (package iproute2)")
+        if os.geteuid() != 0:
+            raise NoNamespacesError("only root may make network namespaces")
+        if len(self._rates) > MOST_HOSTS:
+            raise NoNamespacesError(f"{len(self._rates)} hosts are too many for namespaces ({MOST_HOSTS} at most)")
+        await self._remove_leftovers()
+        self._part = await self._free_part()
+        self._opened = True
+        bridge = f"{self._name}-net"
+        await _batch("ip", [f"netns add {bridge}", *(f"netns add {self._namespace(host)}" for host in self._rates)])
+        # All cables begin in the bridge's namespace, so that they go when it goes.
+        await _batch(
+            "ip",
+            [
+                "link add br0 type bridge",
+                "link set br0 up",
+                f"link add c0 type veth peer name {self._name} netns {os.getpid()}",
+                *(f"link add c{n + 1} type veth peer name eth0 netns {self._namespace(host)}" for host, n in self._numbers.items()),
+                *chain.from_iterable((f"link set c{n} master br0", f"link set c{n} up") for n in range(len(self._rates) + 1)),
+            ],
+            "-n",
+            bridge,
+        )
+        await _batch("ip", [f"addr add {self.address}/22 dev {self._name}", f"link set {self._name} up"])
+        for host in self._rates:
+            lines = ["link set lo up", f"addr add {self.address_of(host)}/22 dev eth0", "link set eth0 up"]
+            await _batch("ip", lines, "-n", self._namespace(host))
+        limited = [(host, rate) for host, rate in self._rates.items() if rate is not None]
+        for host, rate in limited:
+            await _batch("tc", [f"qdisc add dev eth0 root {_bucket(rate)}"], "-n", self._namespace(host))
+        lines = [f"qdisc add dev c{self._numbers[host] + 1} root {_bucket(rate)}" for host, rate in limited]
+        await _batch("tc", lines, "-n", bridge)
+
+    async def close(self) -> None:
+        """Remove them, however many there are. What runs in them must have ended."""
+        if self._opened:
+            await _remove(os.getpid())
+
+    def _namespace(self, host: str) -> str:
+        return f"{self._name}-{self._numbers[host]}"
+
+    def _address(self, number: int) -> str:
+        number += 1
+        return _NETWORK.format(18 + self._part // 64, self._part % 64 * 4 + number // 256, number % 256)
+
+    async def _remove_leftovers(self) -> None:
+        alive = set(os.listdir("/proc")) - {str(os.getpid())}  # whoever had our number has gone
+        for owner in await _owners():
+            if str(owner) not in alive:
+                await _remove(owner)
+
+    async def _free_part(self) -> int:
+        taken = await _run("ip", "-o", "-4", "addr", "show")
+        for tried in range(_PARTS):
+            self._part = (os.getpid() + tried) % _PARTS
+            if f" {self.address}/22" not in taken:
+                return self._part
+        raise NoNamespacesError("too many runs have namespaces here already")
+
+
+def _bucket(rate: float) -> str:
+    """``tc``'s words for payload of ``rate`` bytes a second."""
+    gross = rate * FRAME_BYTES / PAYLOAD_BYTES
+    burst = max(LEAST_BURST_BYTES, int(gross * BURST_S))
+    return f"tbf rate {int(gross * 8)}bit burst {burst} limit {burst + max(LEAST_QUEUE_BYTES, int(gross * QUEUE_S))}"
+
+
+async def _owners() -> list[int]:
+    """The processes by whose numbers namespaces are named."""
+    listed = await _run("ip", "netns", "list")
+    matches = (_OWNED.match(line) for line in listed.splitlines())
+    return sorted({int(match[1]) for match in matches if match})
+
+
+async def _remove(owner: int) -> None:
+    listed = await _run("ip", "netns", "list")
+    names = [line.split()[0] for line in listed.splitlines() if line.startswith(f"zt{owner}-")]
+    with suppress(NoNamespacesError):  # it goes with the bridge's namespace, but that may take a moment
+        await _run("ip", "link", "del", f"zt{owner}")
+    await _batch("ip", [f"netns del {name}" for name in names], "-force")
+
+
+async def _batch(tool: str, lines: Sequence[str], *options: str) -> None:
+    """Give a tool many commands at once."""
+    if lines:
+        await _run(tool, *options, "-batch", "-", text="\n".join(lines) + "\n")
+
+
+async def _run(*command: str, text: str = "") -> str:
+    with tempfile.TemporaryFile() as file:  # a pipe may break before all of it is written
+        file.write(text.encode())
+        file.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise NoNamespacesError(f"{' '.join(command[:4])} took too long") from None
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise NoNamespacesError(f"{' '.join(command[:4])}: {lines[0]}")
+    return output.decode(errors="replace")
