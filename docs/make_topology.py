@@ -71,9 +71,7 @@ def written(section: type[BaseModel], name: str, default: Any) -> str:
     if isinstance(default, dict | BaseModel):
         return "{}"
     field = section.model_fields[name]
-    adapter = TypeAdapter(
-        Annotated[field.annotation, *field.metadata, name]
-    )  # `name`: for fields without metadata; it means nothing
+    adapter = TypeAdapter(Annotated[field.annotation, *field.metadata, name])  # the name means nothing; some have no metadata
     value = adapter.dump_python(default, mode="json")
     return f'"{value}"' if isinstance(value, str) else str(value)
 

@@ -118,11 +118,74 @@ def test_a_profile_that_is_missing(profile: str, reason: str | None, file: Path,
         assert reason in fault_of(file, capsys)
 
 
+WORLD = """\
+[job]
+steps = 20
+[[hosts]]
+name = "node[01-64]"
+slots = 1
+[compute]
+device = "modelled"
+profile = "resnet50"
+groups = 64
+[network]
+bandwidth = "10 Gbit/s"
+latency = "20 us"
+[[network.racks]]
+name = "A"
+hosts = ["node[01-32]"]
+uplink = "40 Gbit/s"
+[[network.hosts]]
+name = "node[63-64]"
+slowdown = 2.0
+[[faults]]
+step = 3
+kind = "slow"
+target = "worker/1"
+factor = 4.0
+[[faults]]
+step = 20
+kind = "partition"
+sides = [["node01"], ["node[02-64]"]]
+"""
+
+
+def test_a_simulated_world_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(WORLD)
+    assert run_check(file) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "and 24 more (all with --json)",
+        "Faults in simulated runs",
+        "factor = 4.0",
+        'sides = [["node01"], ["node[02-64]"]]',
+        "10 Gbit/s a host, 20 us one way, 1 rack with uplinks of 40 Gbit/s, 2 hosts with figures of their own",
+        "phantom payloads; given up after 24 h of virtual time",
+        "2 in simulated runs; never comes, as there are 20 steps: partition at step 20",
+    ):
+        assert part in text
+
+
+def test_a_simulated_world_for_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(WORLD)
+    assert run_check(file, json=True) == 0
+    rows = rows_of(capsys)
+    assert sum(row["row"] == "host" for row in rows) == 64
+    first, second = (row for row in rows if row["row"] == "planned")
+    assert (first["kind"], first["at"], first["step"], first["target"]) == ("slow", None, 3, "worker/1")
+    assert (second["kind"], second["target"]) == ("partition", None)
+
+
 def test_the_schema_is_json_and_documents_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_schema() == 0
     schema = json.loads(capsys.readouterr().out)
     assert "job" in schema["required"]
     assert schema["additionalProperties"] is False
+    definitions = schema["$defs"]
+    assert set(definitions["LinkRule"]["required"]) == {"from", "to"}
+    assert definitions["Network"]["properties"]["racks"]["items"] == {"$ref": "#/$defs/Rack"}
+    assert definitions["Fault"]["properties"]["sides"]["items"]["items"]["type"] == "string"
+    assert schema["properties"]["faults"]["items"] == {"$ref": "#/$defs/Fault"}
 
 
 def test_neither_imports_torch() -> None:

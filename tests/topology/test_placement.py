@@ -120,6 +120,46 @@ def test_any_placement(slots: list[int], groups: int, size: int, servers: int, o
     assert whole == min(groups, sum(count * times // size for count in slots))
 
 
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 7))
+def test_groups_go_where_there_is_most_room(slots: list[int], groups: int, size: int) -> None:
+    """As one would say it, host by host."""
+    times = -(-groups * size // sum(slots))
+    free = [count * times for count in slots]
+    expected: list[list[str]] = []
+    for _ in range(groups):
+        here: list[str] = []
+        while len(here) < size:
+            roomiest = free.index(max(free))
+            taken = min(free[roomiest], size - len(here))
+            free[roomiest] -= taken
+            here += [f"h{roomiest}"] * taken
+        expected.append(here)
+    assert hosts_of(place(topology_of(slots, groups, size, oversubscribe=True))) == expected
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_thousands_of_hosts(size: int) -> None:
+    """Each role and host is looked up: what takes a moment if none of it looks through all others."""
+    hosts = {"name": "n[0001-4096]", "slots": 1}
+    compute = {"groups": 4096 // size, "group_size": size}
+    exchange = {"kind": "model_server", "shards": 4096}
+    placement = place(Topology.from_dict({"job": {}, "hosts": [hosts], "compute": compute, "exchange": exchange}))
+    assert [role.host for role in placement.workers] == list(placement.hosts)
+    for number, host in enumerate(placement.hosts):
+        here = placement.of_host(host)
+        assert here == (placement.role(f"worker/{number}"), placement.role(f"server/{4095 - number}"))
+    members = [peer for group in range(placement.groups) for peer in placement.group_members(group)]
+    assert members == [f"worker/{number}" for number in range(4096)]
+    with pytest.raises(KeyError):
+        placement.role("worker/4096")
+    assert placement.of_host("n5000") == ()
+
+
+def test_an_error_names_a_few_hosts_only() -> None:
+    with pytest.raises(PlacementError, match="h7 has 1, and 12 more hosts"):
+        place(topology_of([1] * 20, groups=30))
+
+
 def test_the_ladder_rises() -> None:
     for timeout_s in (0.1, 1.0, 60.0, 3600.0):
         rungs = Ladder.of(timeout_s).rows()

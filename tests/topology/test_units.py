@@ -65,6 +65,18 @@ def test_what_is_no_time_is_refused_with_what_is(value: Any, message: str) -> No
         units.duration(1, 100)(value)
 
 
+def test_parts_of_a_second_are_the_nearest_number() -> None:
+    read = units.duration(0, 10)
+    assert [read(text) for text in ("200 us", "50us", "3 ms", "7 ns", "0.5 ms")] == [2e-4, 5e-5, 3e-3, 7e-9, 5e-4]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (5e-5, "50 us"), (2e-4, "200 us"), (1.5, "1500 ms"), (90, "90 s"), (86_400, "24 h")]
+)
+def test_times_as_people_write_them(seconds: float, text: str) -> None:
+    assert units.format_duration(seconds) == text
+
+
 def test_half_a_byte_is_refused() -> None:
     with pytest.raises(ValueError, match="whole number of bytes"):
         units.size(0, 100)(10.5)

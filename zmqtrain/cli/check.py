@@ -21,13 +21,19 @@ from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import Placement, place
-from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.ranges import count
+from zmqtrain.topology.schema import Fault, Network, Simulation, Topology
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.toml_writer import write_value
+from zmqtrain.topology.units import format_duration, format_rate
 from zmqtrain.train.device.profile import Profile
 
 #: What all hosts must have in the same version, beside zmqtrain and Python.
 PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
 FAULTY = 2
+#: Of a table that people see; there may be thousands of hosts and roles.
+MOST_ROWS = 40
+_DETAILS = ("to", "sides", "one_way", "factor", "lasts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ def run_check(path: str | Path, json: bool = False, *, data: str | None = None) 
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology)]
+    findings += [*_network(topology), *_simulation(topology)]
     rows = list(_rows(topology, placement, findings))
     ok = all(finding.ok for finding in findings)
     if json:
@@ -80,6 +87,8 @@ def _slots(topology: Topology, placement: Placement) -> Finding:
 
 
 def _task(topology: Topology) -> Finding:
+    if topology.job.task is None and topology.compute.device == "modelled":
+        return Finding("task", True, "none: devices are modelled")
     if topology.job.task is None:
         return Finding("task", True, "none: launch this file with a script, or set [job] task")
     try:
@@ -129,6 +138,52 @@ def _profile(topology: Topology) -> Iterator[Finding]:
         yield Finding("profile", True, f"{profile}, {found.numel} parameters in {len(found.layers)} layers")
 
 
+def _network(topology: Topology) -> Iterator[Finding]:
+    network = topology.network
+    if network == Network():
+        return
+    card = "no limit" if network.bandwidth is None else format_rate(network.bandwidth)
+    parts = [f"{card} a host, {format_duration(network.latency or 0.0)} one way"]
+    if network.jitter:
+        parts.append(f"{format_duration(network.jitter)} jitter")
+    if network.loss:
+        parts.append(f"loss {network.loss:g}")
+    if network.racks:
+        racks, uplinks = len(network.racks), sorted({rack.uplink for rack in network.racks})
+        each = f"{format_rate(uplinks[0])}" if len(uplinks) == 1 else f"{format_rate(uplinks[0])} to {format_rate(uplinks[-1])}"
+        parts.append(f"{racks} rack{'s' * (racks > 1)} with uplinks of {each}")
+    special = sum(count(host.name) for host in network.hosts)
+    if special:
+        parts.append(f"{special} host{'s' * (special > 1)} with figures of their own")
+    if network.links:
+        parts.append(f"{len(network.links)} [[network.links]]")
+    if network.dilation != 1:
+        parts.append(f"emulated {network.dilation:g} times as slowly")
+    yield Finding("network", True, f"{', '.join(parts)}: in simulate and launch --emulate")
+
+
+def _simulation(topology: Topology) -> Iterator[Finding]:
+    simulation, faults = topology.simulation, topology.faults
+    if topology.compute.device == "modelled" or faults or simulation != Simulation():
+        trained = topology.job.task is not None and topology.compute.device != "modelled"
+        payload = simulation.payload or ("real" if trained else "phantom")
+        limit = format_duration(simulation.time_limit)
+        yield Finding("simulation", True, f"{payload} payloads; given up after {limit} of virtual time")
+    if faults:
+        steps = topology.job.steps
+        late = [] if steps is None else [f"{fault.kind} at step {fault.step}" for fault in faults if (fault.step or 0) >= steps]
+        never = f"; never comes, as there are {steps} steps: {', '.join(late)}" if late else ""
+        yield Finding("faults", True, f"{len(faults)} in simulated runs{never}")
+
+
+def _planned(fault: Fault) -> dict[str, Any]:
+    """One of ``[[faults]]`` as a row."""
+    details = [
+        f"{name} = {write_value(value)}" for name, value in fault.model_dump(mode="json").items() if name in _DETAILS and value
+    ]
+    return {"kind": fault.kind, "at": fault.at, "step": fault.step, "target": fault.target, "details": ", ".join(details)}
+
+
 def _versions() -> Iterator[tuple[str, str | None]]:
     yield "python", platform.python_version()
     for package in PACKAGES:
@@ -153,6 +208,8 @@ def _rows(topology: Topology, placement: Placement | None, findings: list[Findin
         yield {"row": "role", **asdict(role)}
     for rung in Ladder.of(topology.job.timeout).rows():
         yield {"row": "timeout", **asdict(rung)}
+    for fault in topology.faults:
+        yield {"row": "planned", **_planned(fault)}
     for package, version in _versions():
         yield {"row": "version", "package": package, "version": version}
     for finding in findings:
@@ -192,12 +249,17 @@ _TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "Time-outs, all from \\[job] timeout",
         (("time-out", "name"), ("seconds", "seconds"), ("how long until", "purpose")),
     ),
+    (
+        "planned",
+        "Faults in simulated runs",
+        (("fault", "kind"), ("at (s)", "at"), ("at step", "step"), ("target", "target"), ("details", "details")),
+    ),
     ("version", "Versions on this machine", (("package", "package"), ("version", "version"))),
 )
 
 
 def _cell(key: str, value: Any) -> str:
-    if value is None or value == [] or (key in ("group", "position") and value == -1):
+    if value in (None, "", []) or (key in ("group", "position") and value == -1):
         return "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
@@ -210,12 +272,14 @@ def _print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
         table = Table(box=None, header_style="dim")
         for heading, _ in columns:
             table.add_column(heading)
-        for row in rows:
-            if row["row"] == kind:
-                table.add_row(*(escape(_cell(key, row[key])) for _, key in columns))
+        here = [row for row in rows if row["row"] == kind]
+        for row in here[:MOST_ROWS]:
+            table.add_row(*(escape(_cell(key, row[key])) for _, key in columns))
         if table.row_count:
             console.print(title, style="bold", highlight=False)
             console.print(table)
+            if len(here) > MOST_ROWS:
+                console.print(f"and {len(here) - MOST_ROWS} more (all with --json)", highlight=False)
             console.print()
     for row in rows:
         if row["row"] == "check":
