@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -99,6 +100,6 @@ class Network(Section):
         return {name: rule.slowdown for rule in self.hosts for name in expand(rule.name)}
 
 
-def names_in(text: str, hosts: Any) -> tuple[str, ...]:
+def names_in(text: str, hosts: Iterable[str]) -> tuple[str, ...]:
     """The hosts that a name, a range or ``*`` stands for; ``hosts`` are all of the file, in order."""
     return tuple(hosts) if text == ANY else expand(text)
