@@ -7,6 +7,7 @@ bridge is in a namespace of its own, where no firewall of the machine looks at w
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 #: A bucket of tokens and a queue: so many seconds of the rate, but at least so many bytes. The kernel hands over 64 KiB at once.
 BURST_S, LEAST_BURST_BYTES = 0.001, 128 * 1024
 QUEUE_S, LEAST_QUEUE_BYTES = 0.02, 512 * 1024
+#: In every kernel; on a path without delay it fills the card, while BBR, some machines' default, stays a few percent below.
+CONGESTION_CONTROL = "reno"
 #: Hosts of one run: a /22, and one address is the launcher's.
 MOST_HOSTS = 1000
 #: Addresses for measuring networks, which nobody routes (RFC 2544); a run takes one of 128 parts.
@@ -55,7 +58,11 @@ class Namespaces:
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         """The command, to run in the host's namespace (in the process that is started, not in a child of it)."""
-        return ("ip", "netns", "exec", self._namespace(host), *command)
+        return ("ip", "netns", "exec", self.namespace_of(host), *command)
+
+    def namespace_of(self, host: str) -> str:
+        """Its name, for `enter_namespace`."""
+        return f"{self._name}-{self._numbers[host]}"
 
     async def open(self) -> None:
         """Make them. Raises `NoNamespacesError`; call `close` then, too."""
@@ -70,7 +77,7 @@ class Namespaces:
         self._part = await self._free_part()
         self._opened = True
         bridge = f"{self._name}-net"
-        await _batch("ip", [f"netns add {bridge}", *(f"netns add {self._namespace(host)}" for host in self._rates)])
+        await _batch("ip", [f"netns add {bridge}", *(f"netns add {self.namespace_of(host)}" for host in self._rates)])
         # All cables begin in the bridge's namespace, so that they go when it goes.
         await _batch(
             "ip",
@@ -78,7 +85,10 @@ class Namespaces:
                 "link add br0 type bridge",
                 "link set br0 up",
                 f"link add c0 type veth peer name {self._name} netns {os.getpid()}",
-                *(f"link add c{n + 1} type veth peer name eth0 netns {self._namespace(host)}" for host, n in self._numbers.items()),
+                *(
+                    f"link add c{n + 1} type veth peer name eth0 netns {self.namespace_of(host)}"
+                    for host, n in self._numbers.items()
+                ),
                 *chain.from_iterable((f"link set c{n} master br0", f"link set c{n} up") for n in range(len(self._rates) + 1)),
             ],
             "-n",
@@ -87,10 +97,14 @@ class Namespaces:
         await _batch("ip", [f"addr add {self.address}/22 dev {self._name}", f"link set {self._name} up"])
         for host in self._rates:
             lines = ["link set lo up", f"addr add {self.address_of(host)}/22 dev eth0", "link set eth0 up"]
-            await _batch("ip", lines, "-n", self._namespace(host))
+            await _batch("ip", lines, "-n", self.namespace_of(host))
+            with suppress(NoNamespacesError):  # else it stays with the machine's own choice
+                await _run(
+                    *self.command(host, ("sh", "-c", f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"))
+                )
         limited = [(host, rate) for host, rate in self._rates.items() if rate is not None]
         for host, rate in limited:
-            await _batch("tc", [f"qdisc add dev eth0 root {_bucket(rate)}"], "-n", self._namespace(host))
+            await _batch("tc", [f"qdisc add dev eth0 root {_bucket(rate)}"], "-n", self.namespace_of(host))
         lines = [f"qdisc add dev c{self._numbers[host] + 1} root {_bucket(rate)}" for host, rate in limited]
         await _batch("tc", lines, "-n", bridge)
 
@@ -98,9 +112,6 @@ class Namespaces:
         """Remove them, however many there are. What runs in them must have ended."""
         if self._opened:
             await _remove(os.getpid())
-
-    def _namespace(self, host: str) -> str:
-        return f"{self._name}-{self._numbers[host]}"
 
     def _address(self, number: int) -> str:
         number += 1
@@ -119,6 +130,17 @@ class Namespaces:
             if f" {self.address}/22" not in taken:
                 return self._part
         raise NoNamespacesError("too many runs have namespaces here already")
+
+
+def enter_namespace(name: str) -> None:
+    """Let this thread, and those that it starts, see a namespace's network from now on. Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(file, 0) < 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    finally:
+        os.close(file)
 
 
 def _bucket(rate: float) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from zmqtrain.errors import ZmqTrainError
+from zmqtrain.launcher.namespaces import enter_namespace
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.net.loop import run
+from zmqtrain.net.loop import Dilation, run
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 
@@ -21,16 +23,30 @@ Result = TypeVar("Result")
 PATIENCE_S = 180.0
 
 
-def run_processes(work: Sequence[tuple[PeerId, Work]], role: Callable[[Node, Work], Awaitable[Result]]) -> list[Result]:
-    """Await ``role(node, work)`` for each peer in a process of its own; what each returned.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs, if not simply here."""
+
+    settings: NetSettings = field(default_factory=NetSettings)
+    dilation: Dilation = field(default_factory=Dilation)
+    namespace: str = ""
+    """A network namespace of Linux."""
+
+
+def run_processes(
+    work: Sequence[tuple[PeerId, Work]],
+    role: Callable[[Node, Work], Awaitable[Result]],
+    places: Sequence[Place] | None = None,
+) -> list[Result]:
+    """Await ``role(node, work)`` for each peer in a process of its own; what each returned. ``places``: one for each.
 
     ``role`` must be importable, and the work and results plain values. Raises `ZmqTrainError` when a process fails.
     """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in work]
     processes = [
-        context.Process(target=_process, args=(peer, one, role, theirs), daemon=True)
-        for (peer, one), (_, theirs) in zip(work, pipes, strict=True)
+        context.Process(target=_process, args=(peer, one, role, place, theirs), daemon=True)
+        for (peer, one), (_, theirs), place in zip(work, pipes, places or [Place()] * len(work), strict=True)
     ]
     try:
         for process, (_, theirs) in zip(processes, pipes, strict=True):
@@ -60,14 +76,18 @@ def _hear(pipe: Connection) -> Any:
     raise ZmqTrainError(f"a process of the benchmark said nothing for {PATIENCE_S:g} s")
 
 
-def _process(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], pipe: Connection) -> None:
-    run(_take_part(peer, work, role, pipe))
+def _process(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], place: Place, pipe: Connection) -> None:
+    if place.namespace:
+        enter_namespace(place.namespace)
+    run(_take_part(peer, work, role, place.settings, pipe), dilation=place.dilation)
 
 
-async def _take_part(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], pipe: Connection) -> None:
+async def _take_part(
+    peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], settings: NetSettings, pipe: Connection
+) -> None:
     from zmqtrain.net.zeromq import open_zeromq
 
-    async with await open_zeromq(peer, token="bench", settings=NetSettings()) as node:
+    async with await open_zeromq(peer, token="bench", settings=settings) as node:
         pipe.send(node.address)
         addresses: dict[PeerId, str] = await asyncio.to_thread(pipe.recv)
         for other, address in addresses.items():

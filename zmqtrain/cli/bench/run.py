@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "simulate")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate")
 
 
 def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
@@ -61,6 +61,10 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
         from zmqtrain.cli.bench.simulate import bench_simulate
 
         return iter(bench_simulate())
+    if name == "emulate":
+        from zmqtrain.cli.bench.emulate import bench_emulate
+
+        return iter(bench_emulate())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 
