@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgpack
 import numpy as np
@@ -86,7 +87,6 @@ def test_values_and_phantoms_arrive(meta: Any, tag: tuple[str | int, ...]) -> No
 def test_large_values_travel_as_a_body() -> None:
     meta = {"events": [{"step": step, "loss": step / 7} for step in range(20_000)]}
     header, body = describe(ValuePayload(meta))
-    assert header.meta is None
     assert header.nbytes == body[0].nbytes > DEFAULT_LIMITS.header_bytes
     assert decode(encode(ValuePayload(meta))).payload.meta == meta
 
@@ -139,6 +139,11 @@ def test_another_version_is_recognised_whatever_follows() -> None:
         assert (caught.value.theirs, caught.value.ours) == (foreign[1], WIRE_VERSION)
 
 
+def checked(header: bytes) -> bytes:
+    """With the sum that stands behind a header, so that what is refused is what the header says."""
+    return header + crc32(header).to_bytes(4, "little")
+
+
 def fields(**changes: object) -> bytes:
     header = Header("tensor", ("gradient", 1), 0, 0, "float32", (2, 3), 0, 24)._asdict()
     values = {
@@ -147,7 +152,7 @@ def fields(**changes: object) -> bytes:
         **{key: value for key, value in header.items() if key != "version"},
         **changes,
     }
-    return bytes(msgpack.packb(list(values.values())))
+    return checked(bytes(msgpack.packb(list(values.values()))))
 
 
 def nested(depth: int) -> object:
@@ -213,10 +218,23 @@ def test_the_unchanged_fields_are_good() -> None:
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01"])
 def test_towers_of_any_height_are_refused(field: int, opening: bytes) -> None:
     for height in (17, 100, 900, 990, 1000, 1010, 1020, 1030, 5000):
-        members = [msgpack.packb(member) for member in msgpack.unpackb(fields())]
+        members = [msgpack.packb(member) for member in msgpack.unpackb(fields()[:-4])]
         members[field] = opening * height + b"\x01"
         with pytest.raises(WireError):
-            decode([b"\x9b" + b"".join(members), bytes(24)])
+            decode([checked(b"\x9b" + b"".join(members)), bytes(24)])
+
+
+@given(st.data())
+def test_a_flipped_bit_of_a_header_or_a_value_is_always_seen(data: st.DataObject) -> None:
+    value = {"step": data.draw(st.integers(0, 10**6)), "text": "x" * data.draw(st.sampled_from([10, 50_000]))}
+    frames = [bytes(frame) for frame in encode(ValuePayload(value), ("report", 3))]
+    number = data.draw(st.integers(0, len(frames) - 1))
+    bit = data.draw(st.integers(0, 8 * len(frames[number]) - 1))
+    damaged = bytearray(frames[number])
+    damaged[bit // 8] ^= 1 << (bit % 8)
+    frames[number] = bytes(damaged)
+    with pytest.raises((WireError, WireVersionError)):
+        decode(frames)
 
 
 def test_bad_frames_are_refused() -> None:
@@ -229,12 +247,13 @@ def test_bad_frames_are_refused() -> None:
         [good, bytes(24), b"x"],
         [good[:-1], bytes(24)],
         [good + b"x", bytes(24)],
+        [checked(good[:-4] + b"x"), bytes(24)],
         [fields(offset=8), bytes(16)],
         [good, *[bytes(0)] * 64, bytes(24)],
         [fields(magic="zmqr"), bytes(24)],
         [b"GET / HTTP/1.1\r\n\r\n"],
         [fields(kind="phantom"), bytes(24)],
-        [bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(9)])), b""],
+        [checked(bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(9)]))), b""],
         [bytes(msgpack.packb([MAGIC, WIRE_VERSION, 1])), b""],
         [bytes(msgpack.packb({"magic": MAGIC})), b""],
     ):

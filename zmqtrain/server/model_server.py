@@ -221,6 +221,7 @@ class ModelServer:
         for group, members in enumerate(self._configured.result().groups):
             if self._finished.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
+                self._recorder.witness("left", group=group)
                 async with self._lock:
                     await self._carry_out(partial(self._intake.left, group), 0)
 

@@ -37,6 +37,7 @@ class Auditor:
         self._applied: set[tuple[PeerId, int, int, int]] = set()  # server, piece, group, step
         self._versions: dict[tuple[PeerId, int], int] = {}
         self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # steps of each group in each piece of a server
+        self._gone: set[tuple[PeerId, int]] = set()  # server, group: nobody waits for it there
         self._steps: Counter[tuple[PeerId, int]] = Counter()
         self._samples: Counter[int] = Counter()
         self._spread: float | None = None
@@ -55,6 +56,8 @@ class Auditor:
         """A role states a fact."""
         if what == "applied":
             self._hear_applied(peer, cast(Mapping[str, Any], values))
+        elif what == "left":
+            self._gone.add((peer, int(cast(int, values["group"]))))
         elif what == "values":
             wrong = values.get("wrong")
             if wrong is not None:
@@ -81,11 +84,12 @@ class Auditor:
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
         exchange = self._topology.exchange
+        counts = [count for group, count in enumerate(counts) if (server, group) not in self._gone]
         if exchange.policy == "sync":
             if len(set(counts)) > 1:
                 self.note(f"{server} applied piece {piece} for some groups only: {counts} steps, in synchronous training")
         # A group may push as many steps beyond the slowest as the bound says, and the one that it was let into.
-        elif exchange.policy == "bound" and (ahead := max(counts) - min(counts)) > (exchange.bound or 0) + 1:
+        elif exchange.policy == "bound" and (ahead := max(counts, default=0) - min(counts, default=0)) > (exchange.bound or 0) + 1:
             self.note(f"{server} let a group be {ahead} steps of piece {piece} ahead; the bound is {exchange.bound}")
 
     def membership_event(self, kind: str, values: Mapping[str, Any]) -> None:
