@@ -1,0 +1,201 @@
+"""Torch in simulated time: the same arithmetic as one process, in the time that the profile gives."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from zmqtrain import Task
+from zmqtrain.simulate.faults import kill, pause
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.random_state import seed_everything
+
+SAMPLES, FEATURES, STEPS, BATCH = 256, 12, 6, 32
+#: Per layer: name, parameters, forward and backward seconds of a worker's batch, whatever its size.
+LAYERS = (("0", 12 * 16 + 16, 0.010, 0.020), ("2", 16 * 8 + 8, 0.005, 0.010), ("4", 8 * 3 + 3, 0.001, 0.002))
+STEP_S = sum(forward_s + backward_s for _, _, forward_s, backward_s in LAYERS)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Recipe:
+    """A task whose models can be looked at afterwards."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
+        self.y = torch.randint(3, (SAMPLES,), generator=generator)
+        self.models: list[nn.Module] = []
+
+    def task(self) -> Task:
+        data = TensorDataset(self.x, self.y)
+        return Task(model=self._model, loss=nn.functional.cross_entropy, optimizer=self._optimizer, train_data=data, eval_data=data)
+
+    def alone(self) -> nn.Module:
+        """One process on the whole batches."""
+        seed_everything(1)
+        model = network()
+        optimizer = self._optimizer(model.parameters())
+        for step in range(STEPS):
+            rows = slice(step * BATCH, (step + 1) * BATCH)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(self.x[rows]), self.y[rows]).backward()
+            optimizer.step()
+        return model
+
+    def _model(self) -> nn.Module:
+        self.models.append(network())
+        return self.models[-1]
+
+    @staticmethod
+    def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.2, momentum=0.5)
+
+
+def topology_of(folder: Path, groups: int, size: int, **sections: Any) -> Topology:
+    profile = folder / "profile.json"
+    layers = [{"name": n, "numel": m, "forward_s": f, "backward_s": b} for n, m, f, b in LAYERS]
+    profile.write_text(json.dumps({"layers": layers}))
+    document: dict[str, Any] = {
+        "job": {"task": "given:task", "steps": STEPS, "timeout": "20 s"},
+        "hosts": [{"name": "h[1-4]", "slots": 1}],
+        "compute": {
+            "groups": groups,
+            "group_size": size,
+            "batch_size": BATCH // groups,
+            "bucket_size": "1 KiB",
+            "device": "modelled",
+            "profile": str(profile),
+        },
+        "exchange": {"kind": "model_server", "staleness": "sync"},
+        "network": {"bandwidth": "1 Gbit/s", "latency": "100 us"},
+        "data": {"shuffle": "none"},
+        "simulation": {"payload": "real"},
+    }
+    for name, values in sections.items():
+        document[name] = document.get(name, {}) | values
+    return Topology.from_dict(document)
+
+
+def run(topology: Topology, *faults: Any) -> tuple[Result, Recipe, list[dict[str, Any]]]:
+    recipe = Recipe()
+    events: list[dict[str, Any]] = []
+    options = Options(faults=faults, task=recipe.task(), on_report=lambda _, batch: events.extend(batch))
+    return simulate(topology, options=options), recipe, events
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "exchange",
+    [{}, {"shards": 3}, {"kind": "allreduce", "staleness": "async", "shards": 1}],
+    ids=["server", "servers", "allreduce"],
+)
+@pytest.mark.parametrize(("groups", "size"), [(1, 1), (2, 2), (4, 1), (1, 4)])
+def test_equals_one_process(tmp_path: Path, groups: int, size: int, exchange: dict[str, Any], overlap: bool) -> None:
+    """To summation order, in double precision."""
+    result, recipe, _ = run(topology_of(tmp_path, groups, size, exchange=exchange, compute={"overlap": overlap}))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    alone = recipe.alone()
+    assert len(recipe.models) == groups * size
+    for model in recipe.models:
+        for mine, its in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
+
+
+def test_a_run_repeats_to_the_bit(tmp_path: Path) -> None:
+    topology = topology_of(tmp_path, 4, 1, exchange={"staleness": "async"}, compute={"noise": {"kind": "exponential"}})
+    first, again = run(topology), run(topology)
+    assert first[0].seconds == again[0].seconds
+    assert first[2] == again[2]
+    for mine, its in zip(first[1].models, again[1].models, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), its.parameters(), strict=True))
+
+
+class TestTime:
+    """How long steps take."""
+
+    @staticmethod
+    def _seconds(events: list[dict[str, Any]]) -> list[float]:
+        return [event["values"]["seconds"] for event in events if event["kind"] == "step"]
+
+    def test_compute_is_the_profiles(self, tmp_path: Path) -> None:
+        """On a fast network a step takes what the layers take."""
+        fast = {"bandwidth": "1000 Gbit/s", "latency": "1 us", "local_latency": "1 us"}
+        _, _, events = run(topology_of(tmp_path, 2, 1, network=fast))
+        assert self._seconds(events) == pytest.approx([STEP_S] * 2 * STEPS, rel=0.02)
+
+    def test_parameters_are_exchanged_while_others_are_computed(self, tmp_path: Path) -> None:
+        """With a latency that backward and forward hide, only the first layer's way there and back shows; without overlap all."""
+        slow = {"latency": "4 ms", "local_latency": "4 ms"}
+        _, _, overlapped = run(topology_of(tmp_path, 1, 1, network=slow))
+        _, _, after = run(topology_of(tmp_path, 1, 1, network=slow, compute={"overlap": False}))
+        # The bucket of the first layer is complete last, and needed first.
+        for events in (overlapped, after):
+            assert self._seconds(events)[2] == pytest.approx(STEP_S + 0.008, rel=0.05)
+            exposed = [event["values"]["exposed_s"] for event in events if event["kind"] == "step"]
+            assert exposed[2] == pytest.approx(0.008, rel=0.1)
+
+    def test_overlap_hides_the_last_layers_bytes(self, tmp_path: Path) -> None:
+        """At 1 Mbit/s the 2.7 kB of layers 2 and 4 take some 20 ms each way, while layer 0 computes for 30 ms."""
+        narrow = {"bandwidth": "1 Mbit/s", "local_bandwidth": "1 Mbit/s"}
+        steps = [
+            self._seconds(run(topology_of(tmp_path, 1, 1, network=narrow, compute={"overlap": overlap}))[2])[2]
+            for overlap in (True, False)
+        ]
+        assert steps[0] < steps[1] - 0.01
+
+    def test_a_slow_host(self, tmp_path: Path) -> None:
+        _, _, events = run(topology_of(tmp_path, 2, 1, network={"hosts": [{"name": "h2", "slowdown": 3.0}]}))
+        assert max(self._seconds(events)) == pytest.approx(3 * STEP_S, rel=0.05)
+
+    def test_without_a_profile_the_device_is_nominal(self, tmp_path: Path) -> None:
+        topology = topology_of(tmp_path, 1, 1)
+        compute = topology.compute.model_copy(update={"device": "cpu", "profile": None})
+        _, _, events = run(topology.model_copy(update={"compute": compute}))
+        parameters = sum(numel for _, numel, _, _ in LAYERS)
+        nominal = 6 * parameters * BATCH / 20e9
+        seconds = [event["values"]["compute_s"] for event in events if event["kind"] == "step"]
+        assert seconds == pytest.approx([nominal] * STEPS, rel=0.01)
+
+
+class TestFaults:
+    """Threads in lockstep end with their processes."""
+
+    def test_killed(self, tmp_path: Path) -> None:
+        before = threading.active_count()
+        result, _, _ = run(topology_of(tmp_path, 4, 1), kill("worker/2", step=3))
+        assert result.ending.status == "failed"
+        assert result.broken == []
+        assert threading.active_count() == before
+
+    def test_paused(self, tmp_path: Path) -> None:
+        result, recipe, _ = run(topology_of(tmp_path, 4, 1), pause("worker/1", 3.0, step=2))
+        assert (result.ending.status, result.broken) == ("done", [])
+        assert result.seconds > 3
+        for mine, its in zip(recipe.alone().parameters(), recipe.models[0].parameters(), strict=True):
+            torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
+
+
+def test_a_task_that_raises(tmp_path: Path) -> None:
+    class Broken(Recipe):
+        def _model(self) -> nn.Module:
+            model = super()._model()
+            if len(self.models) == 2:
+                model.register_forward_pre_hook(lambda *_: 1 / 0)
+            return model
+
+    recipe = Broken()
+    result = simulate(topology_of(tmp_path, 4, 1), options=Options(task=recipe.task()))
+    assert result.ending.exit_code == 3
+    assert result.ending.error is not None
+    assert "ZeroDivisionError" in result.ending.error["message"]
