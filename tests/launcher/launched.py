@@ -76,6 +76,11 @@ class Launched:
                 continue
         return self._known
 
+    @property
+    def pid(self) -> int:
+        """The launcher's process."""
+        return self._process.pid
+
     def find(self, words: str) -> psutil.Process:
         """The first process, from the top, with these words on its command line."""
         found = [process for process in self.processes() if process.is_running() and words in " ".join(process.cmdline())]

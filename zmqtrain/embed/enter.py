@@ -13,6 +13,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription, fetch_description
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.recorder import RunRecorder, Witness
 from zmqtrain.topology.timeouts import Ladder
@@ -21,6 +22,12 @@ from zmqtrain.topology.timeouts import Ladder
 @asynccontextmanager
 async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
     """`enter` as ``environment.peer``, with an endpoint over ZeroMQ that is closed at the end."""
+    factor = Dilation.from_environ().factor
+    if dilation_of(asyncio.get_running_loop()) != factor:
+        raise UsageError(
+            f"this run is {factor:g} times as slow as real time, and this event loop is not: start your coroutine with "
+            "zmqtrain.net.loop.run(main()) in place of asyncio.run(main()), or use zmqtrain.session()"
+        )
     endpoint = await open_zeromq(environment.peer, settings=environment.settings())
     try:
         async with enter(endpoint, environment.coordinator, environment.ladder) as entered:

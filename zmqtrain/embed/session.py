@@ -36,6 +36,7 @@ from torch import Tensor
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.embed.core import Core, M, O, Place
 from zmqtrain.embed.own_run import enter_world
+from zmqtrain.net.loop import run as run_loop
 
 T = TypeVar("T")
 Number = float | int | str | bool
@@ -204,7 +205,7 @@ class _Background:
 
     def _main(self) -> None:
         try:
-            asyncio.run(self._live())
+            run_loop(self._live())
         except _GivenUpError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the thread that uses the session

@@ -72,6 +72,7 @@ slots = 1
 [compute]
 groups = 2
 device = "modelled"
+batch_size = 16
 profile = "googlenet"
 [exchange]
 kind = "model_server"
