@@ -9,7 +9,6 @@ The loop stays as it is. What it calls anyway tells how far it is::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -48,7 +47,7 @@ class Replicated:
         self._handing_over = False  # the backward that comes is the step's last
         self._only_adding = False  # within accumulating()
         self._updating = False  # the replica runs the local optimizer
-        self._began_s = time.perf_counter()
+        self._began_s = self._crossing.loop.time()
         self._undo: list[Callable[[], None]] = []
         self._hook(replica.model, replica.parameters)
         self._patch(replica.optimizer)
@@ -138,12 +137,12 @@ class Replicated:
         exposed_s = self.replica.waited_s
         self._handing_over = self._in_step = False
         self._updating = True
-        waited = time.perf_counter()
+        waited = self._crossing.loop.time()
         try:
             self._crossing.wait(self.exchange.end_step(), "optimizer.step()")
         finally:
             self._updating = False
-        now = time.perf_counter()
+        now = self._crossing.loop.time()
         self._crossing.loop.call_soon_threadsafe(self._ended, self.step, now - self._began_s, exposed_s + now - waited)
         self._began_s = now
         self.step += 1

@@ -19,9 +19,9 @@ from itertools import chain
 #: A full Ethernet frame, and what of it is payload: without headers of Ethernet (14), IP (20) and TCP with its time stamps (32).
 #: ``tc`` counts the former, our figures are of the latter.
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-#: A bucket of tokens and a queue: so many seconds of the rate, but at least so many bytes. The kernel hands over 64 KiB at once.
-BURST_S, LEAST_BURST_BYTES = 0.001, 128 * 1024
-QUEUE_S, LEAST_QUEUE_BYTES = 0.02, 512 * 1024
+#: A bucket of tokens, which go through at once after a pause, and a queue: so many seconds of the rate, but so many bytes at least.
+BURST_S, LEAST_BURST_BYTES = 0.002, 16 * 1024
+QUEUE_S, LEAST_QUEUE_BYTES = 0.02, 64 * 1024
 #: In every kernel; on a path without delay it fills the card, while BBR, some machines' default, stays a few percent below.
 CONGESTION_CONTROL = "reno"
 #: Hosts of one run: a /22, and one address is the launcher's.
