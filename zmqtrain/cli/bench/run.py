@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity")
 
 
 def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
@@ -65,6 +65,10 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
         from zmqtrain.cli.bench.emulate import bench_emulate
 
         return iter(bench_emulate())
+    if name == "fidelity":
+        from zmqtrain.cli.bench.fidelity import bench_fidelity
+
+        return iter(bench_fidelity())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 
