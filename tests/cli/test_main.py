@@ -46,7 +46,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     said = capsys.readouterr().out
-    for command in ("launch", "check", "schema", "bench", "status", "stop", "logs", "agent", "version"):
+    for command in ("launch", "simulate", "check", "schema", "bench", "status", "stop", "logs", "agent", "version"):
         assert command in said
     assert call(monkeypatch, "launch", "--help") == 0
     assert "--resume" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from examples import cifar10, digits, mnist, shakespeare
+from examples import cifar10, digits, logistic, mnist, quadratic, shakespeare
 from zmqtrain import Task
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.load import load_topology
@@ -97,6 +97,25 @@ def test_shakespeare_learns(tmp_path: Path, model: str) -> None:
     task = shakespeare.task(str(tmp_path), model=model, width=32, length=16)  # type: ignore[arg-type]
     found = losses(task)
     assert found[-1] < found[0]
+
+
+def test_logistic_regression_learns() -> None:
+    found = losses(logistic.task())
+    assert found[-1] < found[0]
+
+
+def test_the_quadratics_optimum_is_where_it_says() -> None:
+    task = quadratic.task(dimensions=5, noise=2.0, samples=500)
+    model = task.model()
+    with torch.no_grad():
+        model.w.fill_(quadratic.OPTIMUM)
+    x, target = task.train_data.tensors
+    task.loss(model(x), target).backward()
+    assert model.w.grad is not None
+    assert model.w.grad.abs().max() < 1e-5
+    assert task.metrics is not None
+    with torch.no_grad():
+        assert float(task.metrics["distance"](model(task.eval_data.tensors[0]), None)) == 0.0
 
 
 @pytest.mark.parametrize(("task", "expected"), [(mnist.task, "train-images-idx3-ubyte"), (cifar10.task, "data_batch_1.bin"),

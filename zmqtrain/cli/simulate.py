@@ -22,6 +22,7 @@ from zmqtrain.simulate.run import Options, resolved, simulate, trains
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.profile import Profile
 
 SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
 #: Exit code when something broke that must always hold.
@@ -52,10 +53,12 @@ def run_simulate(
         )
     if topology.job.task is not None and trains(topology):
         find_task(topology.job.task, (".", *topology.job.python_path))
+    if topology.compute.profile is not None:
+        Profile.load(topology.compute.profile)
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:
-        return _many(topology, range(first, first + seeds), source, jobs or os.cpu_count() or 1, json_lines=json_lines)
+        return _many(file, topology, range(first, first + seeds), source, jobs or os.cpu_count() or 1, json_lines=json_lines)
     return _once(topology, first, source, json_lines=json_lines, data=data, run_dir=run_dir)
 
 
@@ -102,7 +105,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     return result.ending.exit_code
 
 
-def _many(topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
+def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
     began = time.monotonic()
     endings: Counter[str] = Counter()
     broken: list[Trial] = []
@@ -123,7 +126,7 @@ def _many(topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: i
     if not broken:
         return 0
     first = broken[0].seed
-    print(f"zmqtrain: seed {first} replays by: zmqtrain simulate FILE --seed {first} --faults {source}", file=sys.stderr)
+    print(f"zmqtrain: seed {first} replays by: zmqtrain simulate {file} --seed {first} --faults {source}", file=sys.stderr)
     return BROKEN
 
 

@@ -220,7 +220,7 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
     lines = [
-        f"done in {seconds:.1f} s: {values['steps']} steps, {values['samples']:,} samples, "
+        f"done in {_duration(seconds)}: {values['steps']} steps, {values['samples']:,} samples, "
         f"{values['samples_per_s']:,.0f} samples/s while training",
         f"step {1e3 * step:.1f} ms (median), of which {1e3 * exposed:.1f} ms waiting for the network",
     ]
@@ -229,3 +229,8 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     if metrics:
         lines.append(metrics)
     return [*lines, f"everything about it: {directory}"]
+
+
+def _duration(seconds: float) -> str:
+    """A run's length; simulated runs may be very short."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

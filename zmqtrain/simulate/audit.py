@@ -115,7 +115,7 @@ class Auditor:
         fatal = [fault for fault in faults if not fault.survivable(self._ladder)]
         if ending.status == "done":
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal:
+        elif not fatal and not self._own_fault(ending.error or {}):
             error = ending.error or {}
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), though all its faults can be survived")
@@ -147,6 +147,11 @@ class Auditor:
                     self.note(f"{server}: {wrong}")
         if self._equal_at_end and self._spread:
             self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
+
+    def _own_fault(self, error: Mapping[str, Any]) -> bool:
+        """Whether the job itself is at fault: its file, or its task's code, where there is any."""
+        verdict = error.get("verdict")
+        return verdict == "topology" or (verdict == "user code" and self._topology.job.task is not None)
 
     def _check_end(self, seconds: float, faults: Sequence[Fault]) -> None:
         """Whatever happens, somebody gives up and says so within the time-outs."""

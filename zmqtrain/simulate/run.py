@@ -42,6 +42,7 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:
     from zmqtrain.membership.context import RoleContext
@@ -94,6 +95,8 @@ def simulate(topology: Topology, *, seed: int | None = None, options: Options | 
     options = options or Options()
     seed = topology.job.seed if seed is None else seed
     topology = resolved(topology, seed)
+    if topology.compute.profile is not None:
+        Profile.load(topology.compute.profile)  # what is wrong with it is said now, and not by every worker
     simulation = Simulation(topology, options)
     return run_virtual(simulation.run(), seed=seed, limit_s=topology.simulation.time_limit, debug=options.debug)
 

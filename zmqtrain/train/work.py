@@ -16,7 +16,7 @@ from zmqtrain.net.endpoint import Endpoint
 class StepResult:
     """What a step was like on one worker."""
 
-    loss: float  # mean over the worker's samples
+    loss: float | None  # mean over the worker's samples; None where nothing is computed
     samples: int
     compute_s: float  # the whole step in the compute thread, without waiting
     exposed_s: float  # waiting for parameters

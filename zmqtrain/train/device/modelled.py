@@ -116,7 +116,7 @@ class ModelledReplica:
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
                 for index in stretch.hand_over:
                     self._hand_over(index, step)
-        return StepResult(0.0, samples, clock() - start - exposed_s, exposed_s)
+        return StepResult(None, samples, clock() - start - exposed_s, exposed_s)
 
     async def evaluate(self, share: float) -> None:
         """As long as the evaluation of such a share of the data takes."""
