@@ -21,7 +21,10 @@ from itertools import chain
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 #: A bucket of tokens, which go through at once after a pause, and a queue: so many seconds of the rate, but so many bytes at least.
 BURST_S, LEAST_BURST_BYTES = 0.002, 16 * 1024
-QUEUE_S, LEAST_QUEUE_BYTES = 0.02, 64 * 1024
+QUEUE_S, LEAST_QUEUE_BYTES = 0.05, 256 * 1024
+#: What a connection may have in a queue. A path without delay needs little, and few connections then never overflow the queue: TCP
+#: waits for 200 ms after a loss of the last packets, however slow the run's own clock is.
+WINDOW_S, LEAST_WINDOW_BYTES = 0.004, 128 * 1024
 #: In every kernel; on a path without delay it fills the card, while BBR, some machines' default, stays a few percent below.
 CONGESTION_CONTROL = "reno"
 #: Hosts of one run: a /22, and one address is the launcher's.
@@ -99,9 +102,7 @@ class Namespaces:
             lines = ["link set lo up", f"addr add {self.address_of(host)}/22 dev eth0", "link set eth0 up"]
             await _batch("ip", lines, "-n", self.namespace_of(host))
             with suppress(NoNamespacesError):  # else it stays with the machine's own choice
-                await _run(
-                    *self.command(host, ("sh", "-c", f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"))
-                )
+                await _run(*self.command(host, ("sh", "-c", _tcp_settings(self._rates[host]))))
         limited = [(host, rate) for host, rate in self._rates.items() if rate is not None]
         for host, rate in limited:
             await _batch("tc", [f"qdisc add dev eth0 root {_bucket(rate)}"], "-n", self.namespace_of(host))
@@ -141,6 +142,15 @@ def enter_namespace(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
     finally:
         os.close(file)
+
+
+def _tcp_settings(rate: float | None) -> str:
+    """A shell command that sets how TCP behaves in a namespace."""
+    lines = [f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"]
+    if rate is not None:
+        window = max(LEAST_WINDOW_BYTES, int(rate * WINDOW_S))
+        lines.append(f"echo 4096 {window} {window} > /proc/sys/net/ipv4/tcp_rmem")
+    return "; ".join(lines)
 
 
 def _bucket(rate: float) -> str:

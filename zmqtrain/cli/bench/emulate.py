@@ -111,11 +111,13 @@ def bench_emulate(
     steps: int = STEPS,
 ) -> Iterator[dict[str, Any]]:
     """A case for each way of shaping and figure; ways that this machine does not have are left out, with a line that says why."""
+    bare_s = _trip_without_network(trips)
+    yield _case("round trip without a network", 1e6 * bare_s, "us", "2 x latency", 2e6 * LATENCY_S)
     for shaping in WAYS:
         try:
             for bandwidth in bandwidths:
-                yield from _network(shaping, bandwidth, transfer_s, trips, 1.0)
-            yield from _network(shaping, max(bandwidths), transfer_s, trips, 4.0)
+                yield from _network(shaping, bandwidth, transfer_s, trips, 1.0, bare_s)
+            yield from _network(shaping, max(bandwidths), transfer_s, trips, 4.0, bare_s)
         except UsageError as error:
             print(f"left out: {error}", file=sys.stderr)
     for way in WAYS:
@@ -129,14 +131,24 @@ def bench_emulate(
             yield _case(case, 1e3 * seconds, "ms", f"dilation {dilations[0]:g}", 1e3 * usual)
 
 
-def _network(way: ShapingKind, bandwidth: float, transfer_s: float, trips: int, dilation: float) -> Iterator[dict[str, Any]]:
+def _trip_without_network(trips: int) -> float:
+    """What a round trip takes the endpoints themselves."""
+    plan = Plan(1, 4, trips)
+    left, _ = run_processes([(LEFT, plan), (RIGHT, plan)], _measure)
+    return statistics.median(left.trips_s)
+
+
+def _network(
+    way: ShapingKind, bandwidth: float, transfer_s: float, trips: int, dilation: float, bare_s: float
+) -> Iterator[dict[str, Any]]:
     plan = Plan(TENSORS, int(bandwidth / 8 * transfer_s / TENSORS) // 4 * 4, trips)
     left, right = asyncio.run(_measured(way, bandwidth, dilation, plan))
     goodput = 8 * plan.tensor_bytes * (plan.tensors - 1) / right.transfer_s
     words = f"{bandwidth / 1e6:g} Mbit/s, {way}" + (f", dilation {dilation:g}" if dilation != 1 else "")
     yield _case(f"goodput at {words}", goodput / 1e6, "Mbit/s", "the file's figure", bandwidth / 1e6)
     trip = statistics.median(left.trips_s)
-    yield _case(f"round trip at {words}", 1e6 * trip, "us", "2 x latency", 2e6 * LATENCY_S)
+    expected_s = 2 * LATENCY_S + bare_s / dilation
+    yield _case(f"round trip at {words}", 1e6 * trip, "us", "2 x latency + the endpoints' own", 1e6 * expected_s)
 
 
 async def _measured(way: ShapingKind, bandwidth: float, dilation: float, plan: Plan) -> tuple[Measured, Measured]:
