@@ -17,6 +17,8 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan
 from zmqtrain.net.transport import Frames, Transport
 from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq, split_address
+from zmqtrain.simulate.network import SimulatedNetwork, SimulatedTransport
+from zmqtrain.topology.links import NetworkModel, Way
 
 FAST = NetSettings(
     token="secret",
@@ -127,6 +129,28 @@ class MemoryWorld(World):
 
     def cut(self) -> None:
         self.network.drop_link("a", "b", down_s=0.002)
+
+
+class SimulatedWorld(World):
+    """The simulated network, here on a real loop: what it models takes real time."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = SimulatedNetwork(NetworkModel(bandwidth=10e9, way=Way(50e-6), reconnect=0.002), random.Random(1))
+
+    async def _open(self, peer: str, settings: NetSettings) -> Node:
+        return self.network.endpoint(peer, f"host of {peer}", settings)
+
+    async def _transport(self, peer: str) -> Transport:
+        return SimulatedTransport(self.network, peer, f"host of {peer}", FAST)
+
+    async def fragile_pair(self, **changes: Any) -> tuple[Node, Node]:
+        return await self.pair(**changes)
+
+    def cut(self) -> None:
+        self.network.drop_link("a", "b")
 
 
 class ZeroMQWorld(World):
