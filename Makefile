@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
 	@echo "make test     formatting, types, import contracts and tests"
-	@echo "make bench    measure network, collectives, servers and start-up"
+	@echo "make bench    measure network, collectives, servers, start-up and simulated and emulated worlds"
 	@echo "make docs     write docs/topology.md from the schema, and the shipped profiles"
 	@echo "make format   put the code into the form that make test asks for"
 	@echo "make clean    remove .venv, caches and runs"
@@ -26,7 +26,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 bench: $(READY)
-	@for name in net collectives server launch; do $(BIN)/zmqtrain bench $$name || exit; done
+	@for name in net collectives server launch simulate emulate fidelity; do $(BIN)/zmqtrain bench $$name || exit; done
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py
