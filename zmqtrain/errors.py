@@ -149,7 +149,7 @@ class TimeLimitError(SimulationError):
     """The run was not through when its virtual time was."""
 
     def __init__(self, limit_s: float, waiting: Mapping[str, Sequence[str]]) -> None:
-        self.limit_s, self.waiting = limit_s, waiting
+        self.now_s, self.limit_s, self.waiting = limit_s, limit_s, waiting
         super().__init__(
             f"not done after {limit_s:g} virtual seconds: train fewer steps, or raise [simulation] time_limit.{_waits(waiting)}"
         )

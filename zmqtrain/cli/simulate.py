@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.errors import InvariantError, UsageError
-from zmqtrain.launcher.record import RunRecord
-from zmqtrain.launcher.run import write_pid
+from zmqtrain.errors import InvariantError, SimulationError, UsageError
+from zmqtrain.launcher.record import Ending, RunRecord
+from zmqtrain.launcher.report import report_of
+from zmqtrain.launcher.run import INTERRUPTED, write_pid
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
@@ -86,10 +87,15 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     began = time.monotonic()
     try:
         result = simulate(topology, seed=seed, options=options)
-    except BaseException:
+    except SimulationError as error:
         view.end()
-        directory.close()
-        raise
+        report = {**report_of(error, "simulation"), "host": "", "pid": 0}
+        record.write_up(Ending("failed", error.exit_code, report), getattr(error, "now_s", 0.0), {"seed": seed})
+        return error.exit_code
+    except KeyboardInterrupt:
+        view.end()
+        record.write_up(Ending("interrupted", INTERRUPTED), 0.0, {"seed": seed})
+        return INTERRUPTED
     finally:
         (directory.path / "pid").unlink(missing_ok=True)
     view.end()
@@ -106,28 +112,38 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
 
 
 def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
+    """Try all; Ctrl-C ends that, and what was found until then is told."""
     began = time.monotonic()
     endings: Counter[str] = Counter()
     broken: list[Trial] = []
-    for number, trial in enumerate(explore(topology, seeds, faults=source, jobs=jobs), 1):
-        endings[trial.status] += 1
-        if trial.broken:
-            broken.append(trial)
-        if json_lines:
-            line = {"seed": trial.seed, "status": trial.status, "seconds": trial.seconds, "faults": trial.faults}
-            print(dumps({**line, "error": trial.error, "broken": trial.broken}), flush=True)
-        elif trial.broken:
-            print(_about(trial), flush=True)
-        elif number % 100 == 0:
-            print(f"{number} seeds, {time.monotonic() - began:.0f} s", flush=True)
-    told = ", ".join(f"{count} {status}" for status, count in endings.most_common())
+    interrupted = False
+    try:
+        for trial in explore(topology, seeds, faults=source, jobs=jobs):
+            endings[trial.status] += 1
+            if trial.broken:
+                broken.append(trial)
+            if json_lines:
+                line = {"seed": trial.seed, "status": trial.status, "seconds": trial.seconds, "faults": trial.faults}
+                print(dumps({**line, "error": trial.error, "broken": trial.broken}), flush=True)
+            elif trial.broken:
+                print(_about(trial), flush=True)
+            elif endings.total() % 100 == 0:
+                print(f"{endings.total()} seeds, {time.monotonic() - began:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
     if not json_lines:
-        print(f"{len(seeds)} seeds in {time.monotonic() - began:.1f} s: {told}; {len(broken)} broke what must always hold")
-    if not broken:
-        return 0
-    first = broken[0].seed
-    print(f"zmqtrain: seed {first} replays by: zmqtrain simulate {file} --seed {first} --faults {source}", file=sys.stderr)
-    return BROKEN
+        told = ", ".join(
+            [*(f"{count} {status}" for status, count in endings.most_common()), f"{len(broken)} broke what must always hold"]
+        )
+        print(
+            f"{'interrupted after ' if interrupted else ''}{endings.total()} seeds in {time.monotonic() - began:.1f} s: {told}; "
+            f"{len(broken)} broke what must always hold"
+        )
+    if broken:
+        first = broken[0].seed
+        print(f"zmqtrain: seed {first} replays by: zmqtrain simulate {file} --seed {first} --faults {source}", file=sys.stderr)
+        return BROKEN
+    return INTERRUPTED if interrupted else 0
 
 
 def _about(trial: Trial) -> str:

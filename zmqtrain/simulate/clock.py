@@ -15,7 +15,6 @@ import logging
 import math
 import random
 import sys
-import traceback
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
@@ -347,12 +346,16 @@ _NO_PROCESS = contextvars.Context()
 
 def place_of(task: asyncio.Task[Any]) -> str:
     """Where a task waits: its name, and the innermost of its own lines."""
-    frames = task.get_stack()
-    if not frames:
+    # A task's own stack shows its outermost coroutine only: follow what each awaits, as long as that is ours.
+    place: Any = task.get_coro()
+    while (awaited := getattr(place, "cr_await", None)) is not None and getattr(awaited, "cr_frame", None) is not None:
+        if "/asyncio/" in awaited.cr_code.co_filename:
+            break
+        place = awaited
+    frame = getattr(place, "cr_frame", None)
+    if frame is None:
         return f"{task.get_name()}: not begun, or in native code"
-    inner = frames[-1]
-    line = traceback.extract_stack(inner, limit=1)[0]
-    return f"{task.get_name()}: {line.name} at {line.filename.rpartition('/')[2]}:{line.lineno}"
+    return f"{task.get_name()}: {frame.f_code.co_name} at {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0, limit_s: float = math.inf, debug: bool = False) -> T:

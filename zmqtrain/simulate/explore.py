@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -75,5 +76,12 @@ def explore(topology: Topology, seeds: Sequence[int], *, faults: FaultSource, jo
         yield from map(attempt, seeds)
         return
     # Not forked: the parent may have threads (torch's), whose locks a fork would copy.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(attempt, seeds, chunksize=max(1, min(20, len(seeds) // (4 * jobs))))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+        try:
+            yield from pool.map(attempt, seeds, chunksize=max(1, min(20, len(seeds) // (4 * jobs))))
+        except BaseException:  # Ctrl-C, or nobody wants to know any more: what runs is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
