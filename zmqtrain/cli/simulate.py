@@ -132,9 +132,7 @@ def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSou
     except KeyboardInterrupt:
         interrupted = True
     if not json_lines:
-        told = ", ".join(
-            [*(f"{count} {status}" for status, count in endings.most_common()), f"{len(broken)} broke what must always hold"]
-        )
+        told = ", ".join(f"{count} {status}" for status, count in endings.most_common()) or "none"
         print(
             f"{'interrupted after ' if interrupted else ''}{endings.total()} seeds in {time.monotonic() - began:.1f} s: {told}; "
             f"{len(broken)} broke what must always hold"
