@@ -75,16 +75,17 @@ def test_a_seed_repeats_and_another_differs(profile: str) -> None:
 
 
 def test_the_same_bytes_in_every_process(tmp_path: Path, profile: str) -> None:
-    """Python's hashes differ from process to process, and no order may depend on them."""
+    """Python's hashes differ from process to process, and no order may depend on them; nor on debug mode, nor on uvloop."""
     file = tmp_path / "job.toml"
     topology = topology_of(
         profile, compute={"noise": {"kind": "normal"}}, faults=[{"kind": "drop", "target": "worker/0", "at": 0.1}]
     )
     file.write_text(topology.to_toml())
     written = []
-    for number, seed in enumerate(("1", "77")):
+    without_uvloop = "import sys; sys.modules['uvloop'] = None; from zmqtrain.cli.main import main; main()"
+    for number, (seed, start) in enumerate([("1", ["-m", "zmqtrain"]), ("77", ["-X", "dev", "-c", without_uvloop])]):
         folder = tmp_path / f"run{number}"
-        command = [sys.executable, "-m", "zmqtrain", "simulate", str(file), "--run-dir", str(folder)]
+        command = [sys.executable, *start, "simulate", str(file), "--run-dir", str(folder)]
         done = subprocess.run(
             command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True, timeout=50, check=False
         )
