@@ -94,7 +94,8 @@ class Injector:
 
     async def _partition(self, fault: Fault) -> None:
         heals = []
-        for number, side in enumerate(fault.sides[:-1]):
+        first = fault.sides[:1] if fault.one_way else fault.sides[:-1]
+        for number, side in enumerate(first):
             others = [host for later in fault.sides[number + 1 :] for host in later]
             heals.append(self._cluster.network.partition(side, others, one_way=fault.one_way))
         self._heal += heals
