@@ -16,15 +16,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
+from zmqtrain.net.zeromq import URGENT_TOS
+
 #: A full Ethernet frame, and what of it is payload: without headers of Ethernet (14), IP (20) and TCP with its time stamps (32).
 #: ``tc`` counts the former, our figures are of the latter.
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 #: A bucket of tokens, which go through at once after a pause, and a queue: so many seconds of the rate, but so many bytes at least.
 BURST_S, LEAST_BURST_BYTES = 0.002, 16 * 1024
+#: What a class may send in its turn; there is one of each priority, so it need only hold a packet as the kernel makes them.
+QUANTUM_BYTES = 64 * 1024
 QUEUE_S, LEAST_QUEUE_BYTES = 0.05, 256 * 1024
 #: What a connection may have in a queue. A path without delay needs little, and few connections then never overflow the queue: TCP
 #: waits for 200 ms after a loss of the last packets, however slow the run's own clock is.
 WINDOW_S, LEAST_WINDOW_BYTES = 0.004, 128 * 1024
+#: TCP hands its packets over in lumps, which urgent messages and acknowledgements wait for: so many seconds of the rate each.
+LUMP_S, LEAST_LUMP_BYTES, MOST_LUMP_BYTES = 0.0005, 4 * 1024, 64 * 1024
 #: In every kernel; on a path without delay it fills the card, while BBR, some machines' default, stays a few percent below.
 CONGESTION_CONTROL = "reno"
 #: Hosts of one run: a /22, and one address is the launcher's.
@@ -105,9 +111,9 @@ class Namespaces:
                 await _run(*self.command(host, ("sh", "-c", _tcp_settings(self._rates[host]))))
         limited = [(host, rate) for host, rate in self._rates.items() if rate is not None]
         for host, rate in limited:
-            await _batch("tc", [f"qdisc add dev eth0 root {_bucket(rate)}"], "-n", self.namespace_of(host))
-        lines = [f"qdisc add dev c{self._numbers[host] + 1} root {_bucket(rate)}" for host, rate in limited]
-        await _batch("tc", lines, "-n", bridge)
+            await _batch("tc", _limited("eth0", rate), "-n", self.namespace_of(host))
+        cables = (_limited(f"c{self._numbers[host] + 1}", rate) for host, rate in limited)
+        await _batch("tc", list(chain.from_iterable(cables)), "-n", bridge)
 
     async def close(self) -> None:
         """Remove them, however many there are. What runs in them must have ended."""
@@ -150,14 +156,26 @@ def _tcp_settings(rate: float | None) -> str:
     if rate is not None:
         window = max(LEAST_WINDOW_BYTES, int(rate * WINDOW_S))
         lines.append(f"echo 4096 {window} {window} > /proc/sys/net/ipv4/tcp_rmem")
+        lines.append(f"ip link set dev eth0 gso_max_size {min(MOST_LUMP_BYTES, max(LEAST_LUMP_BYTES, int(rate * LUMP_S)))}")
     return "; ".join(lines)
 
 
-def _bucket(rate: float) -> str:
-    """``tc``'s words for payload of ``rate`` bytes a second."""
+def _limited(device: str, rate: float) -> list[str]:
+    """``tc``'s commands for a device that sends payload of ``rate`` bytes a second, and what is marked as urgent first."""
     gross = rate * FRAME_BYTES / PAYLOAD_BYTES
     burst = max(LEAST_BURST_BYTES, int(gross * BURST_S))
-    return f"tbf rate {int(gross * 8)}bit burst {burst} limit {burst + max(LEAST_QUEUE_BYTES, int(gross * QUEUE_S))}"
+    limit = max(LEAST_QUEUE_BYTES, int(gross * QUEUE_S))
+    whole = int(gross * 8)
+    half = f"rate {whole // 2}bit ceil {whole}bit burst {burst} cburst {burst}"  # what it is sure of, and what it may take
+    return [
+        f"qdisc add dev {device} root handle 1: htb default 3",
+        f"class add dev {device} parent 1: classid 1:1 htb rate {whole}bit burst {burst} cburst {burst}",
+        f"class add dev {device} parent 1:1 classid 1:2 htb {half} prio 0 quantum {QUANTUM_BYTES}",
+        f"class add dev {device} parent 1:1 classid 1:3 htb {half} prio 1 quantum {QUANTUM_BYTES}",
+        f"qdisc add dev {device} parent 1:2 bfifo limit {limit}",
+        f"qdisc add dev {device} parent 1:3 bfifo limit {limit}",
+        f"filter add dev {device} parent 1: protocol ip u32 match ip tos {URGENT_TOS:#x} {URGENT_TOS:#x} classid 1:2",
+    ]
 
 
 async def _owners() -> list[int]:

@@ -32,6 +32,8 @@ BUDGET_BYTES = 8 * MIB
 IN_PLACE_BYTES = 16 * 1024
 #: The longest patience that ZeroMQ can announce to its peer.
 MAX_TTL_MS = 6_553_599
+#: How the control lane's packets are marked, "low delay": where a queue before a slow link knows priorities, they pass tensors.
+URGENT_TOS = 0x10
 #: Sockets of one context: six a peer (two DEALERs, two monitors with two ends each).
 MAX_SOCKETS = 16384
 
@@ -116,7 +118,7 @@ class ZeroMQTransport:
     def post(self, address: str, frames: Frames) -> None:
         try:
             target = split_address(address)[CONTROL]
-            dealer = self._dealer(b"", target)
+            dealer = self._dealer(CONTROL, b"", target)
         except (ValueError, zmq.ZMQError):
             return  # whoever gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
@@ -166,10 +168,14 @@ class ZeroMQTransport:
         self._ears.append(_Ear(self._loop, lane, router))
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def _dealer(self, route: bytes, target: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None) -> zmq.Socket[bytes]:
+    def _dealer(
+        self, lane: int, route: bytes, target: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None
+    ) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
         try:
             self._tune(dealer)
+            if lane == CONTROL:
+                dealer.setsockopt(zmq.TOS, URGENT_TOS)
             if route:
                 dealer.setsockopt(zmq.ROUTING_ID, route)
             # The link bounds what is in flight; the mark only has to lie above that, with greetings and acknowledgements.
@@ -296,7 +302,7 @@ class _Wire:
         def watch(dealer: zmq.Socket[bytes]) -> None:
             self._monitors[lane] = _Monitor(self._transport._loop, dealer, lambda up: self._changed(lane, up))
 
-        dealer = self._dealers[lane] = self._transport._dealer(self._route, self._targets[lane], watch)
+        dealer = self._dealers[lane] = self._transport._dealer(lane, self._route, self._targets[lane], watch)
         # A lane that is being opened for the first time does not make the link count as down.
         self._up[lane] = lane == BULK
         return dealer
