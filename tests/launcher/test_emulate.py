@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,20 @@ async def test_what_killed_runs_have_left_is_removed() -> None:
         await namespaces.close()
         subprocess.run(["ip", "netns", "del", foreign], check=True)  # noqa: ASYNC221
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"zt{os.getpid()}")]
+
+
+async def test_folders_of_killed_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    topology = parse_topology(SLOW)
+    left, foreign = tmp_path / "zmqtrain-emulated-left", tmp_path / "zmqtrain-emulated-foreign"
+    left.mkdir()
+    foreign.mkdir()  # without the mark of a run: somebody else's, or a run's that is only beginning
+    (left / "alive").touch()
+    async with emulated(topology, place(topology), Emulation("paced")) as (first, _):
+        async with emulated(topology, place(topology), Emulation("paced")):
+            assert first.plan.exists()
+        assert set(os.listdir(tmp_path)) == {foreign.name, first.plan.parent.name}
+    assert os.listdir(tmp_path) == [foreign.name]
 
 
 # The plan -----------------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ racks. Latency is the endpoint's in both. The figures mean the same: bytes of me
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -31,6 +33,8 @@ from zmqtrain.topology.schema import Host, Topology
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
 KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
+#: Folders of emulated runs begin with this, and hold this file while their run is alive.
+_FOLDER, _ALIVE = "zmqtrain-emulated-", "alive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
     host_of[COORDINATOR] = topology.hosts[0].name  # where simulation has it, too
     factor = emulation.dilation.factor
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zmqtrain-emulated-")))
+        _remove_leftovers()
+        folder = stack.enter_context(_owned_folder())
         namespaces, why = await _namespaces(stack, model, emulation)
         kind: ShapingKind = "paced" if namespaces is None else "namespaces"
         plan = plan_of(model, host_of, cards=namespaces is None).write(folder)
@@ -116,6 +121,25 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
         yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
+
+
+@contextmanager
+def _owned_folder() -> Iterator[Path]:
+    """A folder for the run, removed at its end. A lock shows that the run is alive, since a killed one removes nothing."""
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as name:
+        folder = Path(name)
+        with (folder / "unlocked").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "unlocked").rename(folder / _ALIVE)  # nobody finds it before it is locked
+            yield folder
+
+
+def _remove_leftovers() -> None:
+    """Remove the folders of runs that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
+        with suppress(OSError), path.open("r+") as file:  # locked, another's, or gone by now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent)
 
 
 _IN_WORDS: dict[ShapingKind, str] = {"paced": "links paced by the endpoints", "namespaces": "links shaped in network namespaces"}
