@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from contextlib import suppress
 from itertools import chain
 
 from zmqtrain.net.zeromq import URGENT_TOS
+
+log = logging.getLogger(__name__)
 
 #: A full Ethernet frame, and what of it is payload: without headers of Ethernet (14), IP (20) and TCP with its time stamps (32).
 #: ``tc`` counts the former, our figures are of the latter.
@@ -116,9 +119,12 @@ class Namespaces:
         await _batch("tc", list(chain.from_iterable(cables)), "-n", bridge)
 
     async def close(self) -> None:
-        """Remove them, however many there are. What runs in them must have ended."""
+        """Remove them, however many there are. What runs in them must have ended. What cannot be removed is left to the next run."""
         if self._opened:
-            await _remove(os.getpid())
+            try:
+                await _remove(os.getpid())
+            except NoNamespacesError as error:
+                log.warning("network namespaces of this run are left: %s", error)
 
     def _address(self, number: int) -> str:
         number += 1
