@@ -119,7 +119,7 @@ class Namespaces:
         await _batch("tc", list(chain.from_iterable(cables)), "-n", bridge)
 
     async def close(self) -> None:
-        """Remove them, however many there are. What runs in them must have ended. What cannot be removed is left to the next run."""
+        """Remove them, however many there are, when what ran in them has ended. What cannot be removed is left to the next run."""
         if self._opened:
             try:
                 await _remove(os.getpid())
