@@ -294,7 +294,8 @@ def test_names_and_addresses() -> None:
         a = network.endpoint("a", "one")
         with pytest.raises(ValueError, match="an endpoint a on this network already"):
             network.endpoint("a", "two")
+        a.add_peer("b", "tcp://10.0.0.1:1")
         with pytest.raises(ValueError, match="is no address of a simulated network"):
-            a.add_peer("b", "tcp://10.0.0.1:1")
+            await a.send("b", ("x",), ValuePayload(1))
 
     on(GIGABIT, main)

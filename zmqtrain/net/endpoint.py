@@ -94,7 +94,7 @@ class Endpoint(Protocol):
         ...
 
     def forget(self, peer: PeerId, reason: str) -> None:
-        """Treat the peer as lost now (membership says so); waits for it raise at once."""
+        """Treat the peer as lost now (membership says so); waits for it raise at once, and `on_lost` is called."""
         ...
 
     def statistics(self) -> dict[str, int]:

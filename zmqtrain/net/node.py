@@ -188,8 +188,8 @@ class Node:
         if self._closing is not None:
             raise self._closing.error(what)
 
-    def _lost(self, link: Link, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
-        """A link has ended: everybody who waits for its peer learns it."""
+    def _lost(self, peer: PeerId, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
+        """A peer is lost: everybody who waits for it learns it."""
         for ticket in tickets:
             future = self._waits.get(ticket)
             if future is not None and not future.done():
@@ -200,13 +200,13 @@ class Node:
                 turn.set_exception(ending.error(f"room for {message.tag}"))
             if message.on_released is not None:
                 message.on_released()
-        self._desk.lose(link.peer, ending.error)
+        self._desk.lose(peer, ending.error)
         if self._closing is None:
             for callback in self._callbacks:
                 try:
-                    callback(link.peer, ending.reason)
+                    callback(peer, ending.reason)
                 except Exception as error:  # noqa: BLE001 - the others must hear of it, too; the loop's handler reports it
-                    message_text = f"a callback for the loss of {link.peer} raised"
+                    message_text = f"a callback for the loss of {peer} raised"
                     asyncio.get_running_loop().call_exception_handler({"message": message_text, "exception": error})
 
     def _fail_waits(self, ending: Ending) -> None:

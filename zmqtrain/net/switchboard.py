@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: The transport's high-water marks lie above what is ever in flight; should it refuse all the same, try again after this time.
 RETRY_S = 0.01
 
-OnLost = Callable[[Link, Ending, Sequence[Outgoing], Sequence[Ticket]], None]
+OnLost = Callable[[PeerId, Ending, Sequence[Outgoing], Sequence[Ticket]], None]
 
 
 def route_of(peer: PeerId, session: int) -> bytes:
@@ -78,8 +78,8 @@ class Switchboard:
         self._gone.pop(peer, None)
         link = self._links.get(peer)
         if link is None:
-            self._add_link(peer)  # greet it now: the first message then finds an open link
-        elif not link.address:
+            return  # connected when somebody here, or the peer, has something to say: most pairs of a large run never have
+        if not link.address:
             self._connect(link, address)
         elif address not in (known, link.address):
             self._end(link, endings.lost(peer, f"it was restarted at {address}"))
@@ -90,6 +90,10 @@ class Switchboard:
         link = self._links.get(peer)
         if link is not None:
             self._end(link, ending, refuse="lost")
+        elif peer not in self._gone:
+            # Nobody here waits for it directly, but what it was a part of is broken all the same.
+            self._gone[peer] = ending
+            self._on_lost(peer, ending, (), self._mailbox.lose(peer))
         self._gone[peer] = ending
 
     def links(self) -> Iterable[Link]:
@@ -336,7 +340,7 @@ class Switchboard:
             refusal = Refusal(self._peer, link.peer, remote.session, refuse, ending.reason)
             self._transport.post(remote.address, encode_greeting(refusal))
         tickets = self._mailbox.lose(link.peer)
-        self._on_lost(link, ending, messages, tickets)
+        self._on_lost(link.peer, ending, messages, tickets)
         self._check_idle()
 
     # What goes out
