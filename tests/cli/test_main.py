@@ -157,9 +157,9 @@ def test_a_run_whose_launcher_was_killed_is_lost(
 
 
 def test_a_run_is_stopped_as_by_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=subprocess.PIPE
-    ) as other:
+    # Its own handler, as a launcher has: these tests themselves may run where SIGINT is ignored (in a script's background).
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
         make_run(folder, pid=f"{other.pid} {psutil.Process(other.pid).create_time()}\n").close()
