@@ -1,0 +1,139 @@
+"""Who gossips with whom at which step: a pure function of step, rank, world size and seed.
+
+GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps the k-th step's partners are
+at a distance of 2^k, so that what a peer knows has reached all others, directly or not, when the period ends. Then the peers take new
+positions (*partner rotation*): one of p seeded shuffles, which take turns. A step has one set of partners, whatever is exchanged in
+it, and a period one shuffle: to rotate in its middle would lose what the distances add up to.
+
+=============  ===================================  =============================  ==================================================
+topology       sends to                             receives from                  promises
+=============  ===================================  =============================  ==================================================
+dissemination  i + 2^k                              i - 2^k                        all are reached in ceil(log2 p) steps, for any p
+hypercube      i xor 2^k                            the same                       the same, in pairs; p must be a power of two
+ring           i + 1                                i - 1                          all are reached in p - 1 steps
+random         another seeded permutation a step    its inverse                    none but on average: the baseline of Jin et al. (2016)
+... a choice   anybody, each peer for itself        whoever chose it, maybe none   that of Blot et al. (2016); does not keep the mean
+=============  ===================================  =============================  ==================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ranks = npt.NDArray[np.int64]
+Shape = Literal["dissemination", "hypercube", "random", "ring"]
+
+#: Names of random streams, so that the shuffles and the draws of a step never share numbers.
+_SHUFFLE, _STEP = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """Whom a peer talks to in a step, as ranks."""
+
+    to: int
+    sources: tuple[int, ...]
+    """Whom it receives from: one, except with unbalanced random partners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The partners of ``world`` peers at every step."""
+
+    world: int
+    seed: int
+    shape: Shape = "dissemination"
+    rotation: bool = True
+    balanced: bool = True
+    """For random partners: whether every peer receives from exactly one."""
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise ValueError(f"a world of {self.world} peers")
+        if self.shape == "hypercube" and not is_power_of_two(self.world):
+            raise ValueError(f'gossip on a hypercube needs a power of two as the number of peers, not {self.world}: use "dissemination"')
+
+    @property
+    def period(self) -> int:
+        """Steps after which what a peer has sent has reached all (dissemination and hypercube): ceil(log2 world)."""
+        return (self.world - 1).bit_length()
+
+    def partners(self, step: int, rank: int) -> Partners | None:
+        """The partners of ``rank`` at ``step``; ``None`` where there is nobody else."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} of {self.world}")
+        if self.world == 1:
+            return None
+        if self.shape == "random":
+            return self._random(step, rank)
+        positions, ranks = self._places(step)
+        here, world = int(positions[rank]), self.world
+        distance = 1 << step % self.period
+        if self.shape == "hypercube":
+            to = source = here ^ distance
+        elif self.shape == "dissemination":
+            to, source = (here + distance) % world, (here - distance) % world
+        else:
+            to, source = (here + 1) % world, (here - 1) % world
+        return Partners(int(ranks[to]), (int(ranks[source]),))
+
+    def _places(self, step: int) -> tuple[Ranks, Ranks]:
+        """The position of each rank, and the rank at each position."""
+        rotation = step // self.period % self.world if self.rotation else 0
+        return _shuffle(self.world, (self.seed, _SHUFFLE, rotation)) if self.rotation else _in_order(self.world)
+
+    def _random(self, step: int, rank: int) -> Partners:
+        key = (self.seed, _STEP, step)
+        if self.balanced:  # around a circle of all in a random order: each has one on either side, and never itself
+            positions, ranks = _shuffle(self.world, key)
+            here = int(positions[rank])
+            return Partners(int(ranks[(here + 1) % self.world]), (int(ranks[here - 1]),))
+        chosen = _choices(self.world, key)
+        return Partners(int(chosen[rank]), tuple(int(other) for other in np.flatnonzero(chosen == rank)))
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, ..."""
+    return number > 0 and number & (number - 1) == 0
+
+
+@lru_cache(maxsize=64)
+def _shuffle(world: int, key: tuple[int, int, int]) -> tuple[Ranks, Ranks]:
+    ranks = np.argsort(_numbers(world, key), kind="stable").astype(np.int64, copy=False)
+    return _inverse(ranks), _frozen(ranks)
+
+
+@lru_cache(maxsize=8)
+def _in_order(world: int) -> tuple[Ranks, Ranks]:
+    ranks = _frozen(np.arange(world, dtype=np.int64))
+    return ranks, ranks
+
+
+@lru_cache(maxsize=64)
+def _choices(world: int, key: tuple[int, int, int]) -> Ranks:
+    """Whom each peer chooses, never itself."""
+    others = (_numbers(world, key) % np.uint64(world - 1)).astype(np.int64)
+    own = np.arange(world)
+    return _frozen(others + (others >= own))
+
+
+def _numbers(count: int, key: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
+    """Random numbers of a stream. numpy promises the raw stream of a bit generator for all releases, and only that."""
+    seed, stream, number = key
+    return np.random.Philox(key=seed, counter=[0, 0, number, stream]).random_raw(count)
+
+
+def _inverse(ranks: Ranks) -> Ranks:
+    positions = np.empty_like(ranks)
+    positions[ranks] = np.arange(len(ranks))
+    return _frozen(positions)
+
+
+def _frozen(ranks: Ranks) -> Ranks:
+    ranks.flags.writeable = False
+    return ranks
