@@ -68,7 +68,9 @@ def test_a_period_reaches_everybody(world: int, rotation: bool) -> None:
             np.testing.assert_array_equal(weights.sum(axis=1), np.ones(world))
 
 
-@pytest.mark.parametrize(("world", "before"), [(2, Fraction(1, 2)), (4, Fraction(1, 4)), (8, Fraction(1, 8)), (16, Fraction(1, 16))])
+@pytest.mark.parametrize(
+    ("world", "before"), [(2, Fraction(1, 2)), (4, Fraction(1, 4)), (8, Fraction(1, 8)), (16, Fraction(1, 16))]
+)
 def test_powers_of_two_reach_the_exact_mean_at_the_end_of_a_period_and_not_before(world: int, before: Fraction) -> None:
     for shape in ("dissemination", "hypercube"):
         for seed in range(3):

@@ -56,7 +56,9 @@ class Schedule:
         if self.world < 1:
             raise ValueError(f"a world of {self.world} peers")
         if self.shape == "hypercube" and not is_power_of_two(self.world):
-            raise ValueError(f'gossip on a hypercube needs a power of two as the number of peers, not {self.world}: use "dissemination"')
+            raise ValueError(
+                f'gossip on a hypercube needs a power of two as the number of peers, not {self.world}: use "dissemination"'
+            )
 
     @property
     def period(self) -> int:
