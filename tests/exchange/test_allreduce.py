@@ -15,19 +15,28 @@ from zmqtrain.exchange.allreduce import AllReduceExchange
 SIZES = (5, 1, 17, 300)
 
 
-async def train(groups: int, group_size: int, data: Data, *, overlap: bool, clip_norm: float) -> list[list[Array]]:
+async def train(
+    groups: int,
+    group_size: int,
+    data: Data,
+    *,
+    overlap: bool = True,
+    clip_norm: float = 0.0,
+    every: int = 1,
+    by_bucket: bool = False,
+) -> list[list[Array]]:
     async with endpoints(groups * group_size) as nodes:
         world = group_of(nodes, "workers")
         return await asyncio.gather(
             *(
                 train_worker(
-                    AllReduceExchange(world[rank], groups, overlap=overlap),
+                    AllReduceExchange(world[rank], groups, every=every, by_bucket=by_bucket, overlap=overlap),
                     NumpyReplica(SIZES, rank, clip_norm=clip_norm),
                     data,
                     rank=rank,
                     groups=groups,
                     group_size=group_size,
-                    steps=range(5),
+                    steps=range(data.inputs.shape[0]),
                 )
                 for rank in range(groups * group_size)
             )
@@ -45,6 +54,43 @@ def test_equals_one_process_on_the_whole_batch(groups: int, group_size: int, ove
         for mine, first, whole in zip(history, workers[0], alone, strict=True):
             assert mine.tobytes() == first.tobytes(), "replicas drift apart"
             np.testing.assert_allclose(mine, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("by_bucket", [True, False])
+@pytest.mark.parametrize(("groups", "group_size"), [(1, 1), (2, 1), (3, 2)])
+def test_updates_by_bucket_and_of_several_steps_equal_one_process(
+    groups: int, group_size: int, by_bucket: bool, every: int
+) -> None:
+    data = Data(sum(SIZES), 12 * groups * group_size, 7)
+    alone = train_alone(SIZES, 0, data, range(7), every=every)
+    for history in asyncio.run(train(groups, group_size, data, every=every, by_bucket=by_bucket)):
+        np.testing.assert_allclose(history, alone, rtol=1e-12, atol=1e-12)
+
+
+async def test_by_bucket_the_step_ends_before_the_gradients_are_there() -> None:
+    async with endpoints(2) as nodes:
+        world = group_of(nodes, "workers")
+        exchange, other = (AllReduceExchange(group, 2, by_bucket=True) for group in world)
+        replica, others = NumpyReplica(SIZES, 0), NumpyReplica(SIZES, 1)
+        await asyncio.gather(exchange.start(replica), other.start(others))
+        exchange.begin_step(0)
+        replica.ready.clear()
+        for bucket in replica.buckets:
+            replica.hand_over(exchange, bucket.index)
+        await exchange.end_step()
+        assert replica.ready == []
+        other.begin_step(0)
+        for bucket in others.buckets:
+            others.hand_over(other, bucket.index)
+        await exchange.settle()
+        assert sorted(replica.ready) == [0, 1, 2, 3]
+        await asyncio.gather(exchange.stop(), other.stop())
+
+
+def test_nobody_exchanges_less_often_than_never() -> None:
+    with pytest.raises(ValueError, match="every 0 steps"):
+        AllReduceExchange.__init__(object.__new__(AllReduceExchange), None, 1, every=0)  # type: ignore[arg-type]
 
 
 async def test_a_lost_worker_reaches_end_step_and_stop_leaves_nothing_behind() -> None:

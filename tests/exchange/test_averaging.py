@@ -50,6 +50,7 @@ def simulated(groups: int, every: int, data: Data, steps: range) -> list[list[Ar
         for group, replica in enumerate(replicas):
             replica.backward(*data.share(step, group, groups), data.inputs.shape[1] // groups)
             asyncio.run(replica.update())
+            asyncio.run(replica.take_all())
         if (step + 1) % every == 0:
             for weights in zip(*(replica.weights for replica in replicas), strict=True):
                 mean = sum(weights) / groups

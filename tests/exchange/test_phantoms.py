@@ -24,7 +24,7 @@ class PhantomReplica(NumpyReplica):
     """A replica that has only sizes."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__((1,), rank)
+        super().__init__(SIZES, rank)
         self._buckets = [
             Bucket(index, PhantomPayload(size, "float64"), PhantomPayload(size, "float64"), 0, (f"w{index}",))
             for index, size in enumerate(SIZES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.exchange.base import Bucket, Exchange, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Exchange, Optimize, OptimizerSpec
 from zmqtrain.wire.tensor import TensorPayload
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -24,6 +24,9 @@ class NumpyReplica:
         self.momentum = [np.zeros(size) for size in sizes]
         self.clip_norm = clip_norm
         self.ready: list[int] = []
+        self.when = Optimize.APART
+        self._open = [asyncio.Event() for _ in sizes]  # the bucket is ours
+        self._due: set[int] = set()  # buckets to update when they are ours again
         self.aborted: BaseException | None = None
         self._buckets = [
             Bucket(index, TensorPayload.of(weight), TensorPayload.of(gradient), 0, (f"w{index}",))
@@ -37,13 +40,40 @@ class NumpyReplica:
     def hyperparameters(self) -> OptimizerSpec:
         return OptimizerSpec("torch.optim:SGD", ({"lr": 0.05, "momentum": 0.9},))
 
+    def optimize(self, when: Optimize) -> None:
+        self.when = when
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self.ready.append(bucket.index)
+        self._open[bucket.index].set()
 
     def abort(self, error: BaseException) -> None:
         self.aborted = error
+        for each in self._open:
+            each.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+    def hand_over(self, exchange: Exchange, index: int) -> None:
+        """The bucket's gradients are complete."""
+        if self.when is Optimize.BEFORE:
+            self._update(index)
+        elif self.when is Optimize.AFTER:
+            self._due.add(index)
+        self._open[index].clear()
+        exchange.bucket_ready(self._buckets[index])
+
+    async def take_all(self) -> None:
+        """As the next forward does, layer by layer."""
+        for index, opened in reversed(list(enumerate(self._open))):
+            await opened.wait()
+            if self.aborted is not None:
+                raise self.aborted
+            if index in self._due:
+                self._due.discard(index)
+                self._update(index)
+        for gradient in self.gradients:
+            gradient[:] = 0.0
+
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         await asyncio.sleep(0)
         for gradient in self.gradients:
             gradient *= gradient_scale
@@ -51,17 +81,22 @@ class NumpyReplica:
         if clip and self.clip_norm and norm > self.clip_norm:
             for gradient in self.gradients:
                 gradient *= self.clip_norm / norm
-        for weight, gradient, momentum in zip(self.weights, self.gradients, self.momentum, strict=True):
-            momentum *= 0.9
-            momentum += gradient
-            weight -= 0.05 * momentum
+        for index in range(len(self.weights)):
+            self._update(index)
+            if not hold:
+                self._open[index].set()
+
+    def _update(self, index: int) -> None:
+        self.momentum[index] *= 0.9
+        self.momentum[index] += self.gradients[index]
+        self.weights[index] -= 0.05 * self.momentum[index]
 
     def backward(self, inputs: Array, targets: Array, batch: int) -> None:
-        """The gradient of the mean squared error over ``batch`` samples, of which ``inputs`` holds some."""
+        """Add the gradient of the mean squared error over ``batch`` samples, of which ``inputs`` holds some."""
         error = inputs @ np.concatenate(self.weights) - targets
         start = 0
         for gradient in self.gradients:
-            gradient[:] = 2 * inputs[:, start : start + len(gradient)].T @ error / batch
+            gradient += 2 * inputs[:, start : start + len(gradient)].T @ error / batch
             start += len(gradient)
 
     def flat(self) -> Array:
@@ -92,21 +127,28 @@ async def train_worker(
         inputs, targets = data.share(step, rank, groups * group_size)
         replica.backward(inputs, targets, samples // groups)
         for bucket in replica.buckets:
-            exchange.bucket_ready(bucket)
+            if exchange.exchanges(step):
+                replica.hand_over(exchange, bucket.index)
             await asyncio.sleep(0)  # backward takes time
         await exchange.end_step()
+        if exchange.exchanges(step):
+            await replica.take_all()
         history.append(replica.flat())
     await exchange.settle()
     await exchange.stop()
     return history
 
 
-def train_alone(sizes: Sequence[int], seed: int, data: Data, steps: range, *, clip_norm: float = 0.0) -> list[Array]:
-    """One process on the whole batch."""
+def train_alone(
+    sizes: Sequence[int], seed: int, data: Data, steps: range, *, clip_norm: float = 0.0, every: int = 1
+) -> list[Array]:
+    """One process on the whole batch; ``every`` > 1: with the mean gradient of so many steps at once."""
     replica = NumpyReplica(sizes, seed, clip_norm=clip_norm)
     history: list[Array] = []
     for step in steps:
-        replica.backward(*data.share(step, 0, 1), data.inputs.shape[1])
-        asyncio.run(replica.update())
+        replica.backward(*data.share(step, 0, 1), data.inputs.shape[1] * every)
+        if (step + 1) % every == 0:
+            asyncio.run(replica.update())
+            asyncio.run(replica.take_all())
         history.append(replica.flat())
     return history

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zmqtrain.exchange.base import Bucket, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
@@ -60,7 +60,10 @@ class LinearReplica:
         for event in self.ready:
             event.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+    def optimize(self, when: Optimize) -> None:
+        raise AssertionError("the server runs the optimizer")
+
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
 
     def backward(self, features: Sequence[Tensor], target: Tensor, batch: int) -> None:

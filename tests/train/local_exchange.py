@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from zmqtrain.exchange.base import Bucket, Replica
+from zmqtrain.exchange.base import Bucket, Optimize, Replica
 from zmqtrain.wire.payload import Value
 
 
 class LocalExchange:
     synchronous = True
 
-    def __init__(self) -> None:
+    def __init__(self, when: Optimize = Optimize.APART) -> None:
+        self.when = when
         self.order: list[int] = []
         self._all = asyncio.Event()
 
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         self.replica = replica
+        replica.optimize(self.when)
 
     def begin_step(self, step: int) -> None:
         self.order.clear()
         self._all.clear()
+
+    def exchanges(self, step: int) -> bool:
+        return True
 
     def bucket_ready(self, bucket: Bucket) -> None:
         self.order.append(bucket.index)
@@ -30,7 +35,11 @@ class LocalExchange:
 
     async def end_step(self) -> None:
         await self._all.wait()
-        await self.replica.update()
+        if self.when is Optimize.APART:
+            await self.replica.update()
+        else:
+            for bucket in self.replica.buckets:
+                self.replica.parameters_ready(bucket)
 
     async def settle(self) -> None:
         return None

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.train.local_exchange import LocalExchange
 from zmqtrain.errors import PeerTimeoutError, TaskError
-from zmqtrain.exchange.base import Bucket
+from zmqtrain.exchange.base import Bucket, Optimize
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 
@@ -110,9 +110,20 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float, micro
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("clip", "micro_batches", "bucket_bytes"), [(0.0, 1, 1), (0.1, 2, 200), (0.0, 1, 1 << 20)])
+@pytest.mark.parametrize(
+    ("clip", "micro_batches", "bucket_bytes", "when"),
+    [
+        (0.0, 1, 1, Optimize.APART),
+        (0.1, 2, 200, Optimize.APART),
+        (0.0, 1, 1 << 20, Optimize.APART),
+        (0.0, 1, 200, Optimize.BEFORE),
+        (0.0, 2, 1, Optimize.BEFORE),
+        (0.0, 1, 200, Optimize.AFTER),
+        (0.0, 2, 1 << 20, Optimize.AFTER),
+    ],
+)
 async def test_replica_trains_as_plain_torch(
-    name: str, optimizer: str, clip: float, micro_batches: int, bucket_bytes: int, device: CpuDevice
+    name: str, optimizer: str, clip: float, micro_batches: int, bucket_bytes: int, when: Optimize, device: CpuDevice
 ) -> None:
     torch.manual_seed(1)
     expected = MODELS[name]().double()
@@ -124,7 +135,7 @@ async def test_replica_trains_as_plain_torch(
 
     settings = ReplicaSettings(bucket_bytes=bucket_bytes, clip_norm=clip, overlap=bucket_bytes != 1)
     replica = TorchReplica(model, OPTIMIZERS[optimizer](list(model.parameters())), device, settings)
-    exchange = LocalExchange()
+    exchange = LocalExchange(when)
     await exchange.start(replica)
     replica.connect(exchange.bucket_ready)
     torch.manual_seed(2)
@@ -133,6 +144,7 @@ async def test_replica_trains_as_plain_torch(
         await device.run(lambda index=index, x=x, y=y: step(replica, index, x, y, micro_batches))
         await exchange.end_step()
         assert exchange.order == list(range(len(replica.buckets)))
+    await device.run(replica.take_all)
     for (parameter_name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15, msg=parameter_name)
         assert ours.stride() == theirs.stride()

@@ -165,7 +165,7 @@ class Core:
         where = next(model.parameters()).device
         device = CallersDevice(self.crossing, where, _staging(where))
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder)
-        exchange = make_exchange(self.context)
+        exchange = make_exchange(self.context, whole_updates=True)
         replica.connect(exchange.bucket_ready)
         await exchange.start(replica)
         self.replicated = Replicated(replica, exchange, self.crossing, weight=self._weight, ended=self._step_ended)

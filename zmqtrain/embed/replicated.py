@@ -87,7 +87,7 @@ class Replicated:
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._handing_over = not self._only_adding
-            self.replica.begin_backward(last=self._handing_over)
+            self.replica.begin_backward(last=self._handing_over and self.exchange.exchanges(self.step))
 
     def _weigh(self, gradient: Tensor) -> Tensor | None:
         return None if self._factor == 1.0 else gradient * self._factor

@@ -65,6 +65,9 @@ class AveragingExchange:
         self._step = step
         self._sum.begin(step, self._replica_started().buckets)
 
+    def exchanges(self, step: int) -> bool:
+        return True
+
     def bucket_ready(self, bucket: Bucket) -> None:
         self._sum.add(bucket)
 

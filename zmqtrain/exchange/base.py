@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from zmqtrain.wire.payload import Payload, Value
@@ -36,6 +37,17 @@ class OptimizerSpec:
     groups: tuple[Mapping[str, Value], ...]
 
 
+class Optimize(Enum):
+    """When the local optimizer runs."""
+
+    APART = "apart"
+    """When the exchange calls `Replica.update`, if ever: servers may run it instead."""
+    BEFORE = "before"
+    """On each bucket as soon as backward has its gradients; then the bucket is handed over, with new parameters."""
+    AFTER = "after"
+    """On each bucket when the next forward takes it back, with the gradients that the exchange has made of it."""
+
+
 class Replica(Protocol):
     """A worker's copy of the model, as exchanges see it."""
 
@@ -46,18 +58,27 @@ class Replica(Protocol):
         """The optimizer as it stands at this step (a schedule may have changed the learning rate)."""
         ...
 
+    def optimize(self, when: Optimize) -> None:
+        """Choose when the local optimizer runs, before the first step; `Optimize.APART` where nothing is chosen.
+
+        Bucket by bucket only where the update of a parameter looks at no other: raises `TaskError` for an optimizer of which it is
+        known that it does."""
+
     def parameters_ready(self, bucket: Bucket) -> None:
-        """The exchange has written the bucket's parameters for the next step, and no longer reads its gradients: a forward that
-        waits for the bucket goes on and the gradients may be zeroed. Called on the loop's thread, once a bucket and step."""
+        """The exchange is through with the bucket: it has written the parameters for the next step (with `Optimize.AFTER`: the
+        gradients to update them by), and no longer reads either. A forward that waits for the bucket goes on and the gradients may
+        be zeroed. Called on the loop's thread, once a bucket and step."""
 
     def abort(self, error: BaseException) -> None:
         """The exchange broke: every wait for parameters, now and later, raises ``error`` instead. Called on the loop's thread;
         ``end_step`` and ``settle`` raise the error as well."""
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
-        parameters, in the device's compute thread. For exchanges without a server. Afterwards all buckets count as ready; the
-        exchange calls `parameters_ready` only for those that it changes once more."""
+        parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.
+
+        Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
+        before the step ends. With ``hold`` none does until it is called for it."""
 
 
 class Exchange(Protocol):
@@ -81,12 +102,16 @@ class Exchange(Protocol):
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` is about to begin."""
 
+    def exchanges(self, step: int) -> bool:
+        """Whether the buckets of ``step`` are handed over; otherwise its gradients are added to those of the steps that follow."""
+        ...
+
     def bucket_ready(self, bucket: Bucket) -> None:
         """The bucket's gradients are complete. Never blocks; called in the same order on all workers of a group."""
 
     async def end_step(self) -> None:
-        """All buckets of the step were handed over. On return the next step may begin; with overlap, parameters of some buckets
-        may still be on their way, and the replica's gates hold the forward back until they are there."""
+        """All buckets of the step were handed over, if any are. On return the next step may begin; with overlap, parameters of some
+        buckets may still be on their way, and the replica's gates hold the forward back until they are there."""
 
     async def settle(self) -> None:
         """Wait until the parameters of all buckets are there (before evaluation, checkpoints and the end)."""

@@ -11,10 +11,15 @@ from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.membership.context import RoleContext
 
 
-def make_exchange(context: RoleContext) -> Exchange:
-    """This worker's exchange, by ``[exchange] kind``. Call ``start`` next."""
+def make_exchange(context: RoleContext, *, whole_updates: bool = False) -> Exchange:
+    """This worker's exchange, by ``[exchange] kind``. Call ``start`` next.
+
+    ``whole_updates``: the local optimizer runs at the end of a step, on all parameters (where its ``step`` is somebody else's to
+    call), rather than bucket by bucket where it can.
+    """
     topology, placement, role = context.topology, context.placement, context.role
     kind, overlap = topology.exchange.kind, topology.compute.overlap
+    every = topology.exchange.every_steps(placement.groups)
     if kind == "model_server":
         settings = ModelServerSettings.of(topology, placement, role, context.ladder)
         return ModelServerExchange(context.endpoint, settings, recorder=context.recorder)
@@ -25,10 +30,17 @@ def make_exchange(context: RoleContext) -> Exchange:
 
     world = group("workers", tuple(worker.peer for worker in placement.workers))
     if kind == "allreduce":
-        return AllReduceExchange(world, placement.groups, recorder=context.recorder, overlap=overlap)
+        return AllReduceExchange(
+            world,
+            placement.groups,
+            every=every,
+            by_bucket=overlap and not whole_updates and not topology.optimizer.clip_norm,
+            recorder=context.recorder,
+            overlap=overlap,
+        )
     own = group(f"group/{role.group}", placement.group_members(role.group))
     column = group(
         f"column/{role.position}", tuple(placement.group_members(number)[role.position] for number in range(placement.groups))
     )
     groups = AveragingGroups(world, own, column)
-    return AveragingExchange(groups, topology.exchange.every, recorder=context.recorder, overlap=overlap)
+    return AveragingExchange(groups, every, recorder=context.recorder, overlap=overlap)

@@ -11,7 +11,8 @@ Each worker of a group exchanges only its part of a bucket, so the servers' traf
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
@@ -33,6 +34,7 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.together import together
+from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.dtypes import dtype_named
@@ -54,19 +56,16 @@ class ModelServerExchange:
         members = settings.groups[settings.group]
         self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
         self._replica: Replica | None = None
-        self._step = 0
         self._base: OptimizerSpec | None = None
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
         self._versions: dict[int, int] = {}  # piece -> version that was read last
         self._staleness: list[int] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # bucket -> its exchange, until settled
-        self._held_back: list[Bucket] = []  # without overlap: complete buckets until the end of the step
+        self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
         self._compressor: Compressor | None = None
         if settings.compression != "none":
             self._compressor = make_compressor(settings.compression, settings.compression_ratio)
-        self._error: BaseException | None = None
 
     @property
     def synchronous(self) -> bool:
@@ -92,34 +91,29 @@ class ModelServerExchange:
     def begin_step(self, step: int) -> None:
         assert self._replica is not None, "start() comes first"
         assert self._base is not None
-        self._step = step
+        self._under_way.begin(step, len(self._replica.buckets))
         # Now, since a schedule may move on before the last bucket is pushed.
         self._changed = differing(self._replica.hyperparameters(), self._base)
         self._clip = GroupClip(len(self._replica.buckets), self._settings.clip_norm) if self._clips_itself else None
 
+    def exchanges(self, step: int) -> bool:
+        return True
+
     def bucket_ready(self, bucket: Bucket) -> None:
-        if self._settings.overlap:
-            self._begin(bucket)
-        else:
-            self._held_back.append(bucket)
+        self._under_way.add(bucket)
 
     async def end_step(self) -> None:
-        for bucket in self._held_back:
-            self._begin(bucket)
-        self._held_back.clear()
-        if self._error is not None or not self._settings.overlap:
+        await self._under_way.all_added()
+        if not self._settings.overlap:
             await self.settle()
 
     async def settle(self) -> None:
-        if self._tasks and self._error is None:
-            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        if self._error is not None:
-            raise self._error
+        await self._under_way.settle()
 
     async def stop(self) -> None:
         """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
         that stops early waits for nobody."""
-        await self._cancel()
+        await self._under_way.cancel()
         if self._replica is None:
             return
         await self._ask_servers("finished")
@@ -190,26 +184,13 @@ class ModelServerExchange:
 
     # A bucket's way.
 
-    def _begin(self, bucket: Bucket) -> None:
-        if self._error is not None:
-            return
-        # What belongs to the step goes along: the next one may begin before this task comes to push.
-        exchange = self._exchange(bucket, self._step, self._changed[bucket.parameter_group], self._clip)
-        task = asyncio.get_running_loop().create_task(exchange, name=f"exchange of bucket {bucket.index}")
-        self._tasks[bucket.index] = task
-        task.add_done_callback(self._ended)
+    def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
+        # What belongs to the step goes along: the next one may begin before this exchange comes to push.
+        return self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None:
-            self._error = error
-            for task in self._tasks.values():
-                task.cancel()
-            if self._replica is not None:
-                self._replica.abort(error)
+    def _abort(self, error: BaseException) -> None:
+        if self._replica is not None:
+            self._replica.abort(error)
 
     async def _exchange(self, bucket: Bucket, step: int, changed: Mapping[str, Value] | None, clip: GroupClip | None) -> None:
         assert self._replica is not None
@@ -279,17 +260,7 @@ class ModelServerExchange:
             for part in own:
                 part.scale_(factor)
 
-    # The end, good or bad.
-
-    async def _cancel(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._tasks.clear()
-
     async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
         if caller in self._settings.servers:
-            self._fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
+            self._under_way.fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
         return None

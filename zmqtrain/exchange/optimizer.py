@@ -24,6 +24,8 @@ from zmqtrain.wire.payload import Value
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 #: Their update of an element depends on other elements of its tensor, or on the closure: a flat piece is not enough.
 _NOT_ELEMENTWISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
+#: They look at all parameters at once.
+_NOT_SEPARABLE = frozenset({"LBFGS"})
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
@@ -67,6 +69,15 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Valu
 def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> None:
     """Raise `TaskError` now, on the worker, for an optimizer that the servers would refuse."""
     _optimizer_class(spec.name, allow)
+
+
+def require_separable(optimizer: Optimizer) -> None:
+    """Raise `TaskError` for an optimizer that cannot update one parameter after another."""
+    if type(optimizer).__qualname__ in _NOT_SEPARABLE:
+        raise TaskError(
+            f"the task's optimizer is {type(optimizer).__qualname__}, which updates all parameters at once; use another, or "
+            'granularity = "batch" in [exchange.gossip]'
+        )
 
 
 def _optimizer_class(name: str, allow: Collection[str]) -> type[Any]:

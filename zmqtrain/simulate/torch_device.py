@@ -93,7 +93,12 @@ class SimulatedTorch:
 
         model.register_forward_pre_hook(begins)
         model.register_forward_hook(ends)
-        optimizer.register_step_post_hook(lambda *_: self._thread.spend(update_s * self._tempo(self._step)))
+        whole = _numel(optimizer)
+
+        def updated(part: Optimizer, *_: object) -> None:  # all parameters, or a bucket's
+            self._thread.spend(update_s * self._tempo(self._step) * _numel(part) / whole)
+
+        optimizer.register_step_post_hook(updated)
 
     def charge(self, seconds: float) -> None:
         """In the compute thread: work of this length, for each sample where the profile's times are a sample's."""
@@ -135,6 +140,10 @@ class _ChargedLayer:
         if self._backward_due:
             self._backward_due = False
             self._device.charge(self._time.backward_s)
+
+
+def _numel(optimizer: Optimizer) -> int:
+    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _nominal(sizes: dict[str, int]) -> dict[str, LayerTime]:

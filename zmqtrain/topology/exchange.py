@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from zmqtrain.topology.section import MOST, ByteSize, Section, later, not_yet
+from zmqtrain.topology.gossip import Gossip
+from zmqtrain.topology.section import MOST, ByteSize, Section, not_yet
 
 
 class Bound(Section):
@@ -30,14 +31,11 @@ def _merged_fc(value: Any) -> Any:
 class ExchangeSection(Section):
     """How groups agree on parameters."""
 
-    kind: Annotated[
-        Literal["allreduce", "model_server", "averaging"],
-        later({"gossip": 'use "allreduce", "model_server" or "averaging"'}),
-    ] = Field(
+    kind: Literal["allreduce", "model_server", "gossip", "averaging"] = Field(
         default="allreduce",
         description="allreduce: all groups in step, gradients averaged. model_server: servers hold the parameters and optimize. "
-        "averaging: groups train alone and average their models every `every` steps. Default: allreduce for one group, else "
-        "model_server.",
+        "gossip: each step every group averages with one other. averaging: groups train alone and average their models every "
+        "`every` steps. Default: allreduce for one group, else model_server.",
     )
     staleness: Annotated[
         Annotated[Literal["async", "sync"], Tag("word")] | Annotated[Bound, Tag("table")],
@@ -50,7 +48,12 @@ class ExchangeSection(Section):
     )
     shards: int = Field(default=1, ge=1, le=4096, description="Model servers; each holds a part of the model, even by bytes.")
     snapshot: bool = Field(default=False, description="Every read of the parameters is of one version throughout.")
-    every: int = Field(default=1, ge=1, le=MOST, description="Steps between averagings.")
+    every: Annotated[int, Field(ge=1, le=MOST)] | Literal["log p"] = Field(
+        default=1,
+        description="averaging: steps between averagings. allreduce: steps whose gradients are added up before they are exchanged "
+        "and the optimizer runs. `log p`: the logarithm (base 2, rounded up) of the number of groups.",
+    )
+    gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
     compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
         default="none", description="How gradients are compressed on the wire."
@@ -69,6 +72,10 @@ class ExchangeSection(Section):
     def split_bytes(self) -> int:
         """The largest piece in bytes."""
         return self.split_size
+
+    def every_steps(self, groups: int) -> int:
+        """Steps from one exchange to the next, among so many groups."""
+        return max(1, (groups - 1).bit_length()) if self.every == "log p" else self.every
 
     @property
     def policy(self) -> Literal["async", "sync", "bound"]:

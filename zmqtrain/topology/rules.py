@@ -103,9 +103,9 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
                     ("exchange", "kind"),
                     ("compute", "groups"),
                 )
-    if exchange.kind != "averaging" and exchange.every != 1:
+    if exchange.kind not in ("averaging", "allreduce") and exchange.every != 1:
         yield rule(
-            f'every is for averaging, but kind is "{exchange.kind}": set kind = "averaging", or leave every out',
+            f'every is for averaging and allreduce, but kind is "{exchange.kind}": set kind, or leave every out',
             ("exchange", "every"),
             ("exchange", "kind"),
             ("compute", "groups"),
@@ -115,6 +115,38 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             f'compression_ratio is for topk, but compression is "{exchange.compression}"',
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
+        )
+    yield from _gossip(topology)
+
+
+def _gossip(topology: Topology) -> Iterator[BrokenRule]:
+    exchange, groups = topology.exchange, topology.compute.groups
+    gossip = exchange.gossip
+    if exchange.kind != "gossip":
+        if gossip != type(gossip)():
+            yield rule(
+                f'gossip is for kind = "gossip", but kind is "{exchange.kind}": set kind, or leave [exchange.gossip] out',
+                ("exchange", "gossip"),
+                ("exchange", "kind"),
+            )
+        return
+    if gossip.topology == "hypercube" and groups & (groups - 1):
+        yield rule(
+            f'a hypercube needs a power of two as the number of groups, not {groups}: use topology = "dissemination"',
+            ("exchange", "gossip", "topology"),
+            ("compute", "groups"),
+        )
+    if not gossip.balanced and gossip.topology != "random":
+        yield rule(
+            f'balanced = false is for random partners, but topology is "{gossip.topology}"',
+            ("exchange", "gossip", "balanced"),
+            ("exchange", "gossip", "topology"),
+        )
+    if gossip.granularity == "bucket" and topology.optimizer.clip_norm:
+        yield rule(
+            'clip_norm needs the gradients of all buckets: set granularity = "batch" in [exchange.gossip]',
+            ("optimizer", "clip_norm"),
+            ("exchange", "gossip", "granularity"),
         )
 
 

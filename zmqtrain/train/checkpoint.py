@@ -61,7 +61,7 @@ class RunShape:
         parameters where groups differ); servers have parameters and optimizer state of their pieces; workers the rest (random
         states, buffers).
         """
-        groups = {"allreduce": 1, "averaging": self.groups}.get(self.kind, 0)
+        groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
         return (
             "model",
             *(f"group-{group}" for group in range(groups)),

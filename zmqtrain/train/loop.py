@@ -96,7 +96,7 @@ class TrainLoop:
         self.phase = Phase.COMPUTING
         self._recorder.witness("begin_step", step=step)
         self.exchange.begin_step(step)
-        result = await self.work.train_step(step, ahead=not last)
+        result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
         if self.stop_in == step:
             return False
         self.phase = Phase.ENDING

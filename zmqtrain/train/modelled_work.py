@@ -75,8 +75,8 @@ class ModelledWork:
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
         return False
 
-    async def train_step(self, step: int, *, ahead: bool) -> StepResult:
-        result = await self._replica.step(step, self._samples)
+    async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        result = await self._replica.step(step, self._samples, hand_over=hand_over)
         self._steps = step + 1
         return result
 

@@ -7,7 +7,9 @@ Parameters and gradients move into one run of memory a bucket; the model's own t
     begin_backward(last=True); loss.backward()     complete buckets are handed over, in order, as backward goes on
     end_backward()                                 those with unused parameters follow, with zeros for gradients
 
-A bucket is handed over only after all buckets before it, so every worker of a group hands over in the same order.
+A bucket is handed over only after all buckets before it, so every worker of a group hands over in the same order. The local
+optimizer runs on all parameters at once (`TorchReplica.update`), or bucket by bucket in the compute thread: before the bucket is
+handed over, or when it is taken back (`optimize`).
 
 An unused parameter counts as one with a zero gradient: momentum and weight decay go on for it. (torch alone would skip it. Skipping
 needs all workers to agree on what was unused.)
@@ -26,8 +28,9 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.base import Bucket, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
 from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
@@ -63,6 +66,7 @@ class _Held:
     views: list[Tensor]  # of `gradients`, one a parameter
     missing: set[int]  # parameters without a gradient in this backward
     host_newer: bool = False  # parameters were written on the host and are not on the device yet
+    due: bool = False  # the optimizer runs on it when it is taken back
 
 
 def allocate(numel: int, like: Tensor) -> Tensor:
@@ -117,6 +121,9 @@ class TorchReplica:
         self._step = 0
         self._last = False  # whether the backward that runs is the step's last
         self._next = 0  # the bucket to hand over next
+        self._backward_s = 0.0  # when backward began with that bucket
+        self._when = Optimize.APART
+        self._optimizers: BucketOptimizers | None = None
         self.waited_s = 0.0
         """Seconds that this step's forward and backward waited for parameters: exposed communication."""
         self.update_s = 0.0
@@ -136,15 +143,23 @@ class TorchReplica:
         self._loop = asyncio.get_running_loop()
         self._on_ready = on_ready
 
+    def optimize(self, when: Optimize) -> None:
+        self._when = when
+        if when is not Optimize.APART:
+            self._optimizers = BucketOptimizers(
+                self.optimizer, [[self._named[name] for name in held.plan.names] for held in self._held]
+            )
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self._held[bucket.index].host_newer = True
         self.gates.arrive(bucket.index)
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
-        """Afterwards all buckets are the compute thread's again; `parameters_ready` need not be called."""
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+        """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
         await self._device.run(lambda: self._timed_update(gradient_scale, clip))
-        for index in range(len(self._held)):
-            self.gates.arrive(index)
+        if not hold:
+            for index in range(len(self._held)):
+                self.gates.arrive(index)
 
     def abort(self, error: BaseException) -> None:
         """Every wait for parameters, now and later, raises ``error`` in the compute thread."""
@@ -164,7 +179,7 @@ class TorchReplica:
         """
         self._layers.end_forward()
         self.take_all()
-        self._last, self._next = last, 0
+        self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
 
@@ -175,9 +190,11 @@ class TorchReplica:
             self._last = False
 
     def take_all(self) -> None:
-        """Wait until the parameters of all buckets are there."""
+        """Wait until the parameters of all buckets are there, and what is due to them is done."""
         for index in range(len(self._held)):
             self._take(index)
+        if self._when is Optimize.AFTER and self._device.staging is not None:
+            self._device.staging.synchronize()  # the network sees the new parameters, too
 
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""
@@ -211,17 +228,29 @@ class TorchReplica:
             self._hand_over(stop)
 
     def _hand_over(self, stop: int) -> None:
+        clock = self._device.clock
         for index in range(self._next, stop):
-            self.gates.close(index)
+            now = clock()
+            self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
             held = self._held[index]
             if self.settings.loss_scale != 1.0:
                 held.gradients.div_(self.settings.loss_scale)
+            travels = (held.gradients, held.host_gradients)
+            if self._when is Optimize.BEFORE:
+                self._update_bucket(index)
+                travels = (held.parameters, held.host_parameters)
+            elif self._when is Optimize.AFTER:
+                assert self._optimizers is not None
+                self._optimizers.prepare(index)  # a schedule may move on before the bucket is taken back
+                held.due = True
+            self._backward_s = clock()
+            self.gates.close(index)
             deliver = partial(self._from_compute, index)
             staging = self._device.staging
             if staging is None:
                 deliver()
             else:
-                staging.to_host(held.gradients, held.host_gradients, deliver)
+                staging.to_host(*travels, deliver)
         self._next = max(self._next, stop)
 
     def _from_compute(self, index: int) -> None:
@@ -246,12 +275,29 @@ class TorchReplica:
                 self.waited_s += self.gates.take(index)
         else:
             self.waited_s += self.gates.take(index)
-        held = self._held[index]
-        if held.host_newer:
+        held, staging = self._held[index], self._device.staging
+        if held.due:
+            held.due = held.host_newer = False
+            if staging is not None:
+                staging.to_device(held.host_gradients, held.gradients)
+            self._update_bucket(index)
+            if staging is not None:
+                staging.to_host(held.parameters, held.host_parameters, lambda: None)
+        elif held.host_newer:
             held.host_newer = False
-            if self._device.staging is not None:
-                self._device.staging.to_device(held.host_parameters, held.parameters)
+            if staging is not None:
+                staging.to_device(held.host_parameters, held.parameters)
         held.gradients.zero_()
+
+    def _update_bucket(self, index: int) -> None:
+        assert self._optimizers is not None
+        held = self._held[index]
+        for name, view in zip(held.plan.names, held.views, strict=True):
+            self._named[name].grad = view
+        with self._recorder.span(f"update of bucket {index}", "compute", step=self._step), user_code("the optimizer's step()"):
+            if self._when is Optimize.BEFORE:
+                self._optimizers.prepare(index)
+            self._optimizers.step(index)
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()

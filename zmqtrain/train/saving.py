@@ -30,7 +30,7 @@ class Saver:
     """Who this worker is, as far as checkpoints care."""
 
     endpoint: Endpoint
-    kind: Literal["allreduce", "model_server", "averaging"]
+    kind: Literal["allreduce", "model_server", "gossip", "averaging"]
     rank: int
     group: int
     position: int
@@ -43,7 +43,7 @@ class Saver:
             await self._send(step, "model", _state(replica), values)
         if self._keeps_group:
             tensors = _optimizer_state(replica)
-            if self.kind == "averaging":
+            if self._apart:
                 tensors |= _parameters(replica)
             await self._send(step, self._group_part, tensors, values)
         tensors, random = random_state(device)
@@ -66,7 +66,7 @@ class Saver:
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
-            into = _parameters(replica) if self.kind == "averaging" else {}
+            into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, await self._restore_into(self._group_part, into))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
@@ -74,12 +74,17 @@ class Saver:
         return own.step
 
     @property
+    def _apart(self) -> bool:
+        """Whether each group has a model of its own."""
+        return self.kind in ("averaging", "gossip")
+
+    @property
     def _group_part(self) -> str:
-        return f"group-{self.group}" if self.kind == "averaging" else "group-0"
+        return f"group-{self.group}" if self._apart else "group-0"
 
     @property
     def _keeps_group(self) -> bool:
-        return self.rank == 0 if self.kind == "allreduce" else self.kind == "averaging" and self.position == 0
+        return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         payloads = {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}

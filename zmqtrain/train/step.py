@@ -54,8 +54,10 @@ class TrainStep:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
 
-    def __call__(self, step: int, batch: Batch) -> StepResult:
-        """Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
+    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True) -> StepResult:
+        """Without ``hand_over`` the gradients are only added to.
+
+        Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
         start = self._clock()
         replica, settings = self._replica, self._settings
         scale = LOSS_SCALE[settings.precision]
@@ -70,7 +72,7 @@ class TrainStep:
             if not math.isfinite(value) and settings.on_nan == "stop":
                 raise NonFiniteLossError(value, settings.rank, step)
             total += value * part.samples
-            replica.begin_backward(last=number == len(parts) - 1)
+            replica.begin_backward(last=hand_over and number == len(parts) - 1)
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
                 (loss * (scale * part.samples / settings.group_batch)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()

@@ -111,9 +111,9 @@ class TorchWork:
         await self._saver(endpoint).save(step, self._replica, exchange, self._device.torch_device)
         return True
 
-    async def train_step(self, step: int, *, ahead: bool) -> StepResult:
+    async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         batch = await self._loader.batch(step, ahead=ahead)
-        return await self._device.run(lambda: self._step(step, batch))
+        return await self._device.run(lambda: self._step(step, batch, hand_over=hand_over))
 
     def after_step(self) -> None:
         if self._schedule is None:

@@ -52,8 +52,9 @@ class Work(Protocol):
         """Send this worker's part of the checkpoint at ``step``; on return it is on disk. False: there is nothing to save."""
         ...
 
-    async def train_step(self, step: int, *, ahead: bool) -> StepResult:
-        """Forward and backward. ``ahead``: another step follows, so its batch may be fetched meanwhile."""
+    async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        """Forward and backward. ``ahead``: another step follows, so its batch may be fetched meanwhile. Without ``hand_over`` the
+        gradients are only added to those of the steps that follow."""
         ...
 
     def after_step(self) -> None:

@@ -21,7 +21,7 @@ from zmqtrain.net.endpoint import Endpoint
 if TYPE_CHECKING:
     import torch
 
-    from zmqtrain.exchange.base import Bucket, OptimizerSpec
+    from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
     from zmqtrain.exchange.model_server import ModelServerExchange
 
 #: One result: bench, case, value, unit, peer, peer_value, ratio (above 1: better than the peer).
@@ -230,5 +230,8 @@ class _Replica:
         for ready in self.ready:
             ready.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+    def optimize(self, when: Optimize) -> None:
+        raise AssertionError("the server runs the optimizer")
+
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         raise AssertionError("the server runs the optimizer")

@@ -1,19 +1,19 @@
 """Who gossips with whom at which step: a pure function of step, rank, world size and seed.
 
-GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps the k-th step's partners are
-at a distance of 2^k, so that what a peer knows has reached all others, directly or not, when the period ends. Then the peers take new
-positions (*partner rotation*): one of p seeded shuffles, which take turns. A step has one set of partners, whatever is exchanged in
-it, and a period one shuffle: to rotate in its middle would lose what the distances add up to.
+GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps the k-th step's
+partners are at a distance of 2^k, so that what a peer knows has reached all others, directly or not, when the period ends. Then
+the peers take new positions (*partner rotation*): one of p seeded shuffles, which take turns. A step has one set of partners,
+whatever is exchanged in it, and a period one shuffle: to rotate in its middle would lose what the distances add up to.
 
-=============  ===================================  =============================  ==================================================
-topology       sends to                             receives from                  promises
-=============  ===================================  =============================  ==================================================
-dissemination  i + 2^k                              i - 2^k                        all are reached in ceil(log2 p) steps, for any p
-hypercube      i xor 2^k                            the same                       the same, in pairs; p must be a power of two
-ring           i + 1                                i - 1                          all are reached in p - 1 steps
-random         another seeded permutation a step    its inverse                    none but on average: the baseline of Jin et al. (2016)
-... a choice   anybody, each peer for itself        whoever chose it, maybe none   that of Blot et al. (2016); does not keep the mean
-=============  ===================================  =============================  ==================================================
+=============  ============================  ============================  ===================================================
+topology       sends to                      receives from                 promises
+=============  ============================  ============================  ===================================================
+dissemination  i + 2^k                       i - 2^k                       all are reached in ceil(log2 p) steps, for any p
+hypercube      i xor 2^k                     the same                      the same, in pairs; p must be a power of two
+ring           i + 1                         i - 1                         all are reached in p - 1 steps
+random         i + 1 of an order of its own  i - 1 of it                   only on average; Jin et al. (2016)
+... a choice   anybody, each for itself      whoever chose it, maybe none  not even the mean is kept; Blot et al. (2016)
+=============  ============================  ============================  ===================================================
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Memory(Protocol):
         """A bucket's parameters, or its gradients."""
         ...
 
-    def backward(self, bucket: Bucket, step: int) -> None:
-        """Write this worker's gradient of the step."""
+    def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
+        """Write this worker's gradient of the step, or add it."""
         ...
 
     def update(self, bucket: Bucket, gradient_scale: float) -> None:
@@ -76,7 +76,7 @@ class NoMemory:
     def payload(self, plan: BucketPlan, *, parameters: bool) -> Payload:
         return self._make(plan.numel, plan.dtype)
 
-    def backward(self, bucket: Bucket, step: int) -> None:
+    def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         return None
 
     def update(self, bucket: Bucket, gradient_scale: float) -> None:
@@ -84,13 +84,16 @@ class NoMemory:
 
 
 class SmallMemory:
-    """A few whole numbers a layer. The optimizer subtracts gradients as they are, so all arithmetic is exact, in any order."""
+    """A few whole numbers a layer. The optimizer subtracts gradients as they are, so all arithmetic is exact, in any order.
+
+    With gossip only the mean over all groups is a whole number, and no more exact than float64 is.
+    """
 
     optimizer = OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},))
 
-    def __init__(self, profile: Profile, rank: int, factor: int) -> None:
-        """``factor``: see `gradient_factor`."""
-        self._rank, self._factor = rank, factor
+    def __init__(self, profile: Profile, rank: int, factor: int, *, whole: bool = True) -> None:
+        """``factor``: see `gradient_factor`; ``whole``: whether parameters are whole numbers."""
+        self._rank, self._factor, self._whole = rank, factor, whole
         self._layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> TensorPayload:
@@ -99,16 +102,19 @@ class SmallMemory:
         unset = 0.0 if self._rank == 0 or not parameters else np.nan
         return TensorPayload.of(np.full(numel, unset))
 
-    def backward(self, bucket: Bucket, step: int) -> None:
+    def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         gradients = numbers_of(bucket.gradients)
         for name, part in self._parts(bucket):
             index, numel = self._layers[name]
-            gradients[part] = self._factor * gradient(self._rank, step, index, numel)
+            before = gradients[part] if add else 0.0
+            gradients[part] = before + self._factor * gradient(self._rank, step, index, numel)
 
     def update(self, bucket: Bucket, gradient_scale: float) -> None:
         parameters = numbers_of(bucket.parameters)
-        # The scale is one over a number of groups. It is not exact, but what comes of it is a whole number.
-        parameters[:] = np.rint(parameters - gradient_scale * numbers_of(bucket.gradients))
+        parameters -= gradient_scale * numbers_of(bucket.gradients)
+        if self._whole:
+            # The scale is one over a number of groups. It is not exact, but what comes of it is a whole number.
+            np.rint(parameters, out=parameters)
 
     def values(self, buckets: Sequence[Bucket]) -> dict[str, Numbers]:
         """Each layer's parameters."""
@@ -130,7 +136,7 @@ def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: i
         return NoMemory.phantom(profile.optimizer)
     if kind == "real":
         return NoMemory.real(profile.optimizer)
-    return SmallMemory(profile, rank, gradient_factor(topology))
+    return SmallMemory(profile, rank, gradient_factor(topology), whole=topology.exchange.kind != "gossip")
 
 
 def small_numel(numel: int) -> int:
@@ -149,13 +155,17 @@ def gradient(rank: int, step: int, layer: int, numel: int) -> Numbers:
 def gradient_factor(topology: Topology) -> int:
     """By what workers multiply their own gradients: where the groups' mean is taken, their number, so that it is a whole number."""
     exchange = topology.exchange
-    averages = exchange.kind != "model_server" or exchange.policy == "sync"
-    return topology.compute.groups if averages else 1
+    if exchange.kind == "model_server" and exchange.policy != "sync":
+        return 1
+    groups = topology.compute.groups
+    return groups * (exchange.every_steps(groups) if exchange.kind == "allreduce" else 1)
 
 
 def exact(topology: Topology) -> bool:
     """Whether `expected_parameters` can be told: no clipping, and no compression that rounds the group's gradients."""
     exchange = topology.exchange
+    if exchange.kind == "gossip" and not exchange.gossip.balanced:
+        return False
     largest = LARGEST * topology.compute.group_size * gradient_factor(topology)
     digits = {"none": 53, "fp16": 11, "bf16": 8}.get(exchange.compression if exchange.kind == "model_server" else "none", 0)
     return largest <= 2**digits and not topology.optimizer.clip_norm
@@ -165,17 +175,20 @@ def expected_parameters(profile: Profile, topology: Topology, steps: int, group:
     """What the small parameters of each layer are after ``steps`` steps of all workers, where `exact` says that this is known.
 
     With synchronous exchanges the replicas hold them, with asynchronous ones the servers, whatever the order was (a worker has what
-    it read last). ``group`` matters only for averaging, and then only where steps are left over since the groups last averaged.
+    it read last); with gossip they are the replicas' mean. ``group`` matters only for averaging, and then only where steps are left
+    over since the groups last averaged.
     """
     compute, exchange = topology.compute, topology.exchange
-    ranks = np.arange(compute.workers)
-    together = steps - steps % exchange.every if exchange.kind == "averaging" and compute.groups > 1 else steps
+    ranks, every = np.arange(compute.workers), exchange.every_steps(compute.groups)
+    apart = (exchange.kind == "averaging" and compute.groups > 1) or exchange.kind == "allreduce"
+    together = steps - steps % every if apart else steps
+    trained = steps if exchange.kind == "averaging" else together  # with all-reduce, steps left over are never applied
     own = ranks[group * compute.group_size : (group + 1) * compute.group_size]
     result: dict[str, Numbers] = {}
     for index, layer in enumerate(profile.layers):
         if layer.numel:
             numel = small_numel(layer.numel)
-            alone = gradient_factor(topology) * _gradients(own, np.arange(together, steps), index, numel)
+            alone = compute.groups * _gradients(own, np.arange(together, trained), index, numel)
             result[layer.name] = -_gradients(ranks, np.arange(together), index, numel) - alone
     return result
 

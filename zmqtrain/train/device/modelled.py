@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.base import Bucket, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
 from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.work import StepResult
@@ -68,6 +68,12 @@ class ModelledReplica:
         self._open = [asyncio.Event() for _ in self._buckets]
         for gate in self._open:
             gate.set()
+        numel = sum(bucket.parameters.numel for bucket in self._buckets)
+        self._update_s = [profile.update_s * bucket.parameters.numel / numel for bucket in self._buckets]
+        self._when = Optimize.APART
+        self._due = [False] * len(self._buckets)  # the optimizer runs on the bucket when it is taken back
+        self._backward_s = 0.0  # when the backward of the bucket that comes next began
+        self._added = 0  # steps whose gradients were added up since buckets were handed over
         self._error: BaseException | None = None
         self._on_ready: Callable[[Bucket], None] | None = None
         self.update_s = 0.0
@@ -82,6 +88,9 @@ class ModelledReplica:
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
         self._on_ready = on_ready
 
+    def optimize(self, when: Optimize) -> None:
+        self._when = when
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self._open[bucket.index].set()
 
@@ -90,17 +99,18 @@ class ModelledReplica:
         for gate in self._open:
             gate.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True) -> None:
+    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         await asyncio.sleep(self._profile.update_s * self._tempo.slowdown())
         self.update_s += loop.time() - start
         for bucket in self._buckets:
             self._memory.update(bucket, gradient_scale)
-            self._open[bucket.index].set()
+            if not hold:
+                self._open[bucket.index].set()
 
-    async def step(self, step: int, samples: int) -> StepResult:
-        """Forward and backward, as long as the profile says, and waits between."""
+    async def step(self, step: int, samples: int, *, hand_over: bool = True) -> StepResult:
+        """Forward and backward, as long as the profile says, and waits between. Without ``hand_over`` gradients only add up."""
         assert self._on_ready is not None, "connect() comes first"
         clock = asyncio.get_running_loop().time
         start, pace = clock(), _Pace()
@@ -111,11 +121,13 @@ class ModelledReplica:
                 if stretch.take is not None:
                     exposed_s += await self._take(stretch.take, step, pace)
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+        self._backward_s = clock()
         with self._recorder.span("backward", "compute", step=step):
             for stretch in self._backward:
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
                 for index in stretch.hand_over:
-                    self._hand_over(index, step)
+                    await self._complete(index, step, pace, hand_over)
+        self._added = 0 if hand_over else self._added + 1
         return StepResult(None, samples, clock() - start - exposed_s, exposed_s)
 
     async def evaluate(self, share: float) -> None:
@@ -127,11 +139,24 @@ class ModelledReplica:
         for bucket in self._buckets:
             await self._take(bucket.index, -1, pace)
 
-    def _hand_over(self, index: int, step: int) -> None:
+    async def _complete(self, index: int, step: int, pace: _Pace, hand_over: bool) -> None:
+        """Backward has the bucket's gradients."""
         assert self._on_ready is not None
-        self._open[index].clear()
-        self._memory.backward(self._buckets[index], step)
-        self._on_ready(self._buckets[index])
+        bucket, now = self._buckets[index], asyncio.get_running_loop().time()
+        self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=step)
+        self._memory.backward(bucket, step, add=self._added > 0)
+        if hand_over:
+            if self._when is Optimize.BEFORE:
+                await self._update(index, step, pace)
+            self._due[index] = self._when is Optimize.AFTER
+            self._open[index].clear()
+            self._on_ready(bucket)
+        self._backward_s = asyncio.get_running_loop().time()
+
+    async def _update(self, index: int, step: int, pace: _Pace) -> None:
+        with self._recorder.span(f"update of bucket {index}", "compute", step=step):
+            await pace.work(self._update_s[index] * self._tempo.slowdown())
+        self._memory.update(self._buckets[index], 1.0)
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""
@@ -146,6 +171,9 @@ class ModelledReplica:
             pace.restart()
         if self._error is not None:
             raise self._error
+        if self._due[index]:
+            self._due[index] = False
+            await self._update(index, step, pace)
         return waited_s
 
 

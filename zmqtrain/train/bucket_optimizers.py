@@ -1,0 +1,48 @@
+"""The task's optimizer, run on one bucket's parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zmqtrain.exchange.optimizer import require_separable
+
+
+class BucketOptimizers:
+    """Optimizers of the same class, one a bucket, that share the state and the hyperparameters of the one they are made from.
+
+    So checkpoints and learning-rate schedules see the task's own optimizer, as if it ran itself. What an optimizer keeps beside
+    torch's ``state`` and ``param_groups`` is shared, too. Hooks on its step run once a bucket.
+    """
+
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """``buckets``: parameters, each of them in one of the optimizer's groups. Raises `TaskError` where it cannot be divided."""
+        require_separable(optimizer)
+        self._optimizer = optimizer
+        self._parts = [_part(optimizer, parameters) for parameters in buckets]
+
+    def prepare(self, index: int) -> None:
+        """Let the bucket's next step have the hyperparameters as they are now."""
+        for number, group in self._parts[index][1]:
+            group.update({key: value for key, value in self._optimizer.param_groups[number].items() if key != "params"})
+
+    def step(self, index: int) -> None:
+        """Update the bucket's parameters by their gradients."""
+        self._parts[index][0].step()
+
+
+def _part(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Optimizer, list[tuple[int, dict[str, object]]]]:
+    """An optimizer of these parameters, and its groups with the numbers that they have in the whole one."""
+    chosen = {id(parameter) for parameter in parameters}
+    groups: list[tuple[int, dict[str, object]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if own:
+            groups.append((number, {**group, "params": own}))
+    part: Optimizer = object.__new__(type(optimizer))
+    # Everything is shared but the groups, and `step`, which schedules and sessions replace on the object.
+    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
+    part.param_groups = [group for _, group in groups]
+    return part, groups
