@@ -11,7 +11,8 @@ from tests.collectives.world import endpoints
 from tests.exchange.world import Data, NumpyReplica, train_worker
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.averaging import AveragingExchange
-from zmqtrain.exchange.make import make_exchange
+from zmqtrain.exchange.gossip.exchange import GossipExchange
+from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
@@ -46,11 +47,16 @@ def contexts(nodes: list[Endpoint], kind: str, every: int = 1) -> list[RoleConte
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("allreduce", AllReduceExchange), ("averaging", AveragingExchange), ("model_server", ModelServerExchange)],
+    [
+        ("allreduce", AllReduceExchange),
+        ("averaging", AveragingExchange),
+        ("model_server", ModelServerExchange),
+        ("gossip", GossipExchange),
+    ],
 )
 async def test_the_kind_chooses(kind: str, expected: type) -> None:
     async with endpoints(6) as nodes:
-        assert all(isinstance(make_exchange(context), expected) for context in contexts(nodes, kind))
+        assert all(isinstance(make_exchange(context, make_members(context)), expected) for context in contexts(nodes, kind))
 
 
 @pytest.mark.parametrize(("kind", "every"), [("allreduce", 1), ("averaging", 2)])
@@ -60,7 +66,7 @@ async def test_workers_of_one_topology_train_together(kind: str, every: int) -> 
         histories = await asyncio.gather(
             *(
                 train_worker(
-                    make_exchange(context),
+                    make_exchange(context, make_members(context)),
                     NumpyReplica((30, 10), context.role.index),
                     data,
                     rank=context.role.index,

@@ -11,6 +11,7 @@ from zmqtrain.wire.payload import Value
 
 class LocalExchange:
     synchronous = True
+    averaged = False
 
     def __init__(self, when: Optimize = Optimize.APART) -> None:
         self.when = when

@@ -20,7 +20,7 @@ from zmqtrain.embed.crossing import CallersDevice, Crossing
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
 from zmqtrain.events import EventValue
-from zmqtrain.exchange.make import make_exchange
+from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
@@ -165,7 +165,7 @@ class Core:
         where = next(model.parameters()).device
         device = CallersDevice(self.crossing, where, _staging(where))
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder)
-        exchange = make_exchange(self.context, whole_updates=True)
+        exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
         replica.connect(exchange.bucket_ready)
         await exchange.start(replica)
         self.replicated = Replicated(replica, exchange, self.crossing, weight=self._weight, ended=self._step_ended)

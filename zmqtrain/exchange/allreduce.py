@@ -53,6 +53,10 @@ class AllReduceExchange:
     def synchronous(self) -> bool:
         return True
 
+    @property
+    def averaged(self) -> bool:
+        return False
+
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
         self._replica = replica

@@ -54,6 +54,10 @@ class AveragingExchange:
     def synchronous(self) -> bool:
         return self._every == 1 or self._groups.column.size == 1
 
+    @property
+    def averaged(self) -> bool:
+        return False
+
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         self._replica = replica
         if restored:

@@ -96,8 +96,16 @@ class Exchange(Protocol):
         """Whether all groups hold the same parameters at the same step."""
         ...
 
-    async def start(self, replica: Replica, *, restored: bool = False) -> None:
-        """Make all replicas equal to rank 0's (to the servers', if ``restored`` from a checkpoint)."""
+    @property
+    def averaged(self) -> bool:
+        """Whether the groups' models differ and the run's model is their mean; the groups evaluate together all the same."""
+        ...
+
+    async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
+        """Make all replicas equal to rank 0's (to the servers', if ``restored`` from a checkpoint).
+
+        Returns the step to begin with where this worker joins a run that is under way, and has taken over another's parameters."""
+        ...
 
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` is about to begin."""

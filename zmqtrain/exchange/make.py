@@ -6,12 +6,20 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.averaging import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
+from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.membership.context import RoleContext
 
 
-def make_exchange(context: RoleContext, *, whole_updates: bool = False) -> Exchange:
+def make_members(context: RoleContext) -> Members:
+    """The workers that take part in the training."""
+    workers = tuple(worker.peer for worker in context.placement.workers)
+    return FixedMembers(context.endpoint, workers, timeout_s=context.ladder.barrier_s)
+
+
+def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False) -> Exchange:
     """This worker's exchange, by ``[exchange] kind``. Call ``start`` next.
 
     ``whole_updates``: the local optimizer runs at the end of a step, on all parameters (where its ``step`` is somebody else's to
@@ -39,8 +47,19 @@ def make_exchange(context: RoleContext, *, whole_updates: bool = False) -> Excha
             overlap=overlap,
         )
     own = group(f"group/{role.group}", placement.group_members(role.group))
-    column = group(
-        f"column/{role.position}", tuple(placement.group_members(number)[role.position] for number in range(placement.groups))
-    )
-    groups = AveragingGroups(world, own, column)
+    column = tuple(placement.group_members(number)[role.position] for number in range(placement.groups))
+    if kind == "gossip":
+        gossip = topology.exchange.gossip
+        gossip_settings = GossipSettings(
+            seed=topology.job.seed,
+            shape=gossip.topology,
+            rotation=gossip.rotation,
+            balanced=gossip.balanced,
+            exchange=gossip.exchange,
+            by_bucket=gossip.granularity == "bucket" and not whole_updates,
+            overlap=overlap,
+            timeout_s=context.ladder.barrier_s,
+        )
+        return GossipExchange(context.endpoint, members, own, frozenset(column), gossip_settings, recorder=context.recorder)
+    groups = AveragingGroups(world, own, group(f"column/{role.position}", column))
     return AveragingExchange(groups, every, recorder=context.recorder, overlap=overlap)

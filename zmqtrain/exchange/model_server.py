@@ -71,6 +71,10 @@ class ModelServerExchange:
     def synchronous(self) -> bool:
         return self._settings.policy == "sync"
 
+    @property
+    def averaged(self) -> bool:
+        return False
+
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
         settings = self._settings

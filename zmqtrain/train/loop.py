@@ -16,6 +16,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import UsageError
 from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.members import Members, group_of
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.work import Work
@@ -34,8 +35,8 @@ class Phase(Enum):
 class TrainLoop:
     """Trains one worker. `run` it once; stopping it from outside is `zmqtrain.train.worker`'s business."""
 
-    def __init__(self, context: RoleContext, work: Work, exchange: Exchange) -> None:
-        self._context, self.work, self.exchange = context, work, exchange
+    def __init__(self, context: RoleContext, work: Work, exchange: Exchange, members: Members) -> None:
+        self._context, self.work, self.exchange, self._members = context, work, exchange, members
         self._endpoint, self._recorder = context.endpoint, context.recorder
         self._job = context.topology.job
         self.step = 0
@@ -45,18 +46,20 @@ class TrainLoop:
         """Stop as soon as this step's gradients are computed, before its exchange ends."""
         self._aim_reached = False  # by group 0, which evaluates for all where groups are not in step
         role, placement = context.role, context.placement
-        self._world = self._group("evaluate", tuple(worker.peer for worker in placement.workers))
-        self._own = self._group(f"evaluate/{role.group}", placement.group_members(role.group))
-        self._evaluations = 0
+        own = placement.group_members(role.group)
+        self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
         """Train to the end."""
         work, exchange, job = self.work, self.exchange, self._job
-        restored = await work.restore(self._endpoint, exchange)
-        self.step = first = restored or 0
+        restored = None if self._members.late else await work.restore(self._endpoint, exchange)
         work.connect(exchange.bucket_ready)
-        await exchange.start(work.replica, restored=restored is not None)
+        joined = await exchange.start(work.replica, restored=restored is not None)
+        if joined is not None:
+            for _ in range(joined):
+                work.after_step()
+        self.step = first = restored or joined or 0
         steps = self._steps()
         self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
         reached = False
@@ -125,15 +128,16 @@ class TrainLoop:
     async def _evaluate_between(self, done: int) -> bool:
         """Evaluate where it is this worker's turn. Returns whether training ends here; the same for all of a group."""
         reached = False
-        if self.work.evaluates and (self.exchange.synchronous or self._context.role.group == 0):
+        everybody = self.exchange.synchronous or self.exchange.averaged
+        if self.work.evaluates and (everybody or self._context.role.group == 0):
             await self.exchange.settle()
-            values = await self._evaluate(self._world if self.exchange.synchronous else self._own, done)
+            values = await (self._evaluate_together(done) if everybody else self._evaluate(self._own, done))
             reached = self._reached(values)
-            if reached and not self.exchange.synchronous and self._context.role.position == 0:
+            if reached and not everybody and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
-                    for peer in (peer for peer in self._world.members if peer not in self._own.members):
+                    for peer in (peer for peer in self._members.at(done) if peer not in self._own.members):
                         tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.ladder.request_s))
-        if self._job.until is None or self.exchange.synchronous or self._context.role.group == 0:
+        if self._job.until is None or everybody or self._context.role.group == 0:
             return reached
         # The members of a group learn at different moments that the run is to end, but must take the same number of steps.
         flag = TensorPayload.empty(1, "float64")
@@ -154,32 +158,39 @@ class TrainLoop:
         self._aim_reached = True
         return None
 
-    async def _evaluate(self, group: Group, step: int) -> dict[str, float]:
+    async def _evaluate_together(self, done: int) -> dict[str, float]:
+        mean = self.exchange.averaged and self._context.topology.exchange.gossip.average_evaluations
+        return await self._members.together(f"evaluate/{done}", done, lambda group: self._evaluate(group, done, mean=mean))
+
+    async def _evaluate(self, group: Group, step: int, *, mean: bool = False, tag: str = "evaluate") -> dict[str, float]:
         start = asyncio.get_running_loop().time()
-        self._evaluations += 1
         with self._recorder.span("evaluate", "compute", step=step):
-            values = await self.work.evaluate(group, f"evaluate {self._evaluations}")
+            values = await self.work.evaluate(group, f"{tag} {step}", mean=mean)
         if group.rank == 0:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
         return values
 
     async def _finish(self) -> None:
-        """All have trained: evaluate what rank 0 has, and end the exchange."""
-        await self.exchange.settle()
-        await self.work.quiet()
-        await self.exchange.stop()  # before waiting: no other group may wait for this one's gradients
-        await self._context.membership.barrier("trained")
-        spread = await self.work.make_equal(self._world, "last")
-        if self.work.evaluates:
-            self._evaluations = 0  # groups may have evaluated in different numbers
-            await self._evaluate(Group(self._endpoint, self._world.members, self._world.rank, "last"), self.step)
+        """All have trained: evaluate the run's model, and end the exchange."""
+        exchange, work, members = self.exchange, self.work, self._members
+        await exchange.settle()
+        await work.quiet()
+        await exchange.stop()  # before waiting: no other group may wait for this one's gradients
+        if not members.survives:
+            await self._context.membership.barrier("trained")
+        mean = exchange.averaged
+
+        async def last(group: Group) -> float:
+            spread = await work.make_equal(group, "last", mean=mean)
+            if work.evaluates:
+                await self._evaluate(group, self.step, tag="last evaluate")
+            return spread
+
+        spread = await members.together("last", self.step, last)
+        await members.stop()
         samples = self.step * self._context.topology.compute.batch_size
         self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=spread)
-
-    def _group(self, name: str, members: tuple[str, ...]) -> Group:
-        peer = self._context.role.peer
-        return Group(self._endpoint, members, members.index(peer), name, timeout_s=self._context.ladder.barrier_s)
 
 
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:

@@ -18,6 +18,7 @@ from zmqtrain.train.device.memory import SmallMemory, differences, exact, expect
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.work import StepResult
 
 
@@ -90,23 +91,32 @@ class ModelledWork:
     async def quiet(self) -> None:
         await self._replica.take_all()
 
-    async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
         await self.quiet()
-        await self._replica.evaluate(1.0 / group.size)
+        if mean:  # it takes its time, and changes nothing that could be seen
+            async with mean_for_a_while(self._replica, group, tag):
+                await self._replica.evaluate(1.0 / group.size)
+        else:
+            await self._replica.evaluate(1.0 / group.size)
         await barrier(group, (tag, "done"))
         return {}
 
-    async def make_equal(self, group: Group, tag: str) -> float:
+    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
         """With small payloads, state whether the parameters are what they must be, and compare them with the first member's."""
+        if mean:
+            before = await mean_of_replicas(self._replica, group, tag)
+            if isinstance(self._memory, SmallMemory) and group.size == self._context.placement.world_size:
+                self._state_values(self._memory)
+            return before
         if not isinstance(self._memory, SmallMemory):
             return 0.0
         self._state_values(self._memory)
         spread = 0.0
         for bucket in self._replica.buckets:
             mine = numbers_of(bucket.parameters)
-            before = mine.copy()
+            before_it = mine.copy()
             await broadcast(group, bucket.parameters, (tag, bucket.index))
-            spread = max(spread, float(np.abs(mine - before).max(initial=0.0)))
+            spread = max(spread, float(np.abs(mine - before_it).max(initial=0.0)))
         return spread
 
     async def close(self, timeout_s: float) -> None:

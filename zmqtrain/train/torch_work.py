@@ -20,6 +20,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
+from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver
@@ -130,13 +131,19 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
         assert self._evaluation is not None
         await self.quiet()
-        return await self._evaluation.run(group, tag)
+        if not mean:
+            return await self._evaluation.run(group, tag)
+        async with mean_for_a_while(self._replica, group, tag):
+            await self.quiet()
+            return await self._evaluation.run(group, tag)
 
-    async def make_equal(self, group: Group, tag: str) -> float:
-        return await spread_of_replicas(self._replica, group, tag)
+    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+        spread = await (mean_of_replicas if mean else spread_of_replicas)(self._replica, group, tag)
+        await self.quiet()
+        return spread
 
     async def close(self, timeout_s: float) -> None:
         await self._loader.close(timeout_s)

@@ -67,12 +67,14 @@ class Work(Protocol):
     async def quiet(self) -> None:
         """Wait until nothing is computed and the parameters of all buckets are there."""
 
-    async def evaluate(self, group: Group, tag: str) -> dict[str, float]:
-        """Evaluate together with the group's other members, who have equal parameters."""
+    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
+        """Evaluate together with the group's other members, each its own parameters on a share of the data; with ``mean`` the exact
+        mean of all members' parameters, which have their own again afterwards."""
         ...
 
-    async def make_equal(self, group: Group, tag: str) -> float:
-        """Take the parameters of the group's first member. Returns how far this worker's were from them."""
+    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+        """Take the parameters of the group's first member, or the mean of all members'. Returns how far this worker's were from
+        them: the largest difference of any."""
         ...
 
     async def close(self, timeout_s: float) -> None: ...

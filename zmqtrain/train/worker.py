@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
 from zmqtrain.exchange.checkpoint_part import wait_committed
-from zmqtrain.exchange.make import make_exchange
+from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.loop import Phase, TrainLoop, applies_here
 from zmqtrain.train.work import Work
@@ -56,7 +56,8 @@ async def make_work(context: RoleContext, task: Task | None = None) -> Work:
 
 
 async def _train(context: RoleContext, work: Work, halted: asyncio.Future[Mapping[str, Any]]) -> None:
-    loop = TrainLoop(context, work, make_exchange(context))
+    members = make_members(context)
+    loop = TrainLoop(context, work, make_exchange(context, members), members)
     life = asyncio.create_task(loop.run(), name=f"training of {context.role.peer}")
     try:
         ends: list[asyncio.Future[Any]] = [life, halted]

@@ -1,0 +1,35 @@
+"""How far apart two models are, bucket by bucket."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class Distance:
+    """Relative Euclidean distance of two models: |a - b| / |a|."""
+
+    def __init__(self, buckets: int) -> None:
+        self._missing = buckets
+        self._difference = self._norm = 0.0
+
+    def add(self, own: Payload, other: Payload) -> bool:
+        """Count a bucket in. Returns whether it was the last one; payloads without elements in memory are never complete."""
+        if not isinstance(own, TensorPayload) or not isinstance(other, TensorPayload):
+            return False
+        self._difference += _square(own.tensor - other.tensor)
+        self._norm += _square(own.tensor)
+        self._missing -= 1
+        return self._missing == 0
+
+    def relative(self) -> float:
+        """The distance of all buckets counted."""
+        return math.sqrt(self._difference / self._norm) if self._norm else 0.0
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

@@ -1,0 +1,288 @@
+"""Gossip (GossipGraD, Daily et al. 2018): each step every group averages with one other, while it computes on.
+
+The way of a bucket of weights, by bucket::
+
+    backward has the gradients -> the optimizer updates the bucket -> bucket_ready
+        -> send it to one partner, receive another's, become the mean of both -> replica.parameters_ready
+    the next forward waits for it when it comes to its layer
+
+A permutation of the groups says who sends to whom (`zmqtrain.exchange.gossip.schedule`), so a step of all keeps the mean of all
+models, and what was one group's is halved. Nobody waits for more than one partner; where one is late, all come to feel it, but
+only after log2 p steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from zmqtrain.collectives.group import Group, bounds
+from zmqtrain.collectives.operations import all_gather, all_reduce
+from zmqtrain.errors import PeerLostError, PeerTimeoutError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.gossip.distance import Distance
+from zmqtrain.exchange.gossip.donor import Donor, Weights
+from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
+from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.together import together
+from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
+from zmqtrain.wire.payload import Payload, Value
+
+#: Steps from one measurement of the distance between partners to the next: it reads both models once more.
+DISTANCE_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GossipSettings:
+    """What is exchanged, and with whom."""
+
+    seed: int
+    shape: Shape = "dissemination"
+    rotation: bool = True
+    balanced: bool = True
+    exchange: Literal["weights", "gradients"] = "weights"
+    by_bucket: bool = True
+    """Update and exchange each bucket as soon as backward has it; otherwise all of them after backward."""
+    overlap: bool = True
+    """Let the next forward begin while buckets are under way."""
+    timeout_s: float = 60.0
+    """How long to wait for a partner."""
+
+
+class GossipExchange:
+    """Implements `Exchange`. The workers of a group hold equal models; the one at position i gossips with those at position i of
+    the other groups about part i of each bucket, and the group gathers the parts.
+
+    With ``members`` that survive losses (and groups of one worker), a partner that is lost is not waited for: the bucket stays what
+    it is. An average is made in one go of a bucket that is there as a whole, so none is ever torn.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        members: Members,
+        group: Group,
+        column: frozenset[PeerId],
+        settings: GossipSettings,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``group``: the workers of this one's group, by position; ``column``: the workers at its position, of all groups."""
+        self._endpoint, self._members, self._group, self._column, self._settings = endpoint, members, group, column, settings
+        self._recorder: Recorder = recorder or NullRecorder()
+        # Weights can leave during backward only where no gradient of others is needed to update them.
+        weights = settings.exchange == "weights"
+        self._early = settings.by_bucket and (group.size == 1 or not weights)
+        self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
+        self._sum = GradientSum(group, self._recorder, overlap=settings.overlap)
+        self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
+        self._replica: Replica | None = None
+        self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
+        self._lent: dict[int, Sent] = {}  # bucket -> the sending of it
+        self._step = 0
+        self._partners: _Peers | None = None
+        self._distance: Distance | None = None
+        self._donor = Donor(endpoint, timeout_s=settings.timeout_s)
+
+    @property
+    def synchronous(self) -> bool:
+        return False
+
+    @property
+    def averaged(self) -> bool:
+        return True
+
+    async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
+        self._replica = replica
+        replica.optimize(self._when)
+        self._donor.serve()
+        members = self._members
+        if members.late:
+            return await self._start_late(replica)
+        if not restored:  # else each continues with its own
+            await members.together("gossip/start", 0, lambda world: spread(world, replica))
+        return None
+
+    async def _start_late(self, replica: Replica) -> int:
+        column = self._column_at(0)
+        neighbour = column[column.index(self._endpoint.peer) - 1]
+        if neighbour == self._endpoint.peer:
+            raise PeerLostError("worker", "nobody is left to take weights from", waiting_for="a neighbour's weights")
+        weights = Weights(self._endpoint, neighbour, timeout_s=self._settings.timeout_s)
+        # Before the others know of us: later the neighbour might wait for our first step before it has time to give.
+        await weights.ask()
+        first = await self._members.join()
+        await weights.take(replica)
+        return first
+
+    def begin_step(self, step: int) -> None:
+        buckets = self._replica_started().buckets
+        self._step = step
+        self._partners = self._partners_at(step)
+        measured = step % DISTANCE_EVERY == 0 and self._partners is not None and bool(self._partners.sources)
+        self._distance = Distance(len(buckets)) if measured else None
+        self._under_way.begin(step, len(buckets))
+        if not self._early:
+            self._sum.begin(step, buckets)
+
+    def exchanges(self, step: int) -> bool:
+        return True
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self._early:
+            self._under_way.add(bucket)
+        else:
+            self._sum.add(bucket)
+
+    async def end_step(self) -> None:
+        if not self._early:
+            await self._exchange_batch()
+        await self._under_way.all_added()
+        if not self._settings.overlap:
+            await self._under_way.settle()
+        if self._donor.wanted:
+            await self._under_way.settle()
+            await self._donor.give(self._replica_started())
+        await self._members.release(self._step + 1)
+
+    async def settle(self) -> None:
+        await self._under_way.settle()
+
+    async def stop(self) -> None:
+        self._donor.close()
+        await self._sum.cancel()
+        await self._under_way.cancel()
+        await self._members.stop()
+
+    def staleness(self) -> Sequence[int]:
+        return ()
+
+    def state_dict(self) -> dict[str, Value]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        return None
+
+    # A step.
+
+    def _column_at(self, step: int) -> tuple[PeerId, ...]:
+        return tuple(peer for peer in self._members.at(step) if peer in self._column)
+
+    def _partners_at(self, step: int) -> _Peers | None:
+        column, settings = self._column_at(step), self._settings
+        # Who is left of a hypercube may be none any more. Dissemination promises the same for any number.
+        fits = settings.shape != "hypercube" or is_power_of_two(len(column))
+        shape: Shape = settings.shape if fits else "dissemination"
+        schedule = Schedule(len(column), settings.seed, shape, settings.rotation, settings.balanced)
+        partners = schedule.partners(step, _ranks(column)[self._endpoint.peer])
+        return None if partners is None else _Peers.of(partners, column)
+
+    async def _exchange_batch(self) -> None:
+        """All buckets after backward."""
+        replica = self._replica_started()
+        await self._sum.wait()
+        weights = self._settings.exchange == "weights"
+        if weights:
+            await replica.update(hold=True)
+        for bucket in reversed(replica.buckets):  # the next forward needs them in this order
+            self._under_way.add(bucket)
+        if not weights:
+            await self._under_way.settle()
+            await replica.update()
+
+    def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
+        return self._exchange(bucket, step, self._partners, self._distance)
+
+    async def _exchange(self, bucket: Bucket, step: int, partners: _Peers | None, distance: Distance | None) -> None:
+        group, weights = self._group, self._settings.exchange == "weights"
+        payload = bucket.parameters if weights else bucket.gradients
+        if self._early and group.size > 1:
+            await all_reduce(group, bucket.gradients, ("gradients", step, bucket.index), priority=bucket.index)
+        if partners is not None:
+            part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
+            await self._trade(bucket.index, part, step, partners, distance)
+            if group.size > 1:
+                await all_gather(group, payload, ("gossip", step, bucket.index), priority=bucket.index)
+        if weights or self._early:
+            self._replica_started().parameters_ready(bucket)
+
+    async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
+        """Send the part, receive the partner's, and become the mean."""
+        tag = ("gossip", step, index)
+        outgoing = await self._copied(index, part)
+        received: list[Payload] = []
+        await together(
+            self._send(index, partners.to, tag, outgoing), *(self._receive(source, tag, received) for source in partners.sources)
+        )
+        if distance is not None and received and distance.add(part, received[0]):
+            self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
+        if len(received) == 1:
+            part.average_(received[0])
+        elif received:
+            for other in received:
+                part.add_(other)
+            part.scale_(1.0 / (1 + len(received)))
+
+    async def _copied(self, index: int, part: Payload) -> Payload:
+        """What is sent, apart from the memory that becomes the mean meanwhile."""
+        lent = self._lent.pop(index, None)
+        if lent is not None and not lent.released:
+            with suppress(PeerLostError):
+                await lent.wait_released()
+        outgoing = self._outgoing.get(index)
+        if outgoing is None:
+            outgoing = self._outgoing[index] = part.empty_like()
+        outgoing.copy_(part)
+        return outgoing
+
+    async def _send(self, index: int, to: PeerId, tag: Tag, outgoing: Payload) -> None:
+        with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
+            self._lent[index] = await self._endpoint.send(to, tag, outgoing, priority=index)
+
+    async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
+        timeout_s = self._settings.timeout_s
+        with self._recorder.span(f"receive bucket {tag[-1]} of {source}", "receive", step=int(tag[1])), self._survived():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    received.append(await self._endpoint.receive(source, tag))
+            except PeerTimeoutError:
+                raise
+            except TimeoutError:
+                raise PeerTimeoutError(source, f"bucket {tag[-1]} of step {tag[1]}", timeout_s) from None
+
+    def _survived(self) -> suppress:
+        """Where losses are survived, a partner that is lost is gone without."""
+        return suppress(*([PeerLostError] if self._members.survives else []))
+
+    def _abort(self, error: BaseException) -> None:
+        if self._replica is not None:
+            self._replica.abort(error)
+
+    def _replica_started(self) -> Replica:
+        assert self._replica is not None, "start() comes first"
+        return self._replica
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """A step's partners by name."""
+
+    to: PeerId
+    sources: tuple[PeerId, ...]
+
+    @classmethod
+    def of(cls, partners: Partners, column: tuple[PeerId, ...]) -> _Peers:
+        return cls(column[partners.to], tuple(column[source] for source in partners.sources))
+
+
+@lru_cache(maxsize=8)
+def _ranks(column: tuple[PeerId, ...]) -> dict[PeerId, int]:
+    return {peer: rank for rank, peer in enumerate(column)}
