@@ -382,6 +382,17 @@ async def test_close_delivers_what_was_sent_and_ends_all_waits(world: World) -> 
         await b.send("a", ("y",), tensor(1))
 
 
+async def test_what_a_peer_has_received_has_arrived_also_if_it_closes_at_once(world: World) -> None:
+    a, b = await world.pair()
+    handles = [await a.send("b", ("x",), tensor(n, 20_000)) for n in range(3)]
+    for _ in range(3):
+        await b.receive("a", ("x",))
+    await b.close()
+    for handle in handles:
+        await handle.wait_released()
+        assert handle.released
+
+
 async def test_a_peer_that_vanishes_ends_every_wait_for_it(world: World) -> None:
     a, b = await world.pair(window_bytes=64 * KIB, outbox_bytes=64 * KIB)
     c = await world.open("c")

@@ -203,15 +203,20 @@ class Link:
     def take_notices(self) -> Sequence[tuple[int, bytes]]:
         """Short unnumbered messages that are due: (lane, header)."""
         if self.ack_due:
-            self.ack_due = self.ack_urgent = False
-            self._unannounced_bytes = self._unannounced_pieces = 0
-            state = [n for lane in LANES for n in (self.receiving[lane].expected, self.windows[lane].announce())]
-            self._notice(CONTROL, Header(ACK, meta=state))
+            self._announce()
         notices, self._notices = self._notices, []
         return notices
 
     def say_bye(self) -> None:
+        """Take leave; first tell how far the peer's pieces came, since it listens no more afterwards."""
+        self._announce()
         self._notice(CONTROL, Header(BYE))
+
+    def _announce(self) -> None:
+        self.ack_due = self.ack_urgent = False
+        self._unannounced_bytes = self._unannounced_pieces = 0
+        state = [n for lane in LANES for n in (self.receiving[lane].expected, self.windows[lane].announce())]
+        self._notice(CONTROL, Header(ACK, meta=state))
 
     @property
     def idle(self) -> bool:

@@ -147,7 +147,6 @@ class Switchboard:
         finally:
             for link in list(self._links.values()):
                 if link.state is State.OPEN:
-                    link.ack_due = True
                     link.say_bye()
                     self._send_notices(link)
                 self._end(link, ending)
