@@ -21,6 +21,7 @@ The tree is drawn by what a caller can do about an error::
     └── ConnectivityError          worth trying again                          exit 128
         ├── PeerLostError          the peer is gone, or was restarted
         ├── PeerTimeoutError       the peer is there, but did not answer
+        ├── ViewChangedError       others are members now: try again with them
         └── HostLostError          a whole host is gone
 
 ``verdict`` is the word that stands in ``error.json``; ``exit_code`` is what the launcher exits with.
@@ -194,6 +195,10 @@ class PeerTimeoutError(ConnectivityError, TimeoutError):
         super().__init__(
             f"{peer} did not answer within {timeout_s:g} s while waiting for {waiting_for}; if it is only slow, raise {setting}"
         )
+
+
+class ViewChangedError(ConnectivityError):
+    """The members are not those any more that something was to be agreed on with."""
 
 
 class HostLostError(ConnectivityError):

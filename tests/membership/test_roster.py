@@ -104,7 +104,7 @@ def test_roles_wait_for_the_complete_view_and_agents_do_not() -> None:
     assert set(table.answers) == {agent, first, second, third}
     view = View.from_value(table.answers[first])
     assert view.complete
-    assert view.members["worker/1"] == Member("worker/1", "tcp://worker/1", "h0", "worker", 1, 0, 1)
+    assert view.members["worker/1"] == Member("worker/1", "tcp://worker/1", "h0", "worker", 1, 0, 1, incarnation=1)
     assert view.version > View.from_value(table.answers[agent]).version
     assert table.roster.state is State.RUNNING
 

@@ -6,6 +6,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.averaging import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
@@ -16,6 +17,8 @@ from zmqtrain.membership.context import RoleContext
 def make_members(context: RoleContext) -> Members:
     """The workers that take part in the training."""
     workers = tuple(worker.peer for worker in context.placement.workers)
+    if context.topology.elastic and context.membership is not None:
+        return ElasticMembers(context.endpoint, context.membership, workers, context.ladder, recorder=context.recorder)
     return FixedMembers(context.endpoint, workers, timeout_s=context.ladder.barrier_s)
 
 

@@ -98,7 +98,16 @@ class Agent:
         self._stopping.set()
 
     async def _live(self, role: RolePlacement) -> None:
-        """One role, from its start to the report of its end."""
+        """One role, from its start to the report of its end; more than once where workers are started again."""
+        topology = self._description.topology
+        left = topology.job.restarts if topology.elastic and role.kind == "worker" else 0
+        while not await self._live_once(role) and left and not self._stopping.is_set():
+            left -= 1
+            text = f"{role.peer} was lost and is started again ({left} more times at most)\n"
+            self._printed(role.peer, text)
+
+    async def _live_once(self, role: RolePlacement) -> bool:
+        """Returns whether it ended by itself: well, or by a fault of its own. Otherwise another may do better."""
         report_read, report_write = os.pipe()
         output_read, output_write = os.pipe()
         output = OutputReader(output_read, lambda text: self._printed(role.peer, text))
@@ -127,6 +136,7 @@ class Agent:
             self._lines.append({"kind": LOG, "peer": role.peer, "text": str(report.get("traceback", "")), "quiet": True})
         await self._send_lines()
         await self._link.exited(role.peer, code, report, stopped=role.peer in self._stopped)
+        return role.peer in self._stopped or 0 <= code < ConnectivityError.exit_code
 
     def _environ(self, role: RolePlacement) -> dict[str, str]:
         description, environment = self._description, self._environment

@@ -84,7 +84,12 @@ class Launch:
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
             coordinator = Coordinator(
-                endpoint, self._placement, self._ladder, on_event=self._record.membership_event, on_report=self._record.report
+                endpoint,
+                self._placement,
+                self._ladder,
+                elastic=self._topology.elastic,
+                on_event=self._record.membership_event,
+                on_report=self._record.report,
             )
             self._coordinator = coordinator
             serve_description(endpoint, description)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from zmqtrain.errors import HostLostError, TaskError, ZmqTrainError
+from zmqtrain.errors import ConnectivityError, HostLostError, TaskError, ZmqTrainError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.wire.payload import Value
 
@@ -105,6 +105,13 @@ class Failure:
     """Whether this only follows from another failure."""
     error: ZmqTrainError
 
+    @property
+    def of_user(self) -> bool:
+        """Whether the role itself is at fault, as far as can be told; otherwise its process, host or network was lost."""
+        if self.report is not None:
+            return int(self.report.get("exit_code", 0)) < ConnectivityError.exit_code
+        return self.exit_code is not None and 0 <= self.exit_code < ConnectivityError.exit_code
+
     @staticmethod
     def of_exit(peer: PeerId, host: str, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, left: bool) -> Failure:
         """A role that exited as it should not have. ``stopped``: its agent had ended it on purpose."""
@@ -144,15 +151,17 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     halt: Mapping[str, Any] | None = None
     """What the role that stopped the run gave as its reason."""
+    losses: tuple[str, ...] = ()
+    """Why workers were lost without whom the run went on."""
 
     @staticmethod
-    def of(failure: str | None, failures: Sequence[Failure], halt: Mapping[str, Any] | None) -> Outcome:
+    def of(failure: str | None, failures: Sequence[Failure], halt: Mapping[str, Any] | None, losses: Sequence[str] = ()) -> Outcome:
         """``failure``: the first one's reason, where there was one."""
         if failure is not None:
-            return Outcome("failed", failure, tuple(failures), halt)
+            return Outcome("failed", failure, tuple(failures), halt, tuple(losses))
         if halt is not None:
-            return Outcome("halted", str(halt.get("message", "a role stopped the run")), (), halt)
-        return Outcome("done", "all roles have finished")
+            return Outcome("halted", str(halt.get("message", "a role stopped the run")), (), halt, tuple(losses))
+        return Outcome("done", "all roles have finished", losses=tuple(losses))
 
     @property
     def cause(self) -> Failure | None:

@@ -1,10 +1,10 @@
-"""Named barriers over any of the members. Sans-IO."""
+"""Named barriers over any of the members, and agreements: barriers at which all learn the largest value. Sans-IO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, UsageError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ViewChangedError
 from zmqtrain.membership.actions import Action, Answer, Refuse, Ticket
 from zmqtrain.net.endpoint import PeerId
 
@@ -30,24 +30,44 @@ class Barrier:
     members: tuple[PeerId, ...]
     deadline: float
     timeout_s: float
+    version: int | None = None
+    """The view that it is about; a newer one ends it."""
+    everybody: bool = False
+    """Whether it is of all who are there: those who are lost no longer count."""
     waiting: dict[PeerId, Ticket] = field(default_factory=dict)
+    largest: int | None = None
+    """Of the values that were brought."""
 
     @property
     def missing(self) -> list[PeerId]:
         """Who has not come."""
         return [peer for peer in self.members if peer not in self.waiting]
 
-    def arrive(self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket) -> list[Action]:
+    def arrive(self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket, value: int | None) -> list[Action]:
         """A member is there."""
+        if self.everybody:
+            self.members = members
         if members != self.members:
             message = f"{peer} calls the barrier {self.name!r} with other members than those who wait there already"
             return [Refuse(ticket, ProtocolError(message))]
         if peer in self.waiting:
             return [Refuse(ticket, ProtocolError(f"{peer} waits at the barrier {self.name!r} already"))]
         self.waiting[peer] = ticket
+        if value is not None:
+            self.largest = value if self.largest is None else max(self.largest, value)
+        return self._maybe_open()
+
+    def _maybe_open(self) -> list[Action]:
         if self.missing:
             return []
-        return [Answer(waiting, None, f"all {len(self.members)} members are at {self.name!r}") for waiting in self.waiting.values()]
+        reason = f"all {len(self.members)} members are at {self.name!r}"
+        return [Answer(waiting, self.largest, reason) for waiting in self.waiting.values()]
+
+    def go_on_without(self, peer: PeerId) -> list[Action]:
+        """A member of all is not there any more."""
+        self.members = tuple(member for member in self.members if member != peer)
+        self.waiting.pop(peer, None)
+        return self._maybe_open()
 
     def give_up(self, peer: PeerId, reason: str) -> list[Action]:
         """A member will never come."""
@@ -67,14 +87,25 @@ class Barriers:
         self._timeout_s = timeout_s
         self._open: dict[str, Barrier] = {}
 
-    def arrive(self, peer: PeerId, name: str, members: tuple[PeerId, ...], ticket: Ticket, now: float) -> list[Action]:
-        """A member is at a barrier; the first to come opens it."""
+    def arrive(
+        self,
+        peer: PeerId,
+        name: str,
+        members: tuple[PeerId, ...],
+        ticket: Ticket,
+        now: float,
+        *,
+        value: int | None = None,
+        version: int | None = None,
+        everybody: bool = False,
+    ) -> list[Action]:
+        """A member is at a barrier; the first to come opens it. With a ``value`` all learn the largest."""
         barrier = self._open.get(name)
         if barrier is None:
             if len(self._open) >= MOST_BARRIERS or len(name) > LONGEST_NAME:
                 return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or too long a name"))]
-            barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s)
-        actions = barrier.arrive(peer, members, ticket)
+            barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s, version, everybody)
+        actions = barrier.arrive(peer, members, ticket, value)
         if not barrier.missing:
             del self._open[name]
         return actions
@@ -83,8 +114,23 @@ class Barriers:
         """A peer will never come to any barrier."""
         actions: list[Action] = []
         for barrier in [barrier for barrier in self._open.values() if peer in barrier.members]:
+            if barrier.everybody:
+                actions += barrier.go_on_without(peer)
+                if barrier.missing:
+                    continue
+            else:
+                actions += barrier.give_up(peer, reason)
             del self._open[barrier.name]
-            actions += barrier.give_up(peer, reason)
+        return actions
+
+    def outdate(self, version: int, reason: str) -> list[Action]:
+        """The view of this version is the newest now: end what was to be agreed on about older ones."""
+        actions: list[Action] = []
+        for barrier in [each for each in self._open.values() if each.version is not None and each.version < version]:
+            del self._open[barrier.name]
+            actions += [
+                Refuse(ticket, ViewChangedError(f"the members have changed: {reason}")) for ticket in barrier.waiting.values()
+            ]
         return actions
 
     def deadlines(self) -> list[float]:

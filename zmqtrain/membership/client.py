@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Ladder
@@ -27,6 +28,7 @@ COORDINATOR: PeerId = "coordinator"
 EVENTS_AT_ONCE = 500
 
 HaltCallback: TypeAlias = Callable[[dict[str, Any]], None]
+ViewCallback: TypeAlias = Callable[[View], None]
 
 
 class Membership:
@@ -42,7 +44,10 @@ class Membership:
         self.halted = asyncio.Event()
         """The run is to stop; `halt_reason` says why."""
         self.halt_reason: dict[str, Any] | None = None
+        self.late = False
+        """Whether the run was under way already when this process joined: it is one that comes instead of another."""
         self._callbacks: list[HaltCallback] = []
+        self._view_callbacks: list[ViewCallback] = []
         self._left = False
 
     @classmethod
@@ -66,11 +71,8 @@ class Membership:
         # The coordinator gives up first and says who is missing; this time-out is for a coordinator that says nothing.
         patience = ladder.join_s + ladder.lost_s
         answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)
-        view = View.from_value(answer.meta)
-        for member in view.members.values():
-            if member.peer != endpoint.peer:
-                endpoint.add_peer(member.peer, member.address)
-        membership._newer(view)
+        membership.late = isinstance(answer.meta, dict) and answer.meta.get("late") is True
+        membership._newer(View.from_value(answer.meta))
         return membership
 
     @property
@@ -86,6 +88,18 @@ class Membership:
         """
         who: Value = None if members is None else list(members)
         await self._ask("barrier", name, who, timeout=self.ladder.barrier_s + self.ladder.lost_s)
+
+    async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
+        """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
+
+        Either all get it or none: raises `PeerLostError` as soon as a member is gone, and `PeerTimeoutError` naming the missing.
+        ``version``: what is agreed on is about the view of this version; `ViewChangedError` where there is a newer one.
+        """
+        who: Value = list(members)
+        answer = await self._ask("agree", name, value, who, version, timeout=self.ladder.barrier_s + self.ladder.lost_s)
+        if not isinstance(answer, int):
+            raise ProtocolError(f"the coordinator answers the agreement {name!r} with {answer!r:.60}")
+        return answer
 
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Hand events (plain values) to whoever keeps the run's record; on return they have arrived."""
@@ -109,6 +123,10 @@ class Membership:
         else:
             self._callbacks.append(callback)
 
+    def on_view(self, callback: ViewCallback) -> None:
+        """Call ``callback(view)`` whenever there is a newer view."""
+        self._view_callbacks.append(callback)
+
     async def leave(self) -> None:
         """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent."""
         if not self._left:
@@ -122,10 +140,19 @@ class Membership:
     def _newer(self, view: View) -> None:
         if view.version <= self.view.version:
             return
-        lost_before, self.view = self.view.lost, view
+        before, self.view = self.view, view
         for peer, reason in view.lost.items():
-            if peer not in lost_before and peer != self.peer:
+            if peer not in before.lost and peer != self.peer:
                 self.endpoint.forget(peer, reason)
+        for peer, member in view.members.items():
+            known = before.members.get(peer)
+            if peer == self.peer or (known is not None and known.incarnation == member.incarnation):
+                continue
+            if known is not None:  # lost and back again since the view before
+                self.endpoint.forget(peer, "another process has taken its place")
+            self.endpoint.add_peer(peer, member.address)
+        for callback in list(self._view_callbacks):
+            callback(view)
 
     def _stop(self, reason: dict[str, Any]) -> None:
         if self.halt_reason is None:

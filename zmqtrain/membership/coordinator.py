@@ -55,6 +55,7 @@ class Coordinator:
         ladder: Ladder,
         *,
         agents: bool = True,
+        elastic: bool = False,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class Coordinator:
         self.outcome: Outcome | None = None
         self._endpoint, self._ladder = endpoint, ladder
         self._loop = asyncio.get_running_loop()
-        self._roster = Roster(expected_members(placement, agents=agents), ladder, now=self._loop.time())
+        self._roster = Roster(expected_members(placement, agents=agents), ladder, now=self._loop.time(), elastic=elastic)
         self._on_event, self._on_report = on_event, on_report
         self._tickets = count()
         self._waiting: dict[Ticket, asyncio.Future[Value]] = {}
@@ -73,7 +74,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
-        for name in ("join", "barrier", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+        for name in ("join", "barrier", "agree", "heartbeat", "exited", "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
 
@@ -220,6 +221,15 @@ class Coordinator:
             raise ProtocolError(f"{caller} calls a barrier with a wrong name or members")
         who = None if members is None else [str(member) for member in members]
         return await self._decide(lambda ticket: self._roster.handle_barrier(caller, name, who, ticket, self._now()))
+
+    async def _serve_agree(self, caller: PeerId, name: Value, value: Value, members: Value, version: Value) -> Value:
+        match name, value, members, version:
+            case str(called), int(number), [*peers], int() | None as about:
+                who = [str(peer) for peer in peers]
+                return await self._decide(
+                    lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now())
+                )
+        raise ProtocolError(f"{caller} calls an agreement with a wrong name, value or members")
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):

@@ -15,10 +15,17 @@ are judged by the endpoint, which notices a link that stays away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
+from zmqtrain.errors import (
+    HostLostError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    UsageError,
+    ViewChangedError,
+    ZmqTrainError,
+)
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Failure, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.state import TRANSITIONS, Crew, Entry, Presence, State
@@ -36,10 +43,14 @@ LONGEST_TEXT = 1024
 class Roster:
     """Decides; each method takes what happened and returns what to do. ``now`` is the loop's clock and never goes back."""
 
-    def __init__(self, expected: Iterable[Member], ladder: Ladder, *, now: float) -> None:
+    def __init__(self, expected: Iterable[Member], ladder: Ladder, *, now: float, elastic: bool = False) -> None:
+        """``elastic``: the run goes on without workers that are lost, and with those that come back."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
+        self._elastic = elastic
+        self._losses: list[str] = []  # without which the run went on
+        self._told = 0  # the version of the newest view that everybody was told
         self._ladder = ladder
         self._crew = Crew(expected)
         self._heard: dict[str, float] = {}  # host -> when its agent was last heard
@@ -65,6 +76,9 @@ class Roster:
                 return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
             entry = self._crew.add(Member(peer, "", "", "observer", -1))
         stopped = self.halt_reason is not None and not self._complete
+        again = self._elastic and self.state is State.RUNNING and entry.member.kind in ("worker", "agent")
+        if again and entry.presence in (Presence.HERE, Presence.LOST) and entry.incarnation != incarnation and not stopped:
+            return self._join_again(entry, incarnation, address, ticket, now)
         if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED) or stopped:
             why = entry.reason or self._end_reason or "the run was stopped"
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
@@ -78,8 +92,7 @@ class Roster:
         elif entry.presence is Presence.LEFT:
             return [Refuse(ticket, ProtocolError(f"{peer} has left already"))]
         changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
-        entry.presence, entry.incarnation = Presence.HERE, incarnation
-        entry.member = replace(entry.member, address=address[:LONGEST_TEXT])
+        entry.welcome(incarnation, address[:LONGEST_TEXT])
         if entry.member.kind == "agent":
             self._heard[entry.member.host] = now
         if changed:
@@ -97,22 +110,60 @@ class Roster:
             return actions + self._maybe_complete()
         return [*actions, Answer(ticket, self.view().to_value(), f"{peer} needs to wait for nobody"), *self._maybe_complete()]
 
+    def _join_again(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
+        """Another process under the name of a worker that was lost, or is lost by that: it takes part in what is under way."""
+        peer, actions = entry.member.peer, []
+        if entry.here:
+            reason = "it came back as another process"
+            self._losses.append(f"{peer}: {reason}")
+            actions += [*self._remove(entry, Presence.LOST, reason), Note("lost", {"peer": peer}, f"{peer}: {reason}")]
+        entry.welcome(incarnation, address[:LONGEST_TEXT])
+        entry.exited = False
+        if entry.member.kind == "agent":
+            self._heard[entry.member.host] = now
+        self._version += 1
+        reason = f"{peer} joined the run under way"
+        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address, "late": True}
+        actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason), *self._tell_view(reason, but=peer)]
+        view = self.view().to_value()
+        assert isinstance(view, dict)
+        return [*actions, Answer(ticket, {**view, "late": True}, reason)]
+
+    def handle_agree(
+        self, peer: PeerId, name: str, value: int, members: Sequence[PeerId], version: int | None, ticket: Ticket, now: float
+    ) -> list[Action]:
+        """A member brings its value to an agreement. ``version``: the view that it is about; it ends with it."""
+        error = self._may_not(peer)
+        if error is None and version is not None and version < self._told:
+            error = ViewChangedError(f"the members have changed: view {self._told} is the newest, not {version}")
+        if error is not None:
+            return [Refuse(ticket, error)]
+        who = tuple(sorted(set(members)))
+        refused = self._not_all_here(peer, who, f"the agreement {name!r}")
+        if refused is not None:
+            return [Refuse(ticket, refused)]
+        return self._barriers.arrive(peer, f"agree/{name}", who, ticket, now, value=value, version=version)
+
+    def _not_all_here(self, peer: PeerId, who: Sequence[PeerId], what: str) -> ZmqTrainError | None:
+        known = [entry for other in who if (entry := self._crew.get(other)) is not None]
+        unknown = sorted({*who} - {entry.member.peer for entry in known})
+        if unknown or peer not in who:
+            why = f"with {name_some(unknown)}, not part of this run" if unknown else "without being one of its members"
+            return UsageError(f"{peer} calls {what} {why}")
+        gone = next((entry for entry in known if entry.gone), None)
+        return None if gone is None else PeerLostError(gone.member.peer, gone.reason, waiting_for=what)
+
     def handle_barrier(self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float) -> list[Action]:
         """A member is at a barrier; without ``members`` it is one of all workers."""
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        workers = [other.member.peer for other in self._crew.of_kind("worker")]
-        who = tuple(workers if members is None else sorted(set(members)))
-        known = [entry for other in who if (entry := self._crew.get(other)) is not None]
-        unknown = sorted({*who} - {entry.member.peer for entry in known})
-        if unknown or peer not in who:
-            what = f"with {name_some(unknown)}, not part of this run" if unknown else "without being one of its members"
-            return [Refuse(ticket, UsageError(f"{peer} calls the barrier {name!r} {what}"))]
-        for entry in known:
-            if entry.gone:
-                return [Refuse(ticket, PeerLostError(entry.member.peer, entry.reason, waiting_for=f"the barrier {name!r}"))]
-        return self._barriers.arrive(peer, name, who, ticket, now)
+        workers = [other for other in self._crew.of_kind("worker") if not self._elastic or other.here]
+        who = tuple([other.member.peer for other in workers] if members is None else sorted(set(members)))
+        refused = self._not_all_here(peer, who, f"the barrier {name!r}")
+        if refused is not None:
+            return [Refuse(ticket, refused)]
+        return self._barriers.arrive(peer, name, who, ticket, now, everybody=self._elastic and members is None)
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """An agent's word: its host is there, and these of its roles are alive."""
@@ -152,7 +203,7 @@ class Roster:
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left)
         if entry.presence is not Presence.LOST:
             actions += self._remove(entry, Presence.LOST, failure.reason)
-        return actions + self._fail(failure, now)
+        return actions + self._fail_or_go_on(entry, failure, now)
 
     def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
         """A role says itself that it failed. Needed where it has no agent that would see its process end."""
@@ -164,7 +215,7 @@ class Roster:
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=False, left=False)
         gone = self._remove(entry, Presence.LOST, failure.reason)
         # Its process is still there, and waits for the answer to this very call: no wait for it is given up here.
-        return [*(action for action in gone if not isinstance(action, Drop)), *self._fail(failure, now)]
+        return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
     def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
         """A member has done its work and goes. Nobody else is told: what it has sent is still on its way to them."""
@@ -292,6 +343,7 @@ class Roster:
             return []
         self._complete = True
         self._version += 1
+        self._told = self._version
         self._go(State.RUNNING)
         reason = f"all {len(self._crew)} have joined"
         value = self.view().to_value()
@@ -327,7 +379,27 @@ class Roster:
                     actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
         actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
         peer, host = entry.member.peer, entry.member.host
-        return actions + self._fail(Failure(peer, host, None, str(error), None, consequence=False, error=error), now)
+        failure = Failure(peer, host, None, str(error), None, consequence=False, error=error)
+        return actions + self._fail_or_go_on(entry, failure, now)
+
+    def _fail_or_go_on(self, entry: Entry, failure: Failure, now: float) -> list[Action]:
+        """Somebody is gone for good. An elastic run goes on without workers, as long as there are others, and as it is not their
+        own fault."""
+        roles = self._crew.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
+        survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
+        left = any(other.here or other.presence is Presence.LEFT for other in self._crew.of_kind("worker"))
+        if not (survivable and left and all(role.member.kind == "worker" for role in roles)):
+            return self._fail(failure, now)
+        self._losses.append(failure.reason)
+        values: dict[str, Any] = {"peer": failure.peer, "host": failure.host, "reason": failure.reason}
+        noted = [] if failure.exit_code is None else [Note("lost", values, failure.reason)]
+        return [*noted, *self._tell_view(failure.reason), *self._maybe_finish(now)]
+
+    def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
+        """Everybody learns the view as it is now, and only that one counts."""
+        self._told = self._version
+        tell = [action for action in self._tell_all("view", self.view().to_value(), reason) if action.to != but]
+        return [*self._barriers.outdate(self._version, reason), *tell]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
         self.failures.append(failure)
@@ -348,7 +420,7 @@ class Roster:
         actions += self._tell_all("halt", halt, failure.reason)
         return actions + self._maybe_end()
 
-    def _tell_all(self, what: Any, value: Value, reason: str) -> list[Action]:
+    def _tell_all(self, what: Any, value: Value, reason: str) -> list[Push]:
         return [Push(entry.member.peer, what, value, reason) for entry in self._crew.here()]
 
     def _maybe_finish(self, now: float) -> list[Action]:
@@ -373,7 +445,7 @@ class Roster:
         failed = self.state is State.FAILED
         self._go(State.ENDED)
         self._end_deadline = None
-        outcome = Outcome.of(self._end_reason if failed else None, self.failures, self.halt_reason)
+        outcome = Outcome.of(self._end_reason if failed else None, self.failures, self.halt_reason, self._losses)
         self._end_reason = outcome.reason
         ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
         refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*self._barriers.close(), *self._joining.values())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zmqtrain.membership.view import Member, MemberKind, View
@@ -47,6 +47,11 @@ class Entry:
     incarnation: int = 0
     exited: bool = False
     reason: str = ""
+
+    def welcome(self, incarnation: int, address: str) -> None:
+        """It has joined."""
+        self.presence, self.incarnation, self.reason = Presence.HERE, incarnation, ""
+        self.member = replace(self.member, address=address, incarnation=incarnation)
 
     @property
     def here(self) -> bool:

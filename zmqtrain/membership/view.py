@@ -26,6 +26,8 @@ class Member:
     """Rank of a worker, number of a server, -1 for others."""
     group: int = -1
     position: int = -1
+    incarnation: int = 0
+    """Tells processes that have had this name one after another apart."""
 
     @property
     def is_role(self) -> bool:

@@ -40,6 +40,7 @@ class Auditor:
         self._gone: set[tuple[PeerId, int]] = set()  # server, group: nobody waits for it there
         self._steps: Counter[tuple[PeerId, int]] = Counter()
         self._samples: Counter[int] = Counter()
+        self._lost: dict[PeerId, None] = {}  # workers without whom an elastic run went on, for a while at least
         self._spread: float | None = None
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
@@ -95,6 +96,11 @@ class Auditor:
     def membership_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """The coordinator notes something."""
         self._last_s = max(self._last_s, self._clock())
+        peer = str(values.get("peer", ""))
+        if kind == "lost" and peer.startswith("agent/"):
+            self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
+        elif kind == "lost":
+            self._lost[peer] = None
 
     def report(self, peer: PeerId, events: Sequence[Mapping[str, Any]]) -> None:
         """A role's events."""
@@ -112,7 +118,9 @@ class Auditor:
 
     def verdict(self, ending: Ending, seconds: float, faults: Sequence[Fault]) -> list[str]:
         """All that was broken, in words. ``faults``: what was injected."""
-        fatal = [fault for fault in faults if not fault.survivable(self._ladder)]
+        anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
+        elastic = self._topology.elastic and anybody
+        fatal = [fault for fault in faults if not fault.survivable(self._ladder, elastic=elastic)]
         if ending.status == "done":
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
         elif not fatal and not self._own_fault(ending.error or {}):
@@ -124,13 +132,17 @@ class Auditor:
 
     def _check_done(self, *, corrupted: bool) -> None:
         job, compute = self._topology.job, self._topology.compute
-        again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1]
+        again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1 and peer not in self._lost]
         if again:
             self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
         if job.steps is not None:
-            missing = job.steps * self._placement.world_size - len(self._steps)
+            stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
+            missing = job.steps * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
+        if self._lost:
+            return  # the rest holds where all are there
+        if job.steps is not None:
             expected = compute.batch_size * self._placement.groups
             for step in range(job.steps):
                 if self._samples[step] != expected:

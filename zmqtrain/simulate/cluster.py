@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.process import Process
 from zmqtrain.topology.placement import Placement
+
+if TYPE_CHECKING:
+    from zmqtrain.simulate.host import SimulatedHost
 
 
 class Cluster:
@@ -18,6 +22,7 @@ class Cluster:
         self.network = network
         self.placement = placement
         self.processes: dict[PeerId, Process] = {}
+        self.hosts: dict[str, SimulatedHost] = {}
         self._slow: dict[PeerId, float] = {role.peer: (slowdowns or {}).get(role.host, 1.0) for role in placement.roles}
 
     def peers(self, name: str) -> tuple[PeerId, ...]:

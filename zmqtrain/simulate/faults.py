@@ -68,9 +68,13 @@ class Fault:
             parts.append(f"for {self.lasts:g} s")
         return " ".join(parts)
 
-    def survivable(self, ladder: Ladder) -> bool:
-        """Whether a run must go on to its end in spite of it."""
-        if self.kind in ("kill", "restart", "corrupt"):
+    def survivable(self, ladder: Ladder, *, elastic: bool = False) -> bool:
+        """Whether a run must go on to its end in spite of it. An elastic one survives all losses, as long as anybody is left."""
+        if self.kind == "corrupt":
+            return False
+        if elastic:
+            return True
+        if self.kind in ("kill", "restart"):
             return False
         if self.kind in ("pause", "partition"):
             # While it lasts nobody may come to believe that somebody is gone, nor give up waiting for an answer.

@@ -70,10 +70,14 @@ class SimulatedHost:
 
     def __init__(self, plan: Plan, name: str) -> None:
         self._plan, self._name = plan, name
+        plan.cluster.hosts[name] = self
         self._ladder = plan.ladder
         self._stopping = asyncio.Event()
         self._patience_s = self._ladder.grace_s
         self._living: dict[PeerId, asyncio.Future[Any]] = {}
+        self._link: AgentLink | None = None
+        self._watching: asyncio.TaskGroup | None = None  # of living roles
+        self._lives: dict[PeerId, asyncio.Task[None]] = {}  # the newest watch of each role
         self._stopped: set[PeerId] = set()
 
     async def run(self) -> None:
@@ -89,14 +93,17 @@ class SimulatedHost:
                     async with asyncio.TaskGroup() as group:
                         watching = [group.create_task(link.run()), group.create_task(self._end_roles())]
                         async with asyncio.TaskGroup() as living:
+                            self._link, self._watching = link, living
                             for role in plan.description.placement.of_host(self._name):
-                                living.create_task(self._live(link, role), name=f"watch {role.peer}")
+                                self._lives[role.peer] = living.create_task(self._live(link, role), name=f"watch {role.peer}")
+                        self._watching = None
                         await link.leave()
                         for task in watching:
                             task.cancel()
                 except BaseExceptionGroup as errors:
                     raise _first(errors) from None
         finally:
+            self._watching = None
             for role in plan.description.placement.of_host(self._name):
                 await plan.cluster.kill(role.peer)  # none of them outlives its agent
             await endpoint.close()
@@ -106,10 +113,32 @@ class SimulatedHost:
             self._patience_s = self._ladder.request_s
         self._stopping.set()
 
+    def start_again(self, role: RolePlacement) -> bool:
+        """Start a role that has died once more. Returns whether there is an agent here to do so."""
+        if self._watching is None or self._link is None or self._stopping.is_set() or role.peer in self._living:
+            return False
+        process = self._plan.cluster.processes[f"agent/{self._name}"]
+        if process.killed or process.paused:
+            return False
+        again = self._live_after(self._lives[role.peer], self._link, role)
+        self._lives[role.peer] = process.run(self._watching.create_task, again, name=f"watch {role.peer}")
+        return True
+
+    async def _live_after(self, before: asyncio.Task[None], link: AgentLink, role: RolePlacement) -> None:
+        await asyncio.wait([before])  # its end must be told before
+        await self._live(link, role)
+
     async def _live(self, link: AgentLink, role: RolePlacement) -> None:
-        link.started(role.peer)
-        code, report = await self._watch(role)
-        await link.exited(role.peer, code, report, stopped=role.peer in self._stopped)
+        topology = self._plan.description.topology
+        left = topology.job.restarts if topology.elastic and role.kind == "worker" else 0
+        while True:
+            link.started(role.peer)
+            code, report = await self._watch(role)
+            stopped = role.peer in self._stopped
+            await link.exited(role.peer, code, report, stopped=stopped)
+            if not left or stopped or self._stopping.is_set() or 0 <= code < ConnectivityError.exit_code:
+                return
+            left -= 1
 
     async def _watch(self, role: RolePlacement) -> tuple[int, Mapping[str, Any] | None]:
         """Start a role; how it ended."""

@@ -107,12 +107,15 @@ class Injector:
                     heal()
 
     async def _start_again(self, peer: PeerId) -> None:
-        """Another process of the same name, as a supervisor of the person's own might start. The run has no use for it and says
-        so; whatever becomes of it is not the run's failure."""
+        """Another process of the same name: its agent starts it, where the run has a use for it. Otherwise somebody does, as a
+        supervisor of the person's own might; the run says that it has none, and what becomes of it is not the run's failure."""
         assert self._plan is not None
         try:
             role = self._plan.description.placement.role(peer)
         except KeyError:
+            return
+        host = self._cluster.hosts.get(role.host)
+        if self._plan.description.topology.elastic and role.kind == "worker" and host is not None and host.start_again(role):
             return
         process = spawn(self._plan, peer, role.host)
         life = process.run(asyncio.get_running_loop().create_task, be_role(self._plan, role, process), name=f"{peer} again")

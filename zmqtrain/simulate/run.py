@@ -172,7 +172,14 @@ class Simulation:
             serve_description(endpoint, description)
             folder = options.checkpoints or Path("checkpoints")
             collector = CheckpointCollector.of(endpoint, folder, topology, self._placement, resume=options.resume)
-            coordinator = Coordinator(endpoint, self._placement, self._ladder, on_event=self._event, on_report=self._report)
+            coordinator = Coordinator(
+                endpoint,
+                self._placement,
+                self._ladder,
+                elastic=topology.elastic,
+                on_event=self._event,
+                on_report=self._report,
+            )
             plan = Plan(
                 description=description,
                 cluster=cluster,

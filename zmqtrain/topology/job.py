@@ -92,6 +92,14 @@ class Job(Section):
     on_nan: Literal["stop", "continue"] = Field(
         default="stop", description="A loss that is NaN or infinite stops the run with a checkpoint of the last good step, or not."
     )
+    elastic: bool | None = Field(
+        default=None,
+        description="Go on without workers that are lost (killed, or with their host), and let others come in their place. Default: "
+        "with gossip among groups of one worker.",
+    )
+    restarts: int = Field(
+        default=0, ge=0, le=1000, description="How often each worker of an elastic run is started again after it was lost."
+    )
     port: int = Field(default=0, ge=0, le=65535, description="The coordinator's TCP port; 0: any free one.")
     oversubscribe: bool = Field(default=False, description="Allow more workers than slots; they then share the processors.")
 

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
     """All rules that the topology breaks. ``entries`` are the hosts as the file has them, ranges and all: faults are of these."""
-    broken = [*_length(topology), *_hosts(entries), *_batch(topology), *_grid(topology), *_exchange(topology), *_device(topology)]
+    broken = [
+        *_length(topology),
+        *_elastic(topology),
+        *_hosts(entries),
+        *_batch(topology),
+        *_grid(topology),
+        *_exchange(topology),
+        *_device(topology),
+    ]
     broken += simulation_rules(topology)
     if topology.hosts:  # else there are too many to look into
         known = KnownHosts(host.name for host in topology.hosts)
@@ -35,6 +43,24 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
     if topology.job.until is not None and topology.job.eval_every == 0:
         yield rule(
             "until needs evaluations: set eval_every to the number of steps between them", ("job", "until"), ("job", "eval_every")
+        )
+
+
+def _elastic(topology: Topology) -> Iterator[BrokenRule]:
+    job, exchange = topology.job, topology.exchange
+    if job.elastic and (exchange.kind != "gossip" or topology.compute.group_size > 1):
+        yield rule(
+            'an elastic run needs kind = "gossip" and groups of one worker: with others all have to wait for the one that is lost',
+            ("job", "elastic"),
+            ("exchange", "kind"),
+            ("compute", "group_size"),
+        )
+    if job.restarts and not topology.elastic:
+        yield rule(
+            "restarts is for elastic runs (gossip among groups of one worker): elsewhere a lost worker ends the run",
+            ("job", "restarts"),
+            ("job", "elastic"),
+            ("exchange", "kind"),
         )
 
 

@@ -69,6 +69,12 @@ class Topology(Section):
         """How many model servers the job has."""
         return self.exchange.shards if self.exchange.kind == "model_server" else 0
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on without workers that are lost."""
+        can = self.exchange.kind == "gossip" and self.compute.group_size == 1
+        return can if self.job.elastic is None else self.job.elastic
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip")
 
 
 def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
@@ -69,6 +69,10 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
         from zmqtrain.cli.bench.fidelity import bench_fidelity
 
         return iter(bench_fidelity())
+    if name == "gossip":
+        from zmqtrain.cli.bench.gossip import bench_gossip
+
+        return iter(bench_gossip())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 

@@ -1,0 +1,157 @@
+"""Members that may be lost, and join, while the training goes on.
+
+Everybody must change over at the same step, or some would wait for a partner that another has forgotten. So when the view of the
+members changes, all who are in it state the newest step that they have let begin, and the change takes effect at the step after
+the largest of these. From its statement on until the answer a worker lets no further step begin; steps that were let begin run on
+as they were meant to, without the lost::
+
+    view changes ──> agree(newest step let begin) ──> from max + 1 on: the new members
+                        │                                  ▲
+                        └── somebody else is lost, or ─────┘ again, with the next view
+                            joins, in the meantime
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ViewChangedError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.members import Change, T, group_of
+from zmqtrain.membership.client import Membership
+from zmqtrain.membership.view import View
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.timeouts import Ladder
+
+
+class ElasticMembers:
+    """Implements `zmqtrain.exchange.members.Members`. Make it before the first step."""
+
+    survives = True
+
+    def __init__(
+        self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], ladder: Ladder, *, recorder: Recorder
+    ) -> None:
+        """``workers``: all that the run can have, by rank."""
+        self.late = membership.late
+        self._endpoint, self._membership, self._workers, self._ladder = endpoint, membership, workers, ladder
+        self._recorder = recorder
+        here = self._living(membership.view)
+        first = here if membership.late else {peer: here.get(peer, 0) for peer in workers}
+        self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # from which step on: who, and which process
+        self._begun = -1 if membership.late else 0  # the newest step that may have begun
+        self._agreement: asyncio.Task[None] | None = None
+        self._changes: list[Change] = []
+        self._viewed = asyncio.Event()
+        self._groups: dict[tuple[PeerId, ...], Group] = {}
+        self._stopped = False
+        membership.on_view(self._on_view)
+        if not self.late:
+            self._on_view(membership.view)
+
+    def at(self, step: int) -> tuple[PeerId, ...]:
+        return tuple(self._plan(step)[1])
+
+    async def join(self) -> int:
+        self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
+        await self._agreement
+        first = self._plans[-1][0]
+        self._begun = first
+        return first
+
+    async def release(self, step: int) -> None:
+        while self._agreement is not None:
+            await asyncio.shield(self._agreement)
+        self._begun = step
+
+    def on_change(self, change: Change) -> None:
+        self._changes.append(change)
+
+    async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
+        since, planned = self._plan(max(0, step - 1))
+        while True:
+            view = self._membership.view
+            here = self._living(view)
+            # One that was lost and came back is another: it joins at a later step.
+            members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
+            try:
+                result = await run(self._group(members, f"members/{since}/{len(planned) - len(members)}"))
+                # Some may have come through before the others noticed a loss: only what all have come through counts.
+                await self._membership.agree(f"{name}/{len(members)}", 0, members)
+            except PeerLostError as error:
+                await self._newer(view, planned, members, error)
+            else:
+                return result
+
+    async def stop(self) -> None:
+        self._stopped = True
+        if self._agreement is not None:
+            self._agreement.cancel()
+            await asyncio.wait({self._agreement})
+
+    def _plan(self, step: int) -> tuple[int, Mapping[PeerId, int]]:
+        return next(plan for plan in reversed(self._plans) if plan[0] <= step)
+
+    def _living(self, view: View) -> dict[PeerId, int]:
+        """Workers that are in the run, by rank, with their incarnations."""
+        return {peer: view.members[peer].incarnation for peer in self._workers if peer in view.members}
+
+    def _on_view(self, view: View) -> None:
+        self._viewed.set()
+        if not self._stopped and self._agreement is None and self._living(view) != self._plans[-1][1]:
+            self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
+            self._agreement.add_done_callback(self._agreed)
+
+    def _agreed(self, task: asyncio.Task[None]) -> None:
+        self._agreement = None
+        if not task.cancelled() and task.exception() is None:
+            self._on_view(self._membership.view)  # which may have changed in the last moment
+
+    async def _agree(self) -> None:
+        """Until all members of the newest view know from which step on they are the members."""
+        membership = self._membership
+        while True:
+            view = membership.view
+            living = self._living(view)
+            try:
+                newest = await membership.agree("members", self._begun, tuple(living), version=view.version)
+            except (PeerLostError, ViewChangedError) as error:
+                await self._newer(view, {}, (), error)
+                continue
+            step = newest + 1
+            self._plans.append((step, living))
+            gone = [peer for peer in self._plans[-2][1] if peer not in living]
+            reason = f"lost {', '.join(gone)}" if gone else "others have joined"
+            self._recorder.event("view", step=step, version=view.version, members=list(living), reason=reason)
+            for change in self._changes:
+                change(step, tuple(living))
+            return
+
+    async def _newer(
+        self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError
+    ) -> None:
+        """Wait for the view that says who was lost."""
+        try:
+            async with asyncio.timeout(self._ladder.lost_s + self._ladder.request_s):
+                while True:
+                    self._viewed.clear()
+                    now = self._membership.view
+                    here = self._living(now)
+                    changed = (
+                        now.version > view.version if not planned else any(here.get(peer) != planned[peer] for peer in members)
+                    )
+                    if changed:
+                        return
+                    await self._viewed.wait()
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            raise error from None
+
+    def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
+        group = self._groups.get(members)
+        if group is None:
+            group = self._groups[members] = group_of(self._endpoint, members, name, self._ladder.barrier_s)
+        return group
