@@ -94,8 +94,8 @@ class Job(Section):
     )
     elastic: bool | None = Field(
         default=None,
-        description="Go on without workers that are lost (killed, or with their host), and let others come in their place. Default: "
-        "with gossip among groups of one worker.",
+        description="Go on without workers that are lost (killed, or with their host), and let others come in their place. "
+        "Default: with gossip among groups of one worker.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How often each worker of an elastic run is started again after it was lost."
