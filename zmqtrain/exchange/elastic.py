@@ -43,9 +43,10 @@ class ElasticMembers:
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # from which step on: who, and which process
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
         self._agreement: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
         self._changes: list[Change] = []
         self._viewed = asyncio.Event()
-        self._groups: dict[tuple[PeerId, ...], Group] = {}
+        self._groups: dict[str, Group] = {}
         self._stopped = False
         membership.on_view(self._on_view)
         if not self.late:
@@ -55,15 +56,14 @@ class ElasticMembers:
         return tuple(self._plan(step)[1])
 
     async def join(self) -> int:
-        self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
-        await self._agreement
+        self._begin_agreement()
+        await self._settled()
         first = self._plans[-1][0]
         self._begun = first
         return first
 
     async def release(self, step: int) -> None:
-        while self._agreement is not None:
-            await asyncio.shield(self._agreement)
+        await self._settled()
         self._begun = step
 
     def on_change(self, change: Change) -> None:
@@ -101,13 +101,27 @@ class ElasticMembers:
     def _on_view(self, view: View) -> None:
         self._viewed.set()
         if not self._stopped and self._agreement is None and self._living(view) != self._plans[-1][1]:
-            self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
-            self._agreement.add_done_callback(self._agreed)
+            self._begin_agreement()
+
+    def _begin_agreement(self) -> None:
+        self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
+        self._agreement.add_done_callback(self._agreed)
 
     def _agreed(self, task: asyncio.Task[None]) -> None:
         self._agreement = None
-        if not task.cancelled() and task.exception() is None:
+        if task.cancelled():
+            return
+        self._error = task.exception()
+        if self._error is None:
             self._on_view(self._membership.view)  # which may have changed in the last moment
+
+    async def _settled(self) -> None:
+        """Until it is known who the members are. Raises what keeps it from becoming known."""
+        while self._agreement is not None:
+            await asyncio.wait({self._agreement})
+            await asyncio.sleep(0)  # what follows from its end comes first
+        if self._error is not None:
+            raise self._error
 
     async def _agree(self) -> None:
         """Until all members of the newest view know from which step on they are the members."""
@@ -151,7 +165,7 @@ class ElasticMembers:
             raise error from None
 
     def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
-        group = self._groups.get(members)
+        group = self._groups.get(name)
         if group is None:
-            group = self._groups[members] = group_of(self._endpoint, members, name, self._ladder.barrier_s)
+            group = self._groups[name] = group_of(self._endpoint, members, name, self._ladder.barrier_s)
         return group

@@ -68,6 +68,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         self._link.on_halt(self._halt)
+        self._link.on_lost(self._end_lost)
         host = self._environment.peer.partition("/")[2]
         roles = self._description.placement.of_host(host)
         code = 0
@@ -96,6 +97,12 @@ class Agent:
         if reason.get("kind") == "nan":
             self._patience_s = self._ladder.request_s
         self._stopping.set()
+
+    def _end_lost(self, peer: PeerId) -> None:
+        """The run goes on without a role that may stand still for ever."""
+        child = self._children.get(peer)
+        if child is not None and not child.exited.done():
+            child.signal(signal.SIGKILL)
 
     async def _live(self, role: RolePlacement) -> None:
         """One role, from its start to the report of its end; more than once where workers are started again."""

@@ -14,11 +14,12 @@ An agent's whole life::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zmqtrain.errors import PeerLostError
 from zmqtrain.membership.client import COORDINATOR, HaltCallback, Membership
+from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Value
@@ -50,6 +51,16 @@ class AgentLink:
         """Call ``callback(reason)`` when the run is to stop; see `Membership.on_halt`. The roles are told, too, and should end by
         themselves; the agent ends those that do not within the grace time."""
         self.membership.on_halt(callback)
+
+    def on_lost(self, callback: Callable[[PeerId], None]) -> None:
+        """Call ``callback(peer)`` for each living role of this host that the run goes on without: end its process."""
+
+        def tell(view: View) -> None:
+            for peer in sorted(self._alive):
+                if peer in view.lost:
+                    callback(peer)
+
+        self.membership.on_view(tell)
 
     def started(self, peer: PeerId) -> None:
         """A role's process runs. Call this before the process can join."""

@@ -201,6 +201,8 @@ class Roster:
         if any(failure.peer == peer and failure.report is not None for failure in self.failures):
             return actions + self._maybe_end()  # it has said so itself
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left)
+        if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
+            return actions + self._maybe_end()  # the run goes on without it already
         if entry.presence is not Presence.LOST:
             actions += self._remove(entry, Presence.LOST, failure.reason)
         return actions + self._fail_or_go_on(entry, failure, now)
@@ -247,7 +249,8 @@ class Roster:
         return [*actions, *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
-        """The endpoint has lost its link to a peer. Says nothing about a role that has an agent."""
+        """The endpoint has lost its link to a peer. Says nothing about a role that has an agent, unless others can go on without
+        it: then a process that stands still is not waited for."""
         entry = self._crew.get(peer)
         if entry is None or not entry.here or self.state is State.ENDED:
             return []
@@ -256,8 +259,9 @@ class Roster:
             return []
         if entry.member.kind == "agent":
             return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
-        if entry.member.host in self._crew.agents:
-            return []
+        vouched_for = entry.member.host in self._crew.agents
+        if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
+            return []  # nobody can go on without it, and its agent says whether it will be back
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
             return self._discard_join(peer, reason)

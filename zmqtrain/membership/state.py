@@ -105,7 +105,8 @@ class Crew:
 
     def ended(self, entry: Entry) -> bool:
         """Whether a role's process itself has ended, as far as anybody is there to tell."""
-        return entry.gone and (entry.exited or entry.member.host not in self.agents)
+        agent = self.agents.get(entry.member.host)
+        return entry.gone and (entry.exited or agent is None or agent.gone)
 
     def view(self, version: int, *, complete: bool) -> View:
         """The members as they are now."""

@@ -88,6 +88,7 @@ class SimulatedHost:
         try:
             link = await AgentLink.join(endpoint, coordinator_address=plan.coordinator, ladder=self._ladder)
             link.on_halt(self._halt)
+            link.on_lost(self._end_lost)
             with suppress(ConnectivityError):  # the run goes on without this host, or is over: its roles end either way
                 try:
                     async with asyncio.TaskGroup() as group:
@@ -112,6 +113,11 @@ class SimulatedHost:
         if reason.get("kind") == "nan":
             self._patience_s = self._ladder.request_s
         self._stopping.set()
+
+    def _end_lost(self, peer: PeerId) -> None:
+        """The run goes on without a role that may stand still for ever."""
+        if self._watching is not None and peer in self._living:
+            self._watching.create_task(self._plan.cluster.kill(peer), name=f"end {peer}")
 
     def start_again(self, role: RolePlacement) -> bool:
         """Start a role that has died once more. Returns whether there is an agent here to do so."""
