@@ -39,7 +39,9 @@ class ElasticMembers:
         self._endpoint, self._membership, self._workers, self._ladder = endpoint, membership, workers, ladder
         self._recorder = recorder
         here = self._living(membership.view)
-        first = here if membership.late else {peer: here.get(peer, 0) for peer in workers}
+        mine = membership.view.members[endpoint.peer].incarnation
+        late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
+        first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # from which step on: who, and which process
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
         self._agreement: asyncio.Task[None] | None = None
@@ -56,10 +58,13 @@ class ElasticMembers:
         return tuple(self._plan(step)[1])
 
     async def join(self) -> int:
-        self._begin_agreement()
+        await self._membership.ready()
+        if self._agreement is None:
+            self._begin_agreement()
         await self._settled()
         first = self._plans[-1][0]
         self._begun = first
+        self._on_view(self._membership.view)  # which may have changed since
         return first
 
     async def release(self, step: int) -> None:
@@ -95,12 +100,14 @@ class ElasticMembers:
         return next(plan for plan in reversed(self._plans) if plan[0] <= step)
 
     def _living(self, view: View) -> dict[PeerId, int]:
-        """Workers that are in the run, by rank, with their incarnations."""
-        return {peer: view.members[peer].incarnation for peer in self._workers if peer in view.members}
+        """Workers that can take part, by rank, with their incarnations."""
+        members = view.members
+        return {peer: members[peer].incarnation for peer in self._workers if peer in members and members[peer].ready}
 
     def _on_view(self, view: View) -> None:
         self._viewed.set()
-        if not self._stopped and self._agreement is None and self._living(view) != self._plans[-1][1]:
+        waiting = self.late and self._begun < 0  # `join` says when
+        if not self._stopped and not waiting and self._agreement is None and self._living(view) != self._plans[-1][1]:
             self._begin_agreement()
 
     def _begin_agreement(self) -> None:

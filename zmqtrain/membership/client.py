@@ -80,6 +80,10 @@ class Membership:
         """Who this is."""
         return self.endpoint.peer
 
+    async def ready(self) -> None:
+        """Say that this process, which joined a run under way, can take part. On return ``view`` says so, too."""
+        self._newer(View.from_value(await self._ask("ready")))
+
     async def barrier(self, name: str, members: Sequence[PeerId] | None = None) -> None:
         """Wait until all ``members`` (all workers, if none are given) have called the barrier of this name.
 

@@ -74,7 +74,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
-        for name in ("join", "barrier", "agree", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+        for name in ("join", "ready", "barrier", "agree", "heartbeat", "exited", "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
 
@@ -215,6 +215,9 @@ class Coordinator:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
         return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
+
+    async def _serve_ready(self, caller: PeerId) -> Value:
+        return await self._decide(lambda ticket: self._roster.handle_ready(caller, ticket))
 
     async def _serve_barrier(self, caller: PeerId, name: Value, members: Value) -> Value:
         if not isinstance(name, str) or not (members is None or isinstance(members, list)):

@@ -15,6 +15,7 @@ are judged by the endpoint, which notices a link that stays away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import (
@@ -117,7 +118,7 @@ class Roster:
             reason = "it came back as another process"
             self._losses.append(f"{peer}: {reason}")
             actions += [*self._remove(entry, Presence.LOST, reason), Note("lost", {"peer": peer}, f"{peer}: {reason}")]
-        entry.welcome(incarnation, address[:LONGEST_TEXT])
+        entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
         if entry.member.kind == "agent":
             self._heard[entry.member.host] = now
@@ -128,6 +129,16 @@ class Roster:
         view = self.view().to_value()
         assert isinstance(view, dict)
         return [*actions, Answer(ticket, {**view, "late": True}, reason)]
+
+    def handle_ready(self, peer: PeerId, ticket: Ticket) -> list[Action]:
+        """A worker that has joined a run under way can take part from now on."""
+        error, entry = self._may_not(peer), self._crew.get(peer)
+        if error is not None or entry is None:
+            return [Refuse(ticket, error or ProtocolError(f"{peer} is not a member of this run"))]
+        entry.member = replace(entry.member, ready=True)
+        self._version += 1
+        reason = f"{peer} is ready to take part"
+        return [*self._tell_view(reason, but=peer), Answer(ticket, self.view().to_value(), reason)]
 
     def handle_agree(
         self, peer: PeerId, name: str, value: int, members: Sequence[PeerId], version: int | None, ticket: Ticket, now: float

@@ -48,10 +48,10 @@ class Entry:
     exited: bool = False
     reason: str = ""
 
-    def welcome(self, incarnation: int, address: str) -> None:
+    def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
         """It has joined."""
         self.presence, self.incarnation, self.reason = Presence.HERE, incarnation, ""
-        self.member = replace(self.member, address=address, incarnation=incarnation)
+        self.member = replace(self.member, address=address, incarnation=incarnation, ready=ready)
 
     @property
     def here(self) -> bool:

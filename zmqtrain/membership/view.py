@@ -28,6 +28,8 @@ class Member:
     position: int = -1
     incarnation: int = 0
     """Tells processes that have had this name one after another apart."""
+    ready: bool = True
+    """False: it has joined a run under way, and still prepares itself to take part."""
 
     @property
     def is_role(self) -> bool:
