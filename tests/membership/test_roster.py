@@ -30,8 +30,8 @@ def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool 
 class Table:
     """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
 
-    def __init__(self, expected: list[Member]) -> None:
-        self.roster, self.expected, self.now = Roster(expected, LADDER, now=0.0), expected, 0.0
+    def __init__(self, expected: list[Member], *, elastic: bool = False) -> None:
+        self.roster, self.expected, self.now = Roster(expected, LADDER, now=0.0, elastic=elastic), expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []
         self.dropped: list[str] = []

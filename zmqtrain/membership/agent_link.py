@@ -31,6 +31,7 @@ class AgentLink:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._alive: set[PeerId] = set()
+        self._ended_in: dict[PeerId, int] = {}  # the view in which the last process of a role was known to have ended
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, ladder: Ladder) -> AgentLink:
@@ -57,7 +58,8 @@ class AgentLink:
 
         def tell(view: View) -> None:
             for peer in sorted(self._alive):
-                if peer in view.lost:
+                # An older view may still tell of the process before.
+                if peer in view.lost and view.version > self._ended_in.get(peer, 0):
                     callback(peer)
 
         self.membership.on_view(tell)
@@ -70,7 +72,8 @@ class AgentLink:
         """A role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if any.
         ``stopped``: this agent had told it to end, so that its end is nobody's fault."""
         sent: Value = None if report is None else dict(report)
-        await self.membership._ask("exited", peer, exit_code, sent, stopped)
+        version = await self.membership._ask("exited", peer, exit_code, sent, stopped)
+        self._ended_in[peer] = version if isinstance(version, int) else 0
         # Only now: a heartbeat without the role must not overtake the report.
         self._alive.discard(peer)
 

@@ -217,7 +217,7 @@ class Coordinator:
         return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
 
     async def _serve_ready(self, caller: PeerId) -> Value:
-        return await self._decide(lambda ticket: self._roster.handle_ready(caller, ticket))
+        return await self._decide(lambda ticket: self._roster.handle_ready(caller, ticket, self._now()))
 
     async def _serve_barrier(self, caller: PeerId, name: Value, members: Value) -> Value:
         if not isinstance(name, str) or not (members is None or isinstance(members, list)):
@@ -244,7 +244,7 @@ class Coordinator:
         if not isinstance(peer, str) or not isinstance(exit_code, int) or not (report is None or isinstance(report, dict)):
             raise ProtocolError(f"{caller} sends a wrong report of an exit")
         self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now()))
-        return None
+        return self._roster.view().version
 
     async def _serve_report(self, caller: PeerId, events: Value) -> Value:
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

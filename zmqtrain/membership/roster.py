@@ -130,7 +130,7 @@ class Roster:
         assert isinstance(view, dict)
         return [*actions, Answer(ticket, {**view, "late": True}, reason)]
 
-    def handle_ready(self, peer: PeerId, ticket: Ticket) -> list[Action]:
+    def handle_ready(self, peer: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """A worker that has joined a run under way can take part from now on."""
         error, entry = self._may_not(peer), self._crew.get(peer)
         if error is not None or entry is None:

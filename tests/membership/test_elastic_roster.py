@@ -1,0 +1,211 @@
+"""Elastic runs: the coordinator's decisions when workers are lost and come back, without a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.membership.test_roster import LADDER, Table, members
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
+from zmqtrain.membership.state import State
+from zmqtrain.membership.view import View
+
+
+def running(workers: int = 3, hosts: int = 1, *, agents: bool = True) -> Table:
+    table = Table(members(workers, 0, hosts, agents=agents), elastic=True)
+    table.join_all()
+    assert table.roster.state is State.RUNNING
+    table.told.clear()
+    return table
+
+
+def agree(table: Table, peer: str, value: int, who: list[str], *, name: str = "members", version: int | None = None) -> int:
+    return table.ask("agree", peer, name, value, who, version)
+
+
+def everybody(table: Table) -> list[str]:
+    return [member.peer for member in table.roster.view().workers()]
+
+
+def test_a_killed_worker_is_no_failure_and_all_are_told() -> None:
+    table = running()
+    table.exited("worker/1", -9)
+    assert table.roster.state is State.RUNNING
+    assert everybody(table) == ["worker/0", "worker/2"]
+    assert "worker/1" in table.roster.view().lost
+    assert {peer for peer, what in table.told if what == "view"} == {"agent/h0", "worker/0", "worker/2"}
+    assert not [what for _, what in table.told if what == "halt"]
+    for worker in ("worker/0", "worker/2"):
+        table.leave(worker)
+        table.exited(worker, 0)
+    assert table.outcome is not None
+    assert table.outcome.status == "done"
+    assert table.outcome.losses == ("worker/1 on h0 was killed by SIGKILL",)
+
+
+@pytest.mark.parametrize(
+    ("code", "report"),
+    [(3, {"message": "a bug", "exit_code": 3}), (1, None), (0, None), (64, {"message": "its loss is NaN", "exit_code": 64})],
+)
+def test_a_worker_that_fails_by_itself_fails_the_run(code: int, report: dict[str, Any] | None) -> None:
+    table = running()
+    table.exited("worker/1", code, report)
+    assert table.roster.state is State.FAILED
+
+
+def test_a_worker_that_lost_its_network_is_lost() -> None:
+    table = running()
+    table.exited("worker/1", 128, {"message": "lost worker/2", "exit_code": 128})
+    assert table.roster.state is State.RUNNING
+    assert everybody(table) == ["worker/0", "worker/2"]
+
+
+def test_the_last_worker_s_loss_fails_the_run() -> None:
+    table = running(2)
+    table.exited("worker/1", -9)
+    table.exited("worker/0", -9)
+    assert table.roster.state in (State.FAILED, State.ENDED)
+
+
+def test_a_server_s_loss_fails_the_run() -> None:
+    table = Table(members(2, 1), elastic=True)
+    table.join_all()
+    table.exited("server/0", -9)
+    assert table.roster.state is State.FAILED
+
+
+def test_a_silent_host_takes_its_workers_and_no_more() -> None:
+    table = running(4, hosts=2)
+    table.advance(2 * LADDER.lost_s, ["worker/0", "worker/2"], hosts=("h0",))
+    assert table.roster.state is State.RUNNING
+    assert everybody(table) == ["worker/0", "worker/2"]
+
+
+@pytest.mark.parametrize("agents", [True, False])
+def test_a_worker_whose_link_is_lost_is_not_waited_for(agents: bool) -> None:
+    table = running(agents=agents)
+    table.take(table.roster.handle_lost("worker/1", "no connection for 30 s", table.now))
+    assert everybody(table) == ["worker/0", "worker/2"]
+    assert "worker/1" in table.dropped
+    if agents:  # its agent ends it, and says so
+        table.exited("worker/1", -9)
+        assert table.roster.state is State.RUNNING
+
+
+def test_a_worker_comes_back_and_is_counted_once_it_is_ready() -> None:
+    table = running()
+    table.exited("worker/1", -9)
+    table.told.clear()
+    again = table.join("worker/1", incarnation=2)
+    answer = table.answers[again]
+    assert answer["late"] is True
+    member = View.from_value(answer).members["worker/1"]
+    assert (member.incarnation, member.ready) == (2, False)
+    assert ("worker/0", "view") in table.told
+    assert ("worker/1", "view") not in table.told
+    ready = table.ask("ready", "worker/1")
+    assert View.from_value(table.answers[ready]).members["worker/1"].ready
+    assert "worker/1" not in table.roster.view().lost
+
+
+def test_a_worker_that_is_replaced_before_anybody_noticed_is_lost_by_that() -> None:
+    table = running()
+    before = table.roster.view().version
+    table.join("worker/1", incarnation=2)
+    assert table.roster.view().members["worker/1"].incarnation == 2
+    assert "worker/1" in table.dropped
+    assert table.roster.view().version == before + 2
+    assert table.roster.state is State.RUNNING
+
+
+def test_all_get_the_largest_value() -> None:
+    table = running()
+    who = everybody(table)
+    tickets = [agree(table, peer, value, who) for peer, value in zip(who, (4, 9, 2), strict=True)]
+    assert [table.answers[ticket] for ticket in tickets] == [9, 9, 9]
+
+
+def test_a_loss_or_another_view_ends_an_agreement_for_all() -> None:
+    table = running()
+    version = table.roster.view().version
+    first = agree(table, "worker/0", 1, everybody(table), version=version)
+    unversioned = agree(table, "worker/0", 1, ["worker/0", "worker/2"], name="evaluated")
+    table.exited("worker/1", -9)
+    assert isinstance(table.answers[first], PeerLostError)
+    assert unversioned not in table.answers
+    assert isinstance(table.answers[agree(table, "worker/2", 1, ["worker/0", "worker/2"], version=version)], ViewChangedError)
+    assert isinstance(table.answers[agree(table, "worker/2", 1, ["worker/0", "worker/1", "worker/2"])], PeerLostError)
+    waiting = agree(table, "worker/0", 1, ["worker/0", "worker/2"], version=table.roster.view().version)
+    table.join("worker/1", incarnation=2)
+    assert isinstance(table.answers[waiting], ViewChangedError)
+    agree(table, "worker/2", 5, ["worker/0", "worker/2"], name="evaluated")
+    assert table.answers[unversioned] == 5
+
+
+def test_agreements_are_among_members_and_time_out() -> None:
+    table = running()
+    assert isinstance(table.answers[agree(table, "worker/0", 1, ["worker/1"])], UsageError)
+    assert isinstance(table.answers[agree(table, "worker/0", 1, ["worker/0", "worker/9"])], UsageError)
+    waiting = agree(table, "worker/0", 1, everybody(table))
+    table.advance(LADDER.barrier_s + 1)
+    assert isinstance(table.answers[waiting], PeerTimeoutError)
+    assert "worker/1, worker/2" in str(table.answers[waiting])
+
+
+def test_a_barrier_of_all_goes_on_without_the_lost() -> None:
+    table = running()
+    waiting = [table.ask("barrier", peer, "trained", None) for peer in ("worker/0", "worker/2")]
+    assert not any(ticket in table.answers for ticket in waiting)
+    table.exited("worker/1", -9)
+    assert [table.answers[ticket] for ticket in waiting] == [None, None]
+
+
+def test_in_a_fixed_run_nobody_comes_back() -> None:
+    table = Table(members(2, 0))
+    table.join_all()
+    again = table.join("worker/1", incarnation=2)
+    assert isinstance(table.answers[again], PeerLostError)
+    assert table.roster.state is State.FAILED
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_whatever_happens_agreements_end_alike_for_all_and_versions_grow(data: st.DataObject) -> None:
+    """Workers die, come back and agree on the members, as `zmqtrain.exchange.elastic` does: no two of them ever learn different
+    steps for one view, and nobody waits for ever."""
+    table = running(4)
+    incarnation, version = 1, table.roster.view().version
+    waiting: dict[str, tuple[int, int]] = {}  # worker -> its ticket, and the version that it is about
+    learned: dict[int, set[int]] = {}
+    knows: set[tuple[str, int]] = set()  # worker and version: it has no reason to ask again
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["agree", "agree", "agree", "kill", "back"]))
+        here = [member.peer for member in table.roster.view().workers()]
+        peer = f"worker/{data.draw(st.integers(0, 3))}"
+        if action == "kill" and peer in here and len(here) > 1:
+            table.exited(peer, -9)
+            waiting.pop(peer, None)
+        elif action == "back" and peer not in here:
+            incarnation += 1
+            table.join(peer, incarnation)
+            table.ask("ready", peer)
+        elif action == "agree" and peer in here and peer not in waiting and (peer, version) not in knows:
+            about = table.roster.view().version
+            waiting[peer] = (agree(table, peer, data.draw(st.integers(0, 50)), here, version=about), about)
+        for worker, (ticket, about) in list(waiting.items()):
+            if ticket in table.answers:
+                answer = table.answers[ticket]
+                if isinstance(answer, int):
+                    learned.setdefault(about, set()).add(answer)
+                    knows.add((worker, about))
+                else:
+                    assert isinstance(answer, PeerLostError | ViewChangedError)
+                del waiting[worker]
+        assert table.roster.view().version >= version
+        version = table.roster.view().version
+        assert all(about == version for _, about in waiting.values()), "somebody waits for a view that is past"
+    assert all(len(steps) == 1 for steps in learned.values())
+    assert table.roster.state is State.RUNNING

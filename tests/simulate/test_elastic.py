@@ -1,0 +1,128 @@
+"""Gossip goes on without those who are lost, and with those who come back: whole runs in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from zmqtrain.simulate.explore import Trial, explore
+from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.schema import Topology
+
+STEPS = 200
+TOPOLOGY = """
+[job]
+steps = {steps}
+timeout = "5 s"
+{job}
+[[hosts]]
+name = "h[1-4]"
+address = "10.0.0.1"
+slots = 1
+[compute]
+groups = 4
+device = "modelled"
+profile = "lenet"
+bucket_size = "64 KiB"
+[exchange]
+kind = "gossip"
+gossip = {{ exchange = "{exchange}", granularity = "{granularity}" }}
+[network]
+bandwidth = "1 Gbit/s"
+latency = "100 us"
+[simulation]
+payload = "small"
+time_limit = 120
+[observe]
+trace_steps = 0
+"""
+
+
+def topology(*, exchange: str = "weights", granularity: str = "bucket", job: str = "") -> Topology:
+    return parse_topology(TOPOLOGY.format(steps=STEPS, exchange=exchange, granularity=granularity, job=job))
+
+
+class Heard:
+    """What the roles of a run report."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {}
+        self.views: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+
+    def __call__(self, peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                self.steps.setdefault(peer, []).append(event["step"])
+            elif event["kind"] == "view":
+                self.views.setdefault(peer, []).append((event["step"], tuple(event["values"]["members"])))
+
+
+def run(faults: Sequence[Fault], **how: str) -> tuple[Result, Heard]:
+    heard = Heard()
+    result = simulate(topology(**how), options=Options(faults=faults, on_report=heard))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    return result, heard
+
+
+@pytest.mark.parametrize(
+    ("exchange", "granularity"), [("weights", "bucket"), ("weights", "batch"), ("gradients", "bucket"), ("gradients", "batch")]
+)
+def test_survivors_of_a_kill_train_every_step(exchange: str, granularity: str) -> None:
+    result, heard = run([kill("worker/1", step=50)], exchange=exchange, granularity=granularity)
+    for peer in ("worker/0", "worker/2", "worker/3"):
+        assert heard.steps[peer] == list(range(STEPS))
+        assert heard.views[peer] == heard.views["worker/0"]
+    ((_, members),) = heard.views["worker/0"]
+    assert members == ("worker/0", "worker/2", "worker/3")
+    assert result.seconds < 5  # its agent says at once that it is gone: nobody waits for the time-out
+
+
+@pytest.mark.parametrize("target", ["h1", "h3"])
+def test_a_host_that_is_lost_without_a_word_is_waited_for_until_the_time_out_and_no_longer(target: str) -> None:
+    result, heard = run([kill(target, at=0.1)])
+    gone = f"worker/{int(target[1]) - 1}"
+    assert all(heard.steps[peer] == list(range(STEPS)) for peer in heard.steps if peer != gone)
+    assert result.seconds < 10
+
+
+def test_a_worker_that_stands_still_is_gone_on_without_and_ended() -> None:
+    result, heard = run([pause("worker/2", 60.0, at=0.1)])
+    assert all(heard.steps[peer] == list(range(STEPS)) for peer in heard.steps if peer != "worker/2")
+    assert result.seconds < 10
+
+
+@pytest.mark.parametrize("target", ["worker/0", "worker/2"])
+def test_one_that_comes_back_takes_a_neighbour_s_weights_and_trains_on(target: str) -> None:
+    _, heard = run([restart(target, at=0.08, after=0.03)])
+    others = [f"worker/{rank}" for rank in range(4) if f"worker/{rank}" != target]
+    assert all(heard.steps[peer] == list(range(STEPS)) for peer in others)
+    first = heard.views[others[0]][-1][0]
+    assert heard.views[others[0]][-1][1] == ("worker/0", "worker/1", "worker/2", "worker/3")
+    assert heard.steps[target][-(STEPS - first) :] == list(range(first, STEPS))
+
+
+def test_an_agent_starts_its_lost_worker_again() -> None:
+    _, heard = run([kill("worker/1", step=50)], job="restarts = 1")
+    assert [len(members) for _, members in heard.views["worker/0"]] == [3, 4]
+    assert heard.steps["worker/1"][-1] == STEPS - 1
+
+
+def test_two_at_once_and_one_at_the_very_end() -> None:
+    run([kill("worker/1", at=0.1), kill("worker/2", at=0.1)])
+    run([kill("worker/3", step=STEPS - 1)])
+    run([restart("worker/3", step=STEPS - 2, after=0.001)])
+
+
+def test_only_one_is_left() -> None:
+    _, heard = run([kill("worker/1", at=0.05), kill("worker/2", at=0.1), kill("worker/3", at=0.12)])
+    assert heard.steps["worker/0"] == list(range(STEPS))
+
+
+def test_random_faults_break_nothing() -> None:
+    found: list[Trial] = list(explore(topology(), range(15), faults="random"))
+    assert [each.broken for each in found if each.broken] == []
