@@ -57,6 +57,10 @@ class ElasticMembers:
     def at(self, step: int) -> tuple[PeerId, ...]:
         return tuple(self._plan(step)[1])
 
+    def there(self, peer: PeerId, step: int) -> bool:
+        member = self._membership.view.members.get(peer)
+        return member is not None and self._plan(step)[1].get(peer) == member.incarnation
+
     async def join(self) -> int:
         await self._membership.ready()
         if self._agreement is None:

@@ -26,6 +26,10 @@ class Members(Protocol):
         """Those who train ``step``, by rank."""
         ...
 
+    def there(self, peer: PeerId, step: int) -> bool:
+        """Whether that one of those who train ``step`` is still there. Another process that has its name by now is not."""
+        ...
+
     async def join(self) -> int:
         """Take part from now on, if late. Returns the step to begin with."""
         ...
@@ -59,6 +63,9 @@ class FixedMembers:
 
     def at(self, step: int) -> tuple[PeerId, ...]:
         return self._members
+
+    def there(self, peer: PeerId, step: int) -> bool:
+        return True
 
     async def join(self) -> int:
         return 0

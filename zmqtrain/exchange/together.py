@@ -9,6 +9,8 @@ from typing import Any
 
 async def together(*coroutines: Coroutine[Any, Any, Any]) -> None:
     """Run all at once. When one raises, the others are cancelled and its error is raised as it is, not in a group."""
+    if not coroutines:
+        return
     if len(coroutines) == 1:
         await coroutines[0]
         return

@@ -219,9 +219,9 @@ class GossipExchange:
         tag = ("gossip", step, index)
         outgoing = await self._copied(index, part)
         received: list[Payload] = []
-        await together(
-            self._send(index, partners.to, tag, outgoing), *(self._receive(source, tag, received) for source in partners.sources)
-        )
+        there = self._members.there
+        sends = [self._send(index, partners.to, tag, outgoing)] if there(partners.to, step) else []
+        await together(*sends, *(self._receive(source, tag, received) for source in partners.sources if there(source, step)))
         if distance is not None and received and distance.add(part, received[0]):
             self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
         if len(received) == 1:
