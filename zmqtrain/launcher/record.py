@@ -68,6 +68,7 @@ class RunRecord:
         self.quiet = False
         """Do not show that roles fail or stop: the person asked for it."""
         self._clock = clock
+        self._losses: list[str] = []  # of workers without whom the run went on
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
@@ -76,6 +77,11 @@ class RunRecord:
         self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
         if kind == "running":
             self._view.note(str(values["reason"]))
+        elif kind == "lost" and self._topology.elastic:
+            self._losses.append(str(values["reason"]))
+            self._view.note(f"going on without {peer}: {values['reason']}")
+        elif kind == "join" and values.get("late"):
+            self._view.note(f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
@@ -133,6 +139,7 @@ class RunRecord:
             "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
+            "losses": self._losses,
             "versions": {"python": platform.python_version(), **_versions()},
             **(more or {}),
         }
@@ -143,6 +150,8 @@ class RunRecord:
         if ending.status == "done":
             for line in closing_lines(self.summary, seconds, str(directory.path)):
                 self._view.note(line)
+            if self._losses:
+                self._view.note(f"lost on the way: {'; '.join(self._losses)}")
         elif ending.error is not None:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         else:

@@ -1,0 +1,63 @@
+"""Real processes that gossip on without a worker that was killed, and with the one that comes in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.launched import Launched
+
+TASK = """
+import os, torch
+from torch.utils.data import TensorDataset
+from zmqtrain import Task
+
+def task():
+    print("ready", os.getpid())
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(512, 8, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return Task(
+        model=lambda: torch.nn.Linear(8, 1),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02),
+        train_data=data,
+        eval_data=data,
+    )
+"""
+TOPOLOGY = """
+[job]
+task = "task.py"
+steps = 2000
+timeout = "20 s"
+oversubscribe = true
+restarts = {restarts}
+[compute]
+groups = 3
+batch_size = 8
+[exchange]
+kind = "gossip"
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_worker_is_killed(tmp_path: Path, restarts: int) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=restarts))
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
+        run.wait_for(r"^step ")
+        os.kill(next(int(match[2]) for match in roles if match[1] == "worker/1"), signal.SIGKILL)
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/1"]
+        members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
+        assert members[0] == members[2] == ["worker/0", *(["worker/1"] if restarts else []), "worker/2"]
+        for rank in (0, 2):
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(2000))
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
+        assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
