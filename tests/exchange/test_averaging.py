@@ -9,7 +9,8 @@ import pytest
 
 from tests.collectives.world import endpoints, group_of
 from tests.exchange.world import Array, Data, NumpyReplica, train_worker
-from zmqtrain.exchange.averaging import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.fragments import Fragments
 
 SIZES = (5, 1, 17, 300)
 
@@ -28,7 +29,7 @@ async def train(groups: int, group_size: int, every: int, data: Data, steps: ran
                             rows[rank // group_size][rank % group_size],
                             columns[rank % group_size][rank // group_size],
                         ),
-                        every,
+                        Fragments(every),
                     ),
                     NumpyReplica(SIZES, rank),
                     data,
@@ -79,8 +80,8 @@ async def test_synchronous_only_if_all_groups_are_equal_after_each_step() -> Non
     async with endpoints(2) as nodes:
         world = group_of(nodes, "workers")[0]
         alone = group_of(nodes[:1], "alone")[0]
-        assert not AveragingExchange(AveragingGroups(world, alone, world), 2).synchronous
-        assert AveragingExchange(AveragingGroups(world, alone, world), 1).synchronous
-        assert AveragingExchange(AveragingGroups(world, world, alone), 2).synchronous
+        assert not AveragingExchange(AveragingGroups(world, alone, world), Fragments(2)).synchronous
+        assert AveragingExchange(AveragingGroups(world, alone, world), Fragments(1)).synchronous
+        assert AveragingExchange(AveragingGroups(world, world, alone), Fragments(2)).synchronous
         with pytest.raises(ValueError, match="every 0 steps"):
-            AveragingExchange(AveragingGroups(world, alone, world), 0)
+            Fragments(0)

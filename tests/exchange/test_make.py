@@ -10,7 +10,7 @@ import pytest
 from tests.collectives.world import endpoints
 from tests.exchange.world import Data, NumpyReplica, train_worker
 from zmqtrain.exchange.allreduce import AllReduceExchange
-from zmqtrain.exchange.averaging import AveragingExchange
+from zmqtrain.exchange.averaging.exchange import AveragingExchange
 from zmqtrain.exchange.gossip.exchange import GossipExchange
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.model_server import ModelServerExchange

@@ -12,7 +12,8 @@ from tests.collectives.world import endpoints, group_of
 from tests.exchange.counted import CountedEndpoint
 from tests.exchange.world import NumpyReplica
 from zmqtrain.exchange.allreduce import AllReduceExchange
-from zmqtrain.exchange.averaging import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.net.endpoint import Endpoint, Tag
 from zmqtrain.wire.phantom import PhantomPayload
@@ -42,7 +43,7 @@ def averaging(nodes: list[Endpoint], groups: int) -> list[Exchange]:
         group, position = divmod(rank, size)
         own = group_of(nodes[group * size : (group + 1) * size], f"group/{group}")[position]
         column = group_of(nodes[position::size], f"column/{position}")[group]
-        exchanges.append(AveragingExchange(AveragingGroups(world, own, column), 2))
+        exchanges.append(AveragingExchange(AveragingGroups(world, own, column), Fragments(2)))
     return exchanges
 
 

@@ -156,6 +156,11 @@ class Core:
             raise UsageError("a session replicates one model; put several into one nn.Module, with one optimizer for all")
         check_model(model)
         topology, ladder = self.context.topology, self.context.ladder
+        if topology.optimizer.scale_lr != "none":
+            raise UsageError(
+                "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
+                "multiply the learning rate by session.groups, or its square root, yourself"
+            )
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.allreduce import AllReduceExchange
-from zmqtrain.exchange.averaging import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.fragments import Fragments
+from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
@@ -65,4 +67,18 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
         )
         return GossipExchange(context.endpoint, members, own, frozenset(column), gossip_settings, recorder=context.recorder)
     groups = AveragingGroups(world, own, group(f"column/{role.position}", column))
-    return AveragingExchange(groups, every, recorder=context.recorder, overlap=overlap)
+    averaging = topology.exchange.averaging
+    method: Method = Average()
+    if averaging.method == "elastic":
+        method = Elastic(placement.groups, averaging.alpha)
+    elif averaging.method == "outer":
+        method = Outer(averaging.outer_lr, averaging.outer_momentum)
+    return AveragingExchange(
+        groups,
+        Fragments(every, averaging.fragments, averaging.overlap_steps),
+        method,
+        deltas=averaging.deltas,
+        mix=averaging.mix,
+        recorder=context.recorder,
+        overlap=overlap,
+    )

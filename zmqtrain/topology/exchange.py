@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from zmqtrain.topology.averaging import Averaging
 from zmqtrain.topology.gossip import Gossip
 from zmqtrain.topology.section import MOST, ByteSize, Section, not_yet
 
@@ -53,6 +54,7 @@ class ExchangeSection(Section):
         description="averaging: steps between averagings. allreduce: steps whose gradients are added up before they are exchanged "
         "and the optimizer runs. `log p`: the logarithm (base 2, rounded up) of the number of groups.",
     )
+    averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone come together.")
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
     compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(

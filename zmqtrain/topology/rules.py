@@ -142,7 +142,49 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
         )
+    yield from _averaging(topology)
     yield from _gossip(topology)
+
+
+def _averaging(topology: Topology) -> Iterator[BrokenRule]:
+    exchange = topology.exchange
+    averaging, fields = exchange.averaging, type(exchange.averaging).model_fields
+    changed = [name for name, field in fields.items() if getattr(averaging, name) != field.default]
+    if exchange.kind != "averaging":
+        if changed:
+            yield rule(
+                f'averaging is for kind = "averaging", but kind is "{exchange.kind}": set kind, or leave [exchange.averaging] out',
+                ("exchange", "averaging"),
+                ("exchange", "kind"),
+            )
+        return
+    of = {"alpha": "elastic", "outer_lr": "outer", "outer_momentum": "outer", "deltas": "outer"}
+    for name in changed:
+        if of.get(name, averaging.method) != averaging.method:
+            yield rule(
+                f'{name} is for method = "{of[name]}", but method is "{averaging.method}"',
+                ("exchange", "averaging", name),
+                ("exchange", "averaging", "method"),
+            )
+    every = exchange.every_steps(topology.compute.groups)
+    if averaging.fragments > every:
+        yield rule(
+            f"{averaging.fragments} fragments cannot take turns within {every} steps: raise every",
+            ("exchange", "averaging", "fragments"),
+            ("exchange", "every"),
+        )
+    if averaging.overlap_steps >= every:
+        yield rule(
+            f"a fragment would be under way for {averaging.overlap_steps} steps, but it begins anew after {every}: raise every",
+            ("exchange", "averaging", "overlap_steps"),
+            ("exchange", "every"),
+        )
+    if "mix" in changed and not averaging.overlap_steps:
+        yield rule(
+            "mix is for exchanges that steps go on beside: set overlap_steps",
+            ("exchange", "averaging", "mix"),
+            ("exchange", "averaging", "overlap_steps"),
+        )
 
 
 def _gossip(topology: Topology) -> Iterator[BrokenRule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,7 +13,16 @@ from zmqtrain.topology.section import MOST, Section, later
 class Optimizer(Section):
     """What the job adds to the task's own optimizer."""
 
+    scale_lr: Literal["none", "sqrt", "linear"] = Field(
+        default="none",
+        description="Multiply the task's learning rates by the square root of the number of groups (Daily et al. 2018), or by the "
+        "number itself, since a step of all takes so many more samples.",
+    )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
+
+    def lr_factor(self, groups: int) -> float:
+        """By what learning rates are multiplied among so many groups."""
+        return {"none": 1.0, "sqrt": math.sqrt(groups), "linear": float(groups)}[self.scale_lr]
 
 
 class Data(Section):

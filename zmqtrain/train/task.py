@@ -102,8 +102,8 @@ def build_model(task: Task) -> nn.Module:
     return model
 
 
-def build_optimizer_of(task: Task, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-    """The task's optimizer over the model's trainable parameters, and its schedule."""
+def build_optimizer_of(task: Task, model: nn.Module, *, lr_factor: float = 1.0) -> tuple[Optimizer, LRScheduler | None]:
+    """The task's optimizer over the model's trainable parameters, with its learning rates multiplied, and its schedule."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
     with user_code("Task.optimizer(parameters)"):
         optimizer = task.optimizer(parameters)
@@ -112,6 +112,9 @@ def build_optimizer_of(task: Task, model: nn.Module) -> tuple[Optimizer, LRSched
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TaskError("Task.optimizer(parameters) made an optimizer of other parameters than those it was given")
+    if lr_factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * lr_factor
     if task.schedule is None:
         return optimizer, None
     with user_code("Task.schedule(optimizer)"):

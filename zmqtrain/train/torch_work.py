@@ -178,7 +178,8 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
     with _BUILDING:
         seed_everything(job.seed)
         model = build_model(task).to(device.torch_device)
-        optimizer, schedule = build_optimizer_of(task, model)
+        factor = topology.optimizer.lr_factor(context.placement.groups)
+        optimizer, schedule = build_optimizer_of(task, model, lr_factor=factor)
         seed_everything(job.seed, role.index)
     settings = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,

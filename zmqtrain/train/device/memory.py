@@ -164,7 +164,9 @@ def gradient_factor(topology: Topology) -> int:
 def exact(topology: Topology) -> bool:
     """Whether `expected_parameters` can be told: no clipping, and no compression that rounds the group's gradients."""
     exchange = topology.exchange
-    if exchange.kind == "gossip" and not exchange.gossip.balanced:
+    if (exchange.kind == "gossip" and not exchange.gossip.balanced) or (
+        exchange.kind == "averaging" and exchange.averaging != type(exchange.averaging)()
+    ):
         return False
     largest = LARGEST * topology.compute.group_size * gradient_factor(topology)
     digits = {"none": 53, "fp16": 11, "bf16": 8}.get(exchange.compression if exchange.kind == "model_server" else "none", 0)

@@ -1,0 +1,243 @@
+"""Groups train on their own and come together every few steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zmqtrain.collectives.group import Group, bounds
+from zmqtrain.collectives.operations import all_gather, all_reduce
+from zmqtrain.errors import CheckpointError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.averaging.fragments import Fragments
+from zmqtrain.exchange.averaging.methods import Average, Method, copy_of
+from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
+from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.wire.dtypes import dtype_named
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingGroups:
+    """The three sets of workers that this worker belongs to."""
+
+    world: Group
+    """All workers."""
+    group: Group
+    """The workers of its compute group, by position."""
+    column: Group
+    """The workers with its position, one of each group."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What of a bucket is on its way."""
+
+    own: Payload
+    mean: Payload
+    task: asyncio.Task[None]
+
+
+class AveragingExchange:
+    """Implements `Exchange`: the gradients are summed within the group at each step, and the groups' models come together as
+    ``method`` says after the steps that ``fragments`` names.
+
+    The members of a group hold equal models, so the worker at position i deals only with part i of each bucket with its like in the
+    other groups, and the group gathers the parts. A worker so moves 2(g-1)/(gk) + (k-1)/k of the model, against 2(gk-1)/(gk) for an
+    all-reduce over all workers and 2(g-1)/g for one whole model a column; and between the groups, where the slow links are, travels
+    one model a group and not k.
+
+    The optimizer's state (momentum) stays each group's own. Between averagings the groups' models differ; the run's model is their
+    mean.
+    """
+
+    def __init__(
+        self,
+        groups: AveragingGroups,
+        fragments: Fragments,
+        method: Method | None = None,
+        *,
+        deltas: Literal["float32", "fp16", "int8"] = "float32",
+        mix: float = 0.0,
+        recorder: Recorder | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """``mix``: see `zmqtrain.exchange.averaging.methods`; it counts only where ``fragments`` have a delay."""
+        self._groups, self._fragments, self._method = groups, fragments, method or Average()
+        self._mix = mix if fragments.delay else 0.0
+        self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas)
+        self._recorder: Recorder = recorder or NullRecorder()
+        self._sum = GradientSum(groups.group, self._recorder, overlap=overlap)
+        self._under_way = UnderWay(self._finish, self._abort)
+        self._flights: dict[int, _Flight] = {}
+        self._restored: dict[str, Payload] = {}
+        self._overlap = overlap
+        self._replica: Replica | None = None
+        self._step = 0
+
+    @property
+    def synchronous(self) -> bool:
+        fragments = self._fragments
+        plain = isinstance(self._method, Average) and self._rounded is None
+        return (fragments.every == 1 and plain) or self._groups.column.size == 1
+
+    @property
+    def averaged(self) -> bool:
+        return not self.synchronous
+
+    async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
+        self._replica = replica
+        replica.optimize(Optimize.APART)
+        if not restored:
+            await spread(self._groups.world, replica)
+        # Else each group continues with its own model; its members wrote equal ones into the checkpoint.
+        for bucket in replica.buckets:
+            self._method.begin(bucket.index, self._part(bucket))
+        self._resume_flights()
+        return None
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._sum.begin(step, self._replica_started().buckets)
+
+    def exchanges(self, step: int) -> bool:
+        return True
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._sum.add(bucket)
+
+    async def end_step(self) -> None:
+        replica, step, fragments = self._replica_started(), self._step, self._fragments
+        await self._sum.wait()
+        alone = self._groups.column.size == 1
+        ending = [] if alone else [b for b in replica.buckets if b.index in self._flights and fragments.ends(step, b.index)]
+        beginning = [] if alone else [b for b in replica.buckets if fragments.begins(step, b.index)]
+        if fragments.delay == 0:
+            ending = beginning
+        if not ending and not beginning:
+            await replica.update()
+            return
+        await replica.update(hold=True)
+        for bucket in beginning:
+            self._begin(bucket, step)
+        held = {bucket.index for bucket in ending}
+        self._under_way.begin(step, len(ending))
+        for bucket in reversed(ending):  # the next forward needs them in this order
+            self._under_way.add(bucket)
+        for bucket in replica.buckets:
+            if bucket.index not in held:
+                replica.parameters_ready(bucket)
+        if not self._overlap:
+            await self._under_way.settle()
+
+    async def settle(self) -> None:
+        await self._under_way.settle()
+        # What is on its way is applied at its own step; but it is there, so that it can be kept in a checkpoint.
+        for flight in list(self._flights.values()):
+            await asyncio.wait({flight.task})
+            flight.task.result()
+
+    async def stop(self) -> None:
+        await self._sum.cancel()
+        await self._under_way.cancel()
+        tasks = [flight.task for flight in self._flights.values()]
+        self._flights.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # nobody wants it any more
+
+    def staleness(self) -> Sequence[int]:
+        return ()
+
+    def state_dict(self) -> dict[str, Value]:
+        """What the method keeps, what rounding has lost, and what has come but is not applied yet (`settle` first)."""
+        kept: dict[str, Payload] = dict(self._method.state())
+        if self._rounded is not None:
+            kept |= {f"lost/{name}": payload for name, payload in self._rounded.state().items()}
+        for index, flight in self._flights.items():
+            kept |= {f"own/{index}": flight.own, f"came/{index}": flight.mean}
+        return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        restored = {name: _payload(name, value) for name, value in state.items()}
+        if self._rounded is not None:
+            self._rounded.restore({n.removeprefix("lost/"): p for n, p in restored.items() if n.startswith("lost/")})
+        self._restored = {name: payload for name, payload in restored.items() if name.startswith(("own/", "came/"))}
+        rest = {n: p for n, p in restored.items() if not n.startswith(("lost/", "own/", "came/"))}
+        self._method.restore(rest)
+
+    # A bucket's way.
+
+    def _begin(self, bucket: Bucket, step: int) -> None:
+        """Let the bucket travel, apart from the memory that training goes on with."""
+        own = self._method.travels(bucket.index, self._part(bucket))
+        mean = copy_of(own)
+        travel = self._travel(bucket.index, mean, step)
+        task = asyncio.get_running_loop().create_task(travel, name=f"average of bucket {bucket.index}")
+        task.add_done_callback(self._travelled)
+        self._flights[bucket.index] = _Flight(own, mean, task)
+
+    async def _travel(self, index: int, mean: Payload, step: int) -> None:
+        column, tag = self._groups.column, ("average", step, index)
+        with self._recorder.span(f"average bucket {index}", "send", step=step):
+            if self._rounded is not None:
+                await self._rounded.mean(index, mean, tag, priority=index)
+            else:
+                await all_reduce(column, mean, tag, priority=index)
+                mean.scale_(1.0 / column.size)
+
+    def _travelled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._under_way.fail(error)
+
+    def _finish(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
+        return self._apply(bucket, step, self._flights.pop(bucket.index))
+
+    async def _apply(self, bucket: Bucket, step: int, flight: _Flight) -> None:
+        group = self._groups.group
+        with self._recorder.span(f"wait for the average of bucket {bucket.index}", "wait", step=step):
+            await asyncio.wait({flight.task})
+        flight.task.result()
+        self._method.apply(bucket.index, self._part(bucket), flight.own, flight.mean, mix=self._mix)
+        if group.size > 1:
+            await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
+        self._replica_started().parameters_ready(bucket)
+
+    def _resume_flights(self) -> None:
+        """What had come before the run was resumed is there at once."""
+        for name in [name for name in self._restored if name.startswith("own/")]:
+            index = int(name.removeprefix("own/"))
+            done = asyncio.get_running_loop().create_task(asyncio.sleep(0), name=f"average of bucket {index}")
+            self._flights[index] = _Flight(self._restored[name], self._restored[f"came/{index}"], done)
+        self._restored.clear()
+
+    def _part(self, bucket: Bucket) -> Payload:
+        """What of the bucket this worker deals with."""
+        group = self._groups.group
+        return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])
+
+    def _abort(self, error: BaseException) -> None:
+        if self._replica is not None:
+            self._replica.abort(error)
+
+    def _replica_started(self) -> Replica:
+        assert self._replica is not None, "start() comes first"
+        return self._replica
+
+
+def _payload(name: str, value: Value) -> Payload:
+    match value:
+        case [str(dtype), bytes(content)]:
+            return TensorPayload.received(bytearray(content), dtype, (len(content) // dtype_named(dtype).itemsize,))
+        case _:
+            raise CheckpointError(f"the checkpoint holds {value!r:.100} as {name} of the averaging")

@@ -1,0 +1,86 @@
+"""The mean over a group of ranks with rounded numbers on the wire.
+
+Each rank owns a part. The others send it their rounded numbers of that part; it adds them up in full precision, in the order of the
+ranks, rounds the mean and sends it to all. So all ranks end with identical bits, and the traffic is that of a ring all-reduce with
+small numbers. What rounding loses is kept, and added the next time (error feedback): by each rank of what it sends, and by the
+owner of the mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Literal
+
+from zmqtrain.collectives.group import Group, bounds
+from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.exchange.averaging.methods import copy_of, difference
+from zmqtrain.exchange.together import together
+from zmqtrain.net.endpoint import Tag
+from zmqtrain.wire.compress import DenseCompressor
+from zmqtrain.wire.payload import Payload
+
+
+class RoundedMean:
+    """Means of payloads, each named by a number that stands for the same stream of them on all ranks."""
+
+    def __init__(self, group: Group, codec: Literal["fp16", "int8"]) -> None:
+        self._group, self._codec = group, DenseCompressor(codec)
+        self._lost: dict[str, Payload] = {}
+
+    async def mean(self, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None:
+        """``payload`` becomes the mean of all ranks'. Raises `PeerLostError` and `PeerTimeoutError`."""
+        group = self._group
+        if group.size == 1 or not payload.numel:
+            return
+        spans = bounds(payload.numel, group.size)
+        parts = [self._rounded(f"sent/{index}/{rank}", payload.part(*span)) for rank, span in enumerate(spans)]
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        inbox: dict[int, Payload] = {group.rank: self._codec.decode(parts[group.rank])}
+        await self._swap({rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority)
+        mean = copy_of(inbox[0])
+        for rank in range(1, group.size):
+            mean.add_(inbox[rank])
+        mean.scale_(1.0 / group.size)
+        message = self._rounded(f"mean/{index}", mean)
+        outbox: dict[int, Payload] = dict.fromkeys(others, message)
+        inbox = {group.rank: self._codec.decode(message)}
+        await self._swap(outbox, inbox, (*tag, "mean"), priority)
+        for rank, span in enumerate(spans):
+            payload.part(*span).copy_(inbox[rank])
+
+    def state(self) -> Mapping[str, Payload]:
+        """What rounding has lost so far, for checkpoints."""
+        return self._lost
+
+    def restore(self, state: Mapping[str, Payload]) -> None:
+        """Go on with what `state` gave."""
+        self._lost.update(state)
+
+    def _rounded(self, name: str, payload: Payload) -> Payload:
+        """The message for a payload, with what was lost of the one before."""
+        whole = copy_of(payload)
+        lost = self._lost.get(name)
+        if lost is not None:
+            whole.add_(lost)
+        message = self._codec.encode(name, whole)
+        self._lost[name] = difference(whole, self._codec.decode(message))
+        return message
+
+    async def _swap(self, outbox: Mapping[int, Payload], inbox: dict[int, Payload], tag: Tag, priority: int) -> None:
+        group = self._group
+        endpoint, whole = group.endpoint, group.tag(tag)
+
+        async def receive(rank: int) -> None:
+            received = await endpoint.receive(group.members[rank], whole)
+            inbox[rank] = copy_of(self._codec.decode(received))
+
+        sends = [endpoint.send(group.members[rank], whole, message, priority=priority) for rank, message in outbox.items()]
+        try:
+            async with asyncio.timeout(group.timeout_s):
+                await together(*sends, *(receive(rank) for rank in outbox))
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            missing = ", ".join(group.members[rank] for rank in outbox if rank not in inbox)
+            raise PeerTimeoutError(missing, f"its part of {'/'.join(map(str, whole))}", group.timeout_s or 0.0) from None
