@@ -109,3 +109,38 @@ async def test_run_posts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     posting.cancel()
     await asyncio.wait([posting])
     assert [event["kind"] for event in desk.events] == ["step"]
+
+
+async def test_a_cancelled_flush_loses_nothing() -> None:
+    arrived: list[Mapping[str, Any]] = []
+    may_arrive = asyncio.Event()
+
+    async def slowly(events: Sequence[Mapping[str, Any]]) -> None:
+        await may_arrive.wait()
+        arrived.extend(events)
+
+    recorder = RunRecorder(slowly)
+    recorder.event("step", step=0)
+    posting = asyncio.create_task(recorder.flush())
+    await asyncio.sleep(0)
+    posting.cancel()
+    await asyncio.wait([posting])
+    recorder.event("step", step=1)
+    asyncio.get_running_loop().call_later(0.01, may_arrive.set)
+    await recorder.flush()
+    assert [event["step"] for event in arrived] == [0, 1]
+    await recorder.close()
+
+
+async def test_closing_gives_up_what_is_on_its_way() -> None:
+    async def never(events: Sequence[Mapping[str, Any]]) -> None:
+        await asyncio.Event().wait()
+
+    recorder = RunRecorder(never)
+    recorder.event("step", step=0)
+    posting = asyncio.create_task(recorder.flush())
+    await asyncio.sleep(0)
+    posting.cancel()
+    await asyncio.wait([posting])
+    await recorder.close()
+    assert len(asyncio.all_tasks()) == 1

@@ -83,4 +83,5 @@ async def enter(
         await asyncio.wait([posting])
         if not (membership.halted.is_set() and membership.halt_reason is not None):
             await recorder.flush()
+        await recorder.close()
     await membership.leave()

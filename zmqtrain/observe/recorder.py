@@ -42,6 +42,7 @@ class RunRecorder:
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
         self._dropped = 0
+        self._posting: asyncio.Future[None] | None = None  # a batch on its way
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         self._add({"kind": kind, "time": self._clock() + self._offset, "step": step, "values": values})
@@ -88,7 +89,11 @@ class RunRecorder:
             await self.flush()
 
     async def flush(self) -> None:
-        """Post what has come, now."""
+        """Post what has come, now. Cancelling it loses nothing: what is on its way goes on, and the next call waits for it."""
+        while self._posting is not None:
+            posting = self._posting
+            await asyncio.wait({posting})
+            self._posted(posting)
         with self._lock:
             batch, self._waiting = self._waiting, []
             dropped, self._dropped = self._dropped, 0
@@ -96,7 +101,22 @@ class RunRecorder:
             now = self._clock() + self._offset
             batch.append({"kind": "dropped", "time": now, "step": None, "values": {"spans": dropped}})
         if batch:
-            await self._post(batch)
+            self._posting = posting = asyncio.ensure_future(self._post(batch))
+            await asyncio.shield(posting)
+            self._posted(posting)
+
+    async def close(self) -> None:
+        """Give up what has not arrived."""
+        if self._posting is not None:
+            self._posting.cancel()
+            await asyncio.wait({self._posting})
+            if not self._posting.cancelled():
+                self._posting.exception()
+
+    def _posted(self, posting: asyncio.Future[None]) -> None:
+        if self._posting is posting:
+            self._posting = None
+            posting.result()  # whoever waited first raises what went wrong
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
