@@ -59,12 +59,16 @@ class Fetch:
 
     def __call__(self, indices: Indices, seed: tuple[int, ...] | None = None) -> Batch:
         """Raises `TaskError` where the dataset, collate or transform raises, or a batch is not (input, target)."""
+        return self.finished(indices, lambda: self.collated(indices), seed)
+
+    def finished(self, indices: Indices, collated: Callable[[], Any], seed: tuple[int, ...] | None = None) -> Batch:
+        """The batch of samples that were collated already, as ``collated()`` gives them."""
         try:
             if seed is not None and not self._whole():
                 state = np.random.SeedSequence(seed).generate_state(2)
                 random.seed(int(state[0]))
                 np.random.seed(int(state[1]))
-            batch = self._batch(indices)
+            batch = collated()
             if self._transform is not None:
                 batch = self._transform(batch)
         except TaskError:
@@ -84,7 +88,8 @@ class Fetch:
     def _whole(self) -> bool:
         return type(self._dataset) is TensorDataset and self._collate is None and self._transform is None
 
-    def _batch(self, indices: Indices) -> Any:
+    def collated(self, indices: Indices) -> Any:
+        """Samples of the dataset, stacked; without the transform."""
         if type(self._dataset) is TensorDataset and self._collate is None:
             rows = torch.from_numpy(indices.copy())
             return [tensor.index_select(0, rows) for tensor in self._dataset.tensors]

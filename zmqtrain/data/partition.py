@@ -73,10 +73,13 @@ class Partition:
 @lru_cache(maxsize=2)
 def _order(samples: int, seed: int, epoch: int, shuffle: Literal["global", "none"]) -> Indices:
     """The epoch's order of all samples."""
-    if shuffle == "none":
-        return np.arange(samples)
+    return np.arange(samples) if shuffle == "none" else shuffled(samples, seed, epoch)
+
+
+def shuffled(samples: int, seed: int, number: int) -> Indices:
+    """All samples in a random order; another one for each seed and number."""
     # numpy promises the raw stream of a bit generator for all releases, but not what `permutation` makes of it.
-    keys = np.random.Philox(key=seed, counter=[0, 0, epoch, 0]).random_raw(samples)
+    keys = np.random.Philox(key=seed, counter=[0, 0, number, 0]).random_raw(samples)
     order: Indices = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
     return order

@@ -183,8 +183,10 @@ class Core:
         """A loader of this worker's batches, the epoch's steps for it, and the samples of the whole group's batch."""
         check_dataset("the session's data", dataset)
         topology, role, placement = self.context.topology, self.context.role, self.context.placement
-        size = batch_size or topology.compute.batch_size
-        partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, topology.data.shuffle)
+        size, shuffle = batch_size or topology.compute.batch_size, topology.data.shuffle
+        if shuffle == "ring":
+            raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
+        partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, shuffle)
         loader = Loader(
             Fetch(dataset),
             lambda step: partition.indices(step, role.group, role.position),

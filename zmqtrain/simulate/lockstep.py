@@ -174,21 +174,3 @@ class LockstepCondition:
             self._timer.cancel()
             self._timer = None
         self._thread.resume()
-
-
-class Inline:
-    """Calls functions at once (`zmqtrain.data.background.Background`): what they do takes no virtual time."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        outcome: asyncio.Future[T] = self._loop.create_future()
-        try:
-            outcome.set_result(function())
-        except Exception as error:  # noqa: BLE001 - handed to the waiter
-            outcome.set_exception(error)
-        return outcome
-
-    async def close(self, timeout_s: float) -> None:
-        return None

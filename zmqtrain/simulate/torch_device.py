@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.data.background import Background, Condition
+from zmqtrain.data.background import AtOnce, Background, Condition
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.simulate.lockstep import Inline, LockstepThread
+from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
@@ -62,7 +62,7 @@ class SimulatedTorch:
         return self._loop.time()
 
     def background(self, name: str) -> Background:
-        return Inline()
+        return AtOnce()
 
     def condition(self) -> Condition:
         return self._thread.condition()

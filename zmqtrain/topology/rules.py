@@ -21,6 +21,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
     broken = [
         *_length(topology),
         *_elastic(topology),
+        *_data(topology),
         *_hosts(entries),
         *_batch(topology),
         *_grid(topology),
@@ -62,6 +63,21 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
             ("job", "elastic"),
             ("exchange", "kind"),
         )
+
+
+def _data(topology: Topology) -> Iterator[BrokenRule]:
+    data = topology.data
+    if data.ring != "indices" and data.shuffle != "ring":
+        yield rule(f'ring is for shuffle = "ring", but shuffle is "{data.shuffle}"', ("data", "ring"), ("data", "shuffle"))
+    modelled = topology.compute.device == "modelled" and topology.job.task is None
+    if data.shuffle == "ring" and data.ring == "tensors" and modelled and data.sample_size is None:
+        yield rule(
+            'samples of modelled devices travel as sizes: say how much one takes, like sample_size = "3 KiB"',
+            ("data", "sample_size"),
+            ("data", "ring"),
+        )
+    if data.sample_size is not None and data.ring != "tensors":
+        yield rule('sample_size is for ring = "tensors"', ("data", "sample_size"), ("data", "ring"))
 
 
 def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zmqtrain.topology.section import MOST, Section, later
+from zmqtrain.topology.section import MOST, ByteSize, Section, later
 
 
 class Optimizer(Section):
@@ -28,9 +28,19 @@ class Optimizer(Section):
 class Data(Section):
     """The training data."""
 
-    shuffle: Annotated[
-        Literal["global", "none"], later({"ring": 'use "global" (a new order of all samples each epoch) or "none"'})
-    ] = Field(default="global", description="global: a new order of all samples each epoch, from the seed. none: as they lie.")
+    shuffle: Literal["global", "none", "ring"] = Field(
+        default="global",
+        description="global: a new order of all samples each epoch, from the seed. none: as they lie. ring: each group has a part, "
+        "whose samples go on to the next group when they are used.",
+    )
+    ring: Literal["indices", "tensors"] = Field(
+        default="indices",
+        description="ring: what travels. indices: nothing but the knowledge of which samples are whose; every host can read the "
+        "data. tensors: the samples themselves; a host reads its own part, once.",
+    )
+    sample_size: ByteSize | None = Field(
+        default=None, description="ring, with modelled devices: how much a sample takes on the network."
+    )
     path: str | None = Field(
         default=None, min_length=1, description="Where the task finds its data; `--data` and ZMQTRAIN_DATA go before this."
     )

@@ -8,12 +8,17 @@ import numpy as np
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier, broadcast
+from zmqtrain.data.background import AtOnce
+from zmqtrain.data.blocks import PhantomContents
 from zmqtrain.data.partition import Partition, even_bounds
+from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
+from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
@@ -28,7 +33,7 @@ class ModelledWork:
     Payloads are what ``[simulation] payload`` says, and real where it says nothing: whoever simulates decides before.
     """
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, members: Members) -> None:
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
         if compute.profile is None:
@@ -49,6 +54,10 @@ class ModelledWork:
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
         start, stop = even_bounds(compute.batch_size, compute.group_size, role.position)
         self._samples = stop - start
+        self._ring: RingLoader | None = None
+        if topology.data.shuffle == "ring":
+            contents = PhantomContents(topology.data.sample_size or 0)
+            self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
         self._update_s = 0.0
         self._steps = 0
 
@@ -77,7 +86,10 @@ class ModelledWork:
         return False
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
-        result = await self._replica.step(step, self._samples, hand_over=hand_over)
+        samples = self._samples if self._ring is None else len((await self._ring.block(step)).ids)
+        result = await self._replica.step(step, samples, hand_over=hand_over)
+        if self._ring is not None:
+            self._ring.used(step)
         self._steps = step + 1
         return result
 
@@ -120,7 +132,8 @@ class ModelledWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
-        return None
+        if self._ring is not None:
+            await self._ring.close(timeout_s)
 
     def _state_values(self, memory: SmallMemory) -> None:
         context = self._context

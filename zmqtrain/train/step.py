@@ -54,13 +54,13 @@ class TrainStep:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
 
-    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True) -> StepResult:
-        """Without ``hand_over`` the gradients are only added to.
+    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
+        """Without ``hand_over`` the gradients are only added to. ``group_batch``: this step's, where it is another than usual.
 
         Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
         start = self._clock()
         replica, settings = self._replica, self._settings
-        scale = LOSS_SCALE[settings.precision]
+        scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
         replica.model.train()
         replica.begin_step(step)
         total = 0.0
@@ -74,7 +74,7 @@ class TrainStep:
             total += value * part.samples
             replica.begin_backward(last=hand_over and number == len(parts) - 1)
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
-                (loss * (scale * part.samples / settings.group_batch)).backward()  # type: ignore[no-untyped-call]
+                (loss * (scale * part.samples)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
         exposed_s = replica.waited_s
         return StepResult(total / batch.samples, batch.samples, self._clock() - start - exposed_s, exposed_s)

@@ -11,13 +11,15 @@ from pathlib import Path
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.data.loader import Fetch, Loader
+from zmqtrain.data.loader import Fetch
 from zmqtrain.data.partition import Partition
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
+from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.batches import make_batches
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
@@ -45,7 +47,7 @@ class _Built:
 class TorchWork:
     """Implements `zmqtrain.train.work.Work`. Make one by `build`."""
 
-    def __init__(self, context: RoleContext, device: Device, built: _Built) -> None:
+    def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members) -> None:
         compute, role = context.topology.compute, context.role
         self._context, self._device = context, device
         self._task, self._replica, self._schedule, self._partition = built.task, built.replica, built.schedule, built.partition
@@ -59,13 +61,7 @@ class TorchWork:
         task = self._task
         self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
         fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
-        partition, seed = self._partition, context.topology.job.seed
-        self._loader = Loader(
-            fetch,
-            lambda step: partition.indices(step, role.group, role.position),
-            (seed, role.index),
-            device.background("zmqtrain-loader"),
-        )
+        self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.group_size), compute.precision)
@@ -73,10 +69,10 @@ class TorchWork:
         self._update_s = 0.0
 
     @classmethod
-    async def build(cls, context: RoleContext, device: Device, task: Task | None = None) -> TorchWork:
+    async def build(cls, context: RoleContext, device: Device, members: Members, task: Task | None = None) -> TorchWork:
         """Load the task and build its model, in the compute thread. Raises `TaskError` and `UsageError`."""
         built = await device.run(lambda: _build(context, device, task))
-        return cls(context, device, built)
+        return cls(context, device, built, members)
 
     @property
     def replica(self) -> TorchReplica:
@@ -84,7 +80,7 @@ class TorchWork:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self._partition.steps_per_epoch
+        return self._batches.steps_per_epoch
 
     @property
     def evaluates(self) -> bool:
@@ -113,8 +109,11 @@ class TorchWork:
         return True
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
-        batch = await self._loader.batch(step, ahead=ahead)
-        return await self._device.run(lambda: self._step(step, batch, hand_over=hand_over))
+        batch = await self._batches.batch(step, ahead=ahead)
+        group_batch = self._batches.group_samples(step)
+        result = await self._device.run(lambda: self._step(step, batch, hand_over=hand_over, group_batch=group_batch))
+        self._batches.used(step)
+        return result
 
     def after_step(self) -> None:
         if self._schedule is None:
@@ -146,7 +145,7 @@ class TorchWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
-        await self._loader.close(timeout_s)
+        await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
     def _saver(self, endpoint: Endpoint) -> Saver:
@@ -172,7 +171,7 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         group_size=context.placement.group_size,
         batch_size=compute.batch_size,
         seed=job.seed,
-        shuffle=topology.data.shuffle,
+        shuffle="none" if topology.data.shuffle == "none" else "global",
     )
     started = device.clock()
     with _BUILDING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.make import make_exchange, make_members
+from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.loop import Phase, TrainLoop, applies_here
 from zmqtrain.train.work import Work
@@ -26,21 +27,22 @@ async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
     """
     halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
     context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
-    work = await make_work(context, task)
+    members = make_members(context)
+    work = await make_work(context, members, task)
     try:
-        await _train(context, work, halted)
+        await _train(context, work, members, halted)
     finally:
         await work.close(context.ladder.grace_s)
     await context.membership.leave()
 
 
-async def make_work(context: RoleContext, task: Task | None = None) -> Work:
+async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
     """What this worker computes: the task on its device, or a model of one."""
     role = context.role
     if role.device == "modelled" and context.make_device is None:
         from zmqtrain.train.modelled_work import ModelledWork
 
-        return ModelledWork(context)
+        return ModelledWork(context, members)
     from zmqtrain.train.device.make import make_device
     from zmqtrain.train.torch_work import TorchWork
 
@@ -49,14 +51,13 @@ async def make_work(context: RoleContext, task: Task | None = None) -> Work:
     else:
         device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
     try:
-        return await TorchWork.build(context, device, task)
+        return await TorchWork.build(context, device, members, task)
     except BaseException:
         await device.close(context.ladder.grace_s)
         raise
 
 
-async def _train(context: RoleContext, work: Work, halted: asyncio.Future[Mapping[str, Any]]) -> None:
-    members = make_members(context)
+async def _train(context: RoleContext, work: Work, members: Members, halted: asyncio.Future[Mapping[str, Any]]) -> None:
     loop = TrainLoop(context, work, make_exchange(context, members), members)
     life = asyncio.create_task(loop.run(), name=f"training of {context.role.peer}")
     try:

@@ -1,0 +1,105 @@
+"""The sample ring (GossipGraD, Daily et al. 2018, section 5): who trains on what at which step. Pure.
+
+The samples are divided into parts, one a peer. A *lap* takes every peer once through the part that it holds, in batches; each batch
+goes to the next peer on the ring when it is used, so that in the next lap everybody has the part of the one before::
+
+    lap 0    peer 0: part 0    peer 1: part 1    peer 2: part 2
+    lap 1    peer 0: part 2    peer 1: part 0    peer 2: part 1
+
+What always holds, also where the number of peers does not divide that of the samples:
+
+- A lap uses each sample exactly once, over all peers.
+- A peer sees a sample again only when all others have seen it: after as many laps as there are peers.
+- All peers take the same number of steps in a lap, and their batches of a lap differ by at most one sample in size, as do parts.
+
+When the members change, the ring closes around the lost and opens for the new: parts are evened out with as few samples moved as
+can be, and a new lap begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zmqtrain.data.partition import Indices, even_bounds, shuffled
+from zmqtrain.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ring:
+    """The ring between two changes of its members. Positions on it count from 0."""
+
+    parts: tuple[Indices, ...]
+    """What each position holds when the first lap begins."""
+    batch_size: int
+    """The largest batch."""
+    since: int = 0
+    """The step at which the first lap begins."""
+
+    @classmethod
+    def of(cls, samples: int, peers: int, batch_size: int, seed: int) -> Ring:
+        """All samples in a seeded order, divided evenly. Raises `UsageError` where there are fewer samples than peers."""
+        if samples < peers:
+            raise UsageError(f"the training data has {samples} samples, too few for a ring of {peers} groups")
+        order = shuffled(samples, seed, 0)
+        return cls(tuple(order[slice(*even_bounds(samples, peers, peer))] for peer in range(peers)), batch_size)
+
+    @property
+    def peers(self) -> int:
+        """Positions on the ring."""
+        return len(self.parts)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a lap."""
+        return max(1, -(-max(len(part) for part in self.parts) // self.batch_size))
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The lap, and the batch's number in it."""
+        return divmod(step - self.since, self.steps)
+
+    def indices(self, step: int, peer: int) -> Indices:
+        """The samples that the peer trains on."""
+        lap, slot = self.place(step)
+        return self._batch((peer - lap) % self.peers, slot)
+
+    def samples_at(self, step: int) -> int:
+        """The samples of all peers in a step."""
+        _, slot = self.place(step)
+        return sum(len(self._batch(part, slot)) for part in range(self.peers))
+
+    def held(self, step: int, peer: int) -> Indices:
+        """What a peer has when ``step`` begins: what it has not used in this lap, and what it was sent for the next."""
+        lap, slot = self.place(step)
+        now, then = (peer - lap) % self.peers, (peer - lap - 1) % self.peers
+        ahead = [self._batch(now, each) for each in range(slot, self.steps)]
+        return np.concatenate([*(self._batch(then, each) for each in range(slot)), *ahead])
+
+    def changed(self, step: int, members: Sequence[int | None]) -> Ring:
+        """The ring from ``step`` on with these members: where each was, or ``None`` for a new one, in their new order.
+
+        What the lost had goes to the nearest member before them that is left, which has copies; then whoever has more than an even
+        share gives the last of it to those who have less.
+        """
+        held = [list(self.held(step, peer)) for peer in range(self.peers)]
+        left = [before for before in members if before is not None]
+        for peer in range(self.peers):
+            if peer not in left:
+                heir = next(each for back in range(1, self.peers + 1) if (each := (peer - back) % self.peers) in left)
+                held[heir] += held[peer]
+        shares = [[] if before is None else held[before] for before in members]
+        total, count = sum(map(len, shares)), len(members)
+        sizes = [stop - start for start, stop in (even_bounds(total, count, place) for place in range(count))]
+        spare = [sample for share, size in zip(shares, sizes, strict=True) for sample in share[size:]]
+        parts = []
+        for share, size in zip(shares, sizes, strict=True):
+            missing = max(0, size - len(share))
+            parts.append(np.array([*share[:size], *spare[:missing]], np.int64))
+            del spare[:missing]
+        return Ring(tuple(parts), self.batch_size, step)
+
+    def _batch(self, part: int, slot: int) -> Indices:
+        held = self.parts[part]
+        return held[slice(*even_bounds(len(held), self.steps, slot))]

@@ -1,0 +1,388 @@
+"""A peer's place on the sample ring.
+
+Where the samples themselves travel, the life of a batch is::
+
+    batch(step)   it was read at the start (first lap), or came from the neighbour a lap after that one had used it
+    used(step)    it goes on to the next neighbour, while the next step computes; a copy stays here for a lap
+
+When the members change, all of them stop at the same step, say what they have (copies, too), and each asks for what its new part
+lacks: first whoever had it, then the neighbours of a lost one, who have copies of what it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from zmqtrain.data.background import Background
+from zmqtrain.data.blocks import Block, Contents
+from zmqtrain.data.ledger import Ledger
+from zmqtrain.data.partition import Indices, even_bounds
+from zmqtrain.data.ring import Ring
+from zmqtrain.data.ring_plan import RingPlan
+from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.events import Recorder
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+
+_PARTS, _WANT = "ring.parts", "ring.want"
+#: A copy of what was sent stays a lap, and so many steps: by then the neighbour has it, and has sent it on.
+SLACK_STEPS = 4
+#: Below everything else that travels.
+PRIORITY = -1
+#: Samples that are asked for at once.
+MOST_AT_ONCE = 4096
+
+
+class RingLoader:
+    """Gives a worker its batches' blocks, and passes them on. All methods on the loop's thread."""
+
+    def __init__(
+        self,
+        plan: RingPlan,
+        contents: Contents,
+        endpoint: Endpoint,
+        *,
+        position: tuple[int, int] = (0, 1),
+        survives: bool = False,
+        late: bool = False,
+        travel: bool = True,
+        thread: Background,
+        timeout_s: float,
+        recorder: Recorder,
+    ) -> None:
+        """``position``: this worker's place in its group, and the group's size; the group's batch is divided evenly.
+        ``survives``: whether the others go on where one is lost; ``late``: this one comes to a ring that is under way. ``travel``:
+        whether samples travel; otherwise each batch is read from the dataset."""
+        self._plan, self._contents, self._endpoint = plan, contents, endpoint
+        self._position, self._survives, self._late = position, survives, late
+        self._travel, self._thread, self._timeout_s, self._recorder = travel, thread, timeout_s, recorder
+        self.ledger = Ledger()
+        self._era: Ring | None = None
+        self._reading: dict[int, asyncio.Future[Block]] = {}  # step -> the block that is read for it
+        self._ahead: tuple[int, Ring, asyncio.Future[Block]] | None = None  # where samples do not travel: the next step's
+        self._blocks: dict[int, Block] = {}  # step -> its block
+        self._used: dict[int, Block] = {}  # step -> its block, as a copy
+        self._upto = 0  # blocks of all steps before this one have come
+        self._changed = asyncio.Event()  # something has come, or never will
+        self._broken: ConnectivityError | None = None  # nothing more comes from the neighbour
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._receiver: asyncio.Task[None] | None = None
+        self._stock: dict[int, asyncio.Future[dict[int, tuple[Any, int]]]] = {}  # a change's step -> what is here then
+        endpoint.serve(_PARTS, self._on_parts)
+        endpoint.serve(_WANT, self._on_want)
+
+    def change(self, step: int, members: tuple[PeerId, ...]) -> None:
+        """From ``step`` on these are the members (`zmqtrain.exchange.members.Members.on_change`)."""
+        if self._late:  # what they have is asked for when the first batch is
+            nothing = np.zeros(0, np.int64)
+            self._plan.begin(Ring((nothing,) * len(members), 1, step), members)
+        else:
+            self._plan.change(step, members)
+
+    def group_samples(self, step: int, *, mean: bool) -> float:
+        """Samples of this worker's group in a step, or the mean over all groups."""
+        ring, members = self._plan.at(step)
+        return ring.samples_at(step) / ring.peers if mean else float(len(ring.indices(step, self._place(members))))
+
+    async def block(self, step: int) -> Block:
+        """The step's samples. Call `used` once they are. Raises `PeerLostError` and `PeerTimeoutError` that name the neighbour."""
+        if not self._travel:
+            return await self._read(step)
+        ring, _ = self._plan.at(step)
+        if self._late or (self._era is not None and ring is not self._era):
+            await self._regroup(step)
+            ring, _ = self._plan.at(step)
+        elif self._era is None:
+            self._begin(ring, read=True, step=step)
+        if step in self._reading:
+            self._blocks[step] = await self._reading.pop(step)
+        with self._recorder.span("wait for samples", "wait", step=step):
+            block = await self._waited(step)
+        self.ledger.trained += len(block.ids)
+        return block
+
+    def used(self, step: int) -> None:
+        """The step's samples are not needed here any more, for a lap."""
+        block = self._blocks.pop(step, None)
+        ring, members = self._plan.at(step)
+        if not self._travel:
+            self._end_lap(ring, step)
+            return
+        if block is None or ring is not self._era:
+            return
+        self._used[step] = block
+        self._used.pop(step - ring.steps - SLACK_STEPS, None)
+        if len(members) > 1:
+            to = members[(self._place(members) + 1) % len(members)]
+            self._start(self._send(to, ("ring", ring.since, step + ring.steps), block))
+        else:
+            self._blocks[step + ring.steps] = block
+        self.ledger.held = sum(len(each.ids) for each in self._blocks.values())
+        self._end_lap(ring, step)
+
+    def _end_lap(self, ring: Ring, step: int) -> None:
+        if ring.place(step)[1] == ring.steps - 1:
+            self._recorder.event("samples", step=step, **self.ledger.values())
+
+    async def close(self, timeout_s: float) -> None:
+        """Leave the ring: what is on its way is given up."""
+        if self.ledger.trained:
+            self._recorder.event("samples", **self.ledger.values())
+        tasks = [*self._tasks, *([self._receiver] if self._receiver is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for future in self._stock.values():
+            future.cancel()
+        await self._thread.close(timeout_s)
+
+    async def _read(self, step: int) -> Block:
+        """Samples that do not travel: from the dataset, the next step's meanwhile."""
+        if self._late:
+            self._late = False
+            await self._take_parts(step)
+        ring, _ = self._plan.at(step)
+        ahead, self._ahead = self._ahead, None
+        # It may have been read for another ring, before it was known that the members change.
+        block = await (ahead[2] if ahead is not None and ahead[:2] == (step, ring) else self._submit(step))
+        following, _ = self._plan.at(step + 1)
+        self._ahead = (step + 1, following, self._submit(step + 1))
+        self.ledger.trained += len(block.ids)
+        self.ledger.held = len(self._plan.indices(step, self._endpoint.peer))
+        return block
+
+    def _submit(self, step: int) -> asyncio.Future[Block]:
+        ring, members = self._plan.at(step)
+        ids = self._own(ring, step, self._place(members))
+        return self._thread.submit(lambda: Block(ids, self._contents.read(ids)))
+
+    # A lap.
+
+    def _begin(self, ring: Ring, *, read: bool, step: int) -> None:
+        """Take part in a ring from now on."""
+        self._era, self._broken = ring, None
+        _, members = self._plan.at(step)
+        lap, slot = ring.place(step)
+        # A run that is resumed in the middle of a lap has been sent the next lap's first batches already: they are read, too.
+        self._upto = ring.since + (lap + 1) * ring.steps + slot
+        if read:
+            self._reading = {each: self._submit(each) for each in range(step, self._upto)}
+        if len(members) > 1:
+            receiving = self._receive_all(ring, members[self._place(members) - 1], self._upto)
+            self._receiver = asyncio.get_running_loop().create_task(receiving, name="receive samples")
+
+    def _own(self, ring: Ring, step: int, place: int) -> Indices:
+        """This worker's share of its group's batch."""
+        ids = ring.indices(step, place)
+        index, size = self._position
+        return ids[slice(*even_bounds(len(ids), size, index))]
+
+    async def _waited(self, step: int) -> Block:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while step not in self._blocks:
+                    if self._broken is not None:
+                        if not self._survives:
+                            raise self._broken
+                        self._repeat(step)
+                        break
+                    self._changed.clear()
+                    await self._changed.wait()
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            _, members = self._plan.at(step)
+            neighbour = members[self._place(members) - 1]
+            raise PeerTimeoutError(neighbour, f"the samples of step {step}", self._timeout_s) from None
+        return self._blocks[step]
+
+    def _repeat(self, step: int) -> None:
+        """What was due is lost with the neighbour, and who has copies is only known once all agree that it is gone."""
+        block = self._used[max(self._used)]
+        self._blocks[step] = block
+        self.ledger.repeated += len(block.ids)
+
+    async def _receive_all(self, ring: Ring, source: PeerId, first: int) -> None:
+        step = first
+        while True:
+            try:
+                block = await self._receive(source, ("ring", ring.since, step))
+            except PeerLostError as error:
+                self._broken = error
+                self._changed.set()
+                return
+            if step not in self._reading:
+                self._blocks[step] = block
+            self.ledger.received += len(block.ids)
+            step += 1
+            self._upto = step
+            self._changed.set()
+
+    async def _receive(self, source: PeerId, tag: Tag) -> Block:
+        start_s = asyncio.get_running_loop().time()
+        ids = await self._endpoint.receive(source, (*tag, "ids"))
+        assert isinstance(ids, TensorPayload)
+        own = ids.numpy().copy()
+        payloads = [await self._endpoint.receive(source, (*tag, field)) for field in range(self._contents.fields)]
+        block = Block(own, self._contents.unpack(payloads))
+        now = asyncio.get_running_loop().time()
+        self._recorder.add_span("receive samples", "receive", start_s, now, values={"samples": len(own)})
+        return block
+
+    async def _send(self, to: PeerId, tag: Tag, block: Block) -> None:
+        with suppress(PeerLostError), self._recorder.span(f"send samples to {to}", "send"):
+            await self._endpoint.send(to, (*tag, "ids"), TensorPayload.of(block.ids), priority=PRIORITY)
+            for field, payload in enumerate(self._contents.pack(block)):
+                await self._endpoint.send(to, (*tag, field), payload, priority=PRIORITY)
+            self.ledger.sent += len(block.ids)
+
+    def _start(self, sending: Any) -> None:
+        task = asyncio.get_running_loop().create_task(sending, name="send samples")
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def _place(self, members: Sequence[PeerId]) -> int:
+        return members.index(self._endpoint.peer)
+
+    # A change of the members.
+
+    async def _regroup(self, step: int) -> None:
+        """Begin the ring of ``step``."""
+        late, self._late = self._late, False
+        if late:
+            await self._take_parts(step)
+            self._stock_at(step).set_result({})
+        else:
+            await self._take_stock(step)
+        ring, members = self._plan.at(step)
+        here = dict(await self._stock_at(step))
+        wanted = [int(sample) for sample in ring.parts[self._place(members)]]
+        for holder, ids in self._holders(step, [sample for sample in wanted if sample not in here], late=late):
+            missing = [sample for sample in ids if sample not in here]
+            for start in range(0, len(missing), MOST_AT_ONCE):
+                here |= await self._ask(holder, step, missing[start : start + MOST_AT_ONCE])
+        lost = [sample for sample in wanted if sample not in here]
+        self.ledger.lost += lost
+        self._blocks.clear()
+        self._used.clear()
+        for each in range(step, step + ring.steps):
+            ids = [int(sample) for sample in ring.indices(each, self._place(members)) if int(sample) in here]
+            ids = ids or [next(iter(here))]  # all of them lost: any other rather than none
+            content = self._contents.gather([here[sample] for sample in ids])
+            self._blocks[each] = Block(np.array(ids, np.int64), content)
+        self._begin(ring, read=False, step=step)
+
+    async def _take_stock(self, step: int) -> None:
+        """Wait for what is on its way from a neighbour that is left, then note all that is here."""
+        ring, before = self._plan.before(step)
+        _, members = self._plan.at(step)
+        neighbour = before[self._place(before) - 1]
+        if len(before) > 1 and neighbour in members:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    while self._upto < step + ring.steps and self._broken is None:
+                        self._changed.clear()
+                        await self._changed.wait()
+            except PeerTimeoutError:
+                raise
+            except TimeoutError:
+                raise PeerTimeoutError(neighbour, f"its samples of the steps before {step}", self._timeout_s) from None
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.wait({self._receiver})
+        for each, reading in list(self._reading.items()):
+            self._blocks[each] = await reading
+        self._reading.clear()
+        rows: dict[int, tuple[Any, int]] = {}
+        for block in [*self._used.values(), *self._blocks.values()]:
+            rows |= {int(sample): (block.content, row) for row, sample in enumerate(block.ids)}
+        self._stock_at(step).set_result(rows)
+        for older in [each for each in self._stock if each < step]:
+            del self._stock[older]
+
+    def _stock_at(self, step: int) -> asyncio.Future[dict[int, tuple[Any, int]]]:
+        if step not in self._stock:
+            self._stock[step] = asyncio.get_running_loop().create_future()
+        return self._stock[step]
+
+    def _holders(self, step: int, missing: Sequence[int], *, late: bool) -> list[tuple[PeerId, list[int]]]:
+        """Whom to ask for which samples, in order: whoever held them, then those before and after it, who have copies."""
+        _, members = self._plan.at(step)
+        others = [peer for peer in members if peer != self._endpoint.peer]
+        if late:  # what was before is not known here: ask all
+            return [(peer, list(missing)) for peer in others]
+        ring, before = self._plan.before(step)
+        owner = {int(sample): place for place in range(len(before)) for sample in ring.held(step, place)}
+        asked: dict[PeerId, list[int]] = {}
+        for sample in missing:
+            place = owner[sample]
+            around = [before[place], before[place - 1], before[(place + 1) % len(before)], before[place - 2]]
+            for peer in [each for each in dict.fromkeys(around) if each in others]:
+                asked.setdefault(peer, []).append(sample)
+        return list(asked.items())
+
+    async def _ask(self, holder: PeerId, step: int, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
+        """Those of the samples that the holder has."""
+        try:
+            wanted = np.array(missing, np.int64).tobytes()
+            answer = await self._endpoint.request(holder, _WANT, step, wanted, timeout=self._timeout_s)
+            if not isinstance(answer.meta, int) or not answer.meta:
+                return {}
+            async with asyncio.timeout(self._timeout_s):
+                block = await self._receive(holder, ("ring given", step, answer.meta))
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            raise PeerTimeoutError(holder, f"the samples that are missing from step {step} on", self._timeout_s) from None
+        except PeerLostError:
+            return {}
+        self.ledger.recovered += len(block.ids)
+        return {int(sample): (block.content, row) for row, sample in enumerate(block.ids)}
+
+    async def _on_want(self, caller: PeerId, step: Value, wanted: Value) -> Value:
+        if not isinstance(step, int) or not isinstance(wanted, bytes) or len(wanted) % 8:
+            raise ProtocolError(f"{caller} asks for samples in a wrong way")
+        rows = await asyncio.shield(self._stock_at(step))
+        found = [int(sample) for sample in np.frombuffer(wanted, np.int64) if int(sample) in rows]
+        if not found:
+            return 0
+        number = 1 + int(found[0])
+        block = Block(np.array(found, np.int64), self._contents.gather([rows[sample] for sample in found]))
+        self._start(self._send(caller, ("ring given", step, number), block))
+        return number
+
+    async def _take_parts(self, step: int) -> None:
+        """Learn from a neighbour which ring there is."""
+        _, members = self._plan.at(step)
+        neighbour = next(peer for peer in members if peer != self._endpoint.peer)
+        answer = await self._endpoint.request(neighbour, _PARTS, step, timeout=self._timeout_s)
+        parts = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for part in range(len(members)):
+                    payload = await self._endpoint.receive(neighbour, ("ring parts", step, part))
+                    assert isinstance(payload, TensorPayload)
+                    parts.append(payload.numpy().copy())
+        except PeerTimeoutError:
+            raise
+        except TimeoutError:
+            raise PeerTimeoutError(neighbour, "the parts of the sample ring", self._timeout_s) from None
+        if not isinstance(answer.meta, int):
+            raise ProtocolError(f"{neighbour} answers {_PARTS} with {answer.meta!r:.60}")
+        self._plan.begin(Ring(tuple(parts), answer.meta, step), members)
+
+    async def _on_parts(self, caller: PeerId, step: Value) -> Value:
+        if not isinstance(step, int):
+            raise ProtocolError(f"{caller} asks for the parts of the ring in a wrong way")
+        ring, _ = self._plan.at(step)
+        payloads: list[Payload] = [TensorPayload.of(part) for part in ring.parts]
+        for part, payload in enumerate(payloads):
+            await self._endpoint.send(caller, ("ring parts", step, part), payload)
+        return ring.batch_size

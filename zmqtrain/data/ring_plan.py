@@ -1,0 +1,40 @@
+"""Which ring holds at which step, as members come and go. Every peer has the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zmqtrain.data.partition import Indices
+from zmqtrain.data.ring import Ring
+from zmqtrain.net.endpoint import PeerId
+
+
+class RingPlan:
+    """The rings of a run, each from a step on. ``members``: the peers by position; all give the same."""
+
+    def __init__(self, ring: Ring, members: Sequence[PeerId]) -> None:
+        self._eras: list[tuple[Ring, tuple[PeerId, ...]]] = [(ring, tuple(members))]
+
+    def change(self, step: int, members: Sequence[PeerId]) -> None:
+        """From ``step`` on these are the members (`zmqtrain.exchange.members.Members.on_change`)."""
+        ring, before = self._eras[-1]
+        if tuple(members) != before:
+            places = [before.index(peer) if peer in before else None for peer in members]
+            self._eras.append((ring.changed(step, places), tuple(members)))
+
+    def begin(self, ring: Ring, members: Sequence[PeerId]) -> None:
+        """Somebody else has told which ring there is; what was before does not matter here."""
+        self._eras = [(ring, tuple(members))]
+
+    def at(self, step: int) -> tuple[Ring, tuple[PeerId, ...]]:
+        """The ring of a step, and who is on it."""
+        return next(era for era in reversed(self._eras) if era[0].since <= step)
+
+    def before(self, step: int) -> tuple[Ring, tuple[PeerId, ...]]:
+        """The ring before the one that begins at ``step``."""
+        return next(era for era in reversed(self._eras) if era[0].since < step)
+
+    def indices(self, step: int, peer: PeerId) -> Indices:
+        """What a peer trains on."""
+        ring, members = self.at(step)
+        return ring.indices(step, members.index(peer))
