@@ -21,6 +21,8 @@ class Ledger:
     received: int = 0
     recovered: int = 0
     """Got from copies that others kept, after a change of the members."""
+    read_again: int = 0
+    """Read from the dataset, since nobody had a copy."""
     repeated: int = 0
     """Trained once more, since those that were due had been lost on the way."""
     lost: list[int] = field(default_factory=list)
@@ -34,6 +36,7 @@ class Ledger:
             "sent": self.sent,
             "received": self.received,
             "recovered": self.recovered,
+            "read_again": self.read_again,
             "repeated": self.repeated,
             "lost": len(self.lost),
             "lost_samples": [*self.lost[:MOST_NAMED]],

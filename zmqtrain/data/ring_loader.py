@@ -6,7 +6,8 @@ Where the samples themselves travel, the life of a batch is::
     used(step)    it goes on to the next neighbour, while the next step computes; a copy stays here for a lap
 
 When the members change, all of them stop at the same step, say what they have (copies, too), and each asks for what its new part
-lacks: first whoever had it, then the neighbours of a lost one, who have copies of what it held.
+lacks: first whoever had it, then the neighbours of a lost one, who have copies of what it held. What nobody has (in the first lap)
+is read from the dataset, by whoever can.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zmqtrain.data.ledger import Ledger
 from zmqtrain.data.partition import Indices, even_bounds
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_plan import RingPlan
-from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.payload import Payload, Value
@@ -133,7 +134,7 @@ class RingLoader:
     async def close(self, timeout_s: float) -> None:
         """Leave the ring: what is on its way is given up."""
         if self.ledger.trained:
-            self._recorder.event("samples", **self.ledger.values())
+            self._recorder.event("samples", step=None, **self.ledger.values())
         tasks = [*self._tasks, *([self._receiver] if self._receiver is not None else [])]
         for task in tasks:
             task.cancel()
@@ -268,15 +269,15 @@ class RingLoader:
             missing = [sample for sample in ids if sample not in here]
             for start in range(0, len(missing), MOST_AT_ONCE):
                 here |= await self._ask(holder, step, missing[start : start + MOST_AT_ONCE])
-        lost = [sample for sample in wanted if sample not in here]
-        self.ledger.lost += lost
+        here |= await self._read_again([sample for sample in wanted if sample not in here])
+        self.ledger.lost += [sample for sample in wanted if sample not in here]
         self._blocks.clear()
         self._used.clear()
-        for each in range(step, step + ring.steps):
-            ids = [int(sample) for sample in ring.indices(each, self._place(members)) if int(sample) in here]
-            ids = ids or [next(iter(here))]  # all of them lost: any other rather than none
+        found = [sample for sample in wanted if sample in here] or list(here)[:1]
+        for slot in range(ring.steps):  # evenly over the lap, so that a loss leaves no batch empty
+            ids = found[slice(*even_bounds(len(found), ring.steps, slot))] or found[:1]
             content = self._contents.gather([here[sample] for sample in ids])
-            self._blocks[each] = Block(np.array(ids, np.int64), content)
+            self._blocks[step + slot] = Block(np.array(ids, np.int64), content)
         self._begin(ring, read=False, step=step)
 
     async def _take_stock(self, step: int) -> None:
@@ -345,6 +346,18 @@ class RingLoader:
             return {}
         self.ledger.recovered += len(block.ids)
         return {int(sample): (block.content, row) for row, sample in enumerate(block.ids)}
+
+    async def _read_again(self, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
+        """What nobody has a copy of (in the first lap nobody else has had it), from the dataset, if this host has it at all."""
+        if not missing:
+            return {}
+        ids = np.array(missing, np.int64)
+        try:
+            content = await self._thread.submit(lambda: self._contents.read(ids))
+        except TaskError:
+            return {}
+        self.ledger.read_again += len(missing)
+        return {sample: (content, row) for row, sample in enumerate(missing)}
 
     async def _on_want(self, caller: PeerId, step: Value, wanted: Value) -> Value:
         if not isinstance(step, int) or not isinstance(wanted, bytes) or len(wanted) % 8:
