@@ -382,6 +382,18 @@ async def test_close_delivers_what_was_sent_and_ends_all_waits(world: World) -> 
         await b.send("a", ("y",), tensor(1))
 
 
+async def test_traffic_is_counted_by_peer(world: World) -> None:
+    a, b = await world.pair()
+    await a.send("b", ("x",), tensor(1, 5000))
+    await b.receive("a", ("x",))
+    sent, _ = a.traffic()["b"]
+    _, received = b.traffic()["a"]
+    assert sent >= 5000
+    assert received == sent
+    assert a.statistics()["bytes_sent"] == sum(out for out, _ in a.traffic().values())
+    assert b.statistics()["bytes_received"] == sum(into for _, into in b.traffic().values())
+
+
 async def test_what_a_peer_has_received_has_arrived_also_if_it_closes_at_once(world: World) -> None:
     a, b = await world.pair()
     handles = [await a.send("b", ("x",), tensor(n, 20_000)) for n in range(3)]

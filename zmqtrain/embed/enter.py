@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 
 from zmqtrain.errors import UsageError
+from zmqtrain.events import EventValue
 from zmqtrain.membership.client import COORDINATOR, Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription, fetch_description
@@ -77,7 +78,10 @@ async def enter(
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield context, description
-        recorder.event("traffic", **endpoint.statistics())
+        links = endpoint.traffic()
+        sent: dict[str, EventValue] = {peer: out for peer, (out, _) in links.items()}
+        received: dict[str, EventValue] = {peer: into for peer, (_, into) in links.items()}
+        recorder.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
     finally:
         posting.cancel()
         await asyncio.wait([posting])

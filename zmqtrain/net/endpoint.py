@@ -97,6 +97,10 @@ class Endpoint(Protocol):
         """Treat the peer as lost now (membership says so); waits for it raise at once, and `on_lost` is called."""
         ...
 
+    def traffic(self) -> dict[PeerId, tuple[int, int]]:
+        """Bytes sent to each peer, and received from it, so far: the parts of ``bytes_sent`` and ``bytes_received``."""
+        ...
+
     def statistics(self) -> dict[str, int]:
         """Counters: bytes_sent, bytes_received, messages_sent, messages_received, queued_bytes, resent_bytes, ..."""
         ...

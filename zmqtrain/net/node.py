@@ -124,6 +124,9 @@ class Node:
     def forget(self, peer: PeerId, reason: str) -> None:
         self._board.forget(peer, endings.lost(peer, reason))
 
+    def traffic(self) -> dict[PeerId, tuple[int, int]]:
+        return self._board.traffic()
+
     def statistics(self) -> dict[str, int]:
         return {**self._board.statistics(), **self._mailbox.statistics()}
 

@@ -51,6 +51,8 @@ class Switchboard:
         self._addresses: dict[PeerId, str] = {}
         self._doorman = Doorman()
         self._counters: Counter[str] = Counter()
+        self._sent: Counter[PeerId] = Counter()  # bytes, by peer
+        self._received: Counter[PeerId] = Counter()
         self._dirty: dict[Link, None] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
@@ -112,6 +114,10 @@ class Switchboard:
             link.ack_due = True
             link.ack_urgent = link.ack_urgent or any(window.due for window in link.windows)
             self.touch(link)
+
+    def traffic(self) -> dict[PeerId, tuple[int, int]]:
+        """Bytes sent to each peer and received from it so far."""
+        return {peer: (self._sent[peer], self._received[peer]) for peer in sorted({*self._sent, *self._received})}
 
     def statistics(self) -> dict[str, int]:
         links = self._links.values()
@@ -180,6 +186,7 @@ class Switchboard:
             return
         if link.receiving[lane].expected != before:
             self._counters["bytes_received"] += len(frames[0]) + len(body)
+            self._received[link.peer] += len(frames[0]) + len(body)
             self._counters["messages_received"] += 1
         if leaves:
             self._end(link, endings.lost(link.peer, "it has closed its endpoint"))
@@ -369,6 +376,7 @@ class Switchboard:
                     break
                 link.parcel_sent(lane, now)
                 self._counters["bytes_sent"] += parcel.nbytes
+                self._sent[link.peer] += parcel.nbytes
                 self._counters["messages_sent"] += 1
 
     def _retry(self, link: Link) -> None:
