@@ -55,8 +55,28 @@ def test_every_span_is_there_and_none_of_a_row_overlaps_another(spans: list[tupl
         trace.add(peer, span(float(begin), float(length), category))
     drawn = [event for event in trace.events() if event["ph"] == "X"]
     assert len(drawn) == len(spans)
-    ends: dict[tuple[int, int], float] = {}
-    for event in sorted(drawn, key=lambda event: (event["ts"], event["dur"])):
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace.events() if e["name"] == "thread_name"}
+    around: dict[tuple[int, int], list[float]] = {}
+    for event in sorted(drawn, key=lambda event: (event["ts"], -event["dur"])):
         row = (event["pid"], event["tid"])
-        assert event["ts"] >= ends.get(row, 0.0)
-        ends[row] = event["ts"] + event["dur"]
+        ends = around.setdefault(row, [])
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        assert not ends or (names[row].startswith("compute") and event["ts"] + event["dur"] <= ends[-1])
+        ends.append(event["ts"] + event["dur"])
+
+
+def test_a_bucket_s_backward_lies_on_the_whole_and_messages_do_not_lie_on_each_other() -> None:
+    trace = Trace()
+    for each in (
+        span(0.0, 4.0, name="backward"),
+        span(0.0, 1.0, name="backward of bucket 0"),
+        span(1.0, 3.0, name="backward of bucket 1"),
+    ):
+        trace.add("worker/0", each)
+    for _ in range(2):
+        trace.add("worker/0", span(0.0, 1.0, "send"))
+    rows = [event["tid"] for event in trace.events() if event["ph"] == "X"]
+    assert len(rows) == 5
+    assert sorted(rows).count(rows[0]) == 3
+    assert len(set(rows)) == 3

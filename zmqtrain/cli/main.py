@@ -124,7 +124,7 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate or fidelity.")],
+    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity or gossip.")],
     json_lines: Json = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
@@ -143,6 +143,20 @@ def status(run: Run = "latest", json_lines: Json = False) -> None:
     from zmqtrain.cli.runs import run_status
 
     raise typer.Exit(run_status(run, json_lines=json_lines))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str] | None, typer.Argument(help="Runs: paths, NAME-NNN or latest. Several are drawn together.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file to write. Default: report.html in the (first) run's directory.")
+    ] = None,
+    json_lines: Json = False,
+) -> None:
+    """Write one self-contained page about a run: curves, step times, traffic, staleness, and what went wrong."""
+    from zmqtrain.cli.report import run_report
+
+    raise typer.Exit(run_report(runs or ["latest"], output=output, json_lines=json_lines))
 
 
 @app.command()

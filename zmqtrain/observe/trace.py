@@ -10,7 +10,8 @@ CATEGORIES = ("compute", "send", "receive", "wait")
 
 
 class Trace:
-    """Collects spans. A process per role, a thread per category; concurrent spans of a row go to rows of their own below."""
+    """Collects spans. A process per role, a thread per category. What is computed within something lies on it (a bucket's backward
+    on the whole backward); other spans at the same time go to rows of their own below."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, dict[str, Any]]] = []
@@ -25,11 +26,13 @@ class Trace:
 
     def events(self) -> list[dict[str, Any]]:
         """As Chrome trace events; times in microseconds from the first span."""
-        spans = sorted(self._spans, key=lambda item: item[1]["time"])
+        spans = sorted(self._spans, key=lambda item: (item[1]["time"], -item[1]["seconds"]))
         start = spans[0][1]["time"] if spans else 0.0
         peers = sorted({peer for peer, _ in spans}, key=_order)
         processes = {peer: number for number, peer in enumerate(peers, 1)}
-        rows: dict[tuple[str, str], list[float]] = {}  # when each row of a category is free again
+        rows: dict[
+            tuple[str, str], list[list[float]]
+        ] = {}  # of each row of a category: the ends of the spans that lie on each other
         result: list[dict[str, Any]] = []
         for peer, number in processes.items():
             result.append({"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": peer}})
@@ -38,7 +41,7 @@ class Trace:
         for peer, span in spans:
             category = span["category"]
             begin, end = span["time"], span["time"] + span["seconds"]
-            row = _row(rows.setdefault((peer, category), []), begin, end)
+            row = _row(rows.setdefault((peer, category), []), begin, end, nested=category == "compute")
             base = CATEGORIES.index(category) if category in CATEGORIES else len(CATEGORIES)
             thread = base * 100 + row
             if (processes[peer], thread) not in named:
@@ -60,14 +63,17 @@ class Trace:
         return result
 
 
-def _row(free_at: list[float], begin: float, end: float) -> int:
-    """The first row that is free at ``begin``; rows of a Chrome trace must not overlap."""
-    for number, free in enumerate(free_at):
-        if free <= begin:
-            free_at[number] = end
+def _row(rows: list[list[float]], begin: float, end: float, *, nested: bool) -> int:
+    """The first row on which the span overlaps nothing or, if ``nested``, lies within what is there; a Chrome trace allows only
+    that."""
+    for number, ends in enumerate(rows):
+        while ends and ends[-1] <= begin:
+            ends.pop()
+        if not ends or (nested and end <= ends[-1]):
+            ends.append(end)
             return number
-    free_at.append(end)
-    return len(free_at) - 1
+    rows.append([end])
+    return len(rows) - 1
 
 
 def _order(peer: str) -> tuple[str, int]:

@@ -1,0 +1,33 @@
+"""``zmqtrain report RUN``: one page about a run, or several beside each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zmqtrain.errors import UsageError
+from zmqtrain.observe.report.page import page
+from zmqtrain.observe.report.read import read_run
+from zmqtrain.observe.run_directory import find_run
+from zmqtrain.observe.strict_json import dumps
+
+
+def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: bool = False) -> int:
+    """Write the page, by default ``report.html`` in the first run's directory; with ``json_lines`` print its data instead."""
+    paths = [find_run(name) for name in names]
+    runs = [read_run(path) for path in paths]
+    if json_lines:
+        for run in runs:
+            print(dumps(run))
+        return 0
+    target = output or paths[0] / "report.html"
+    try:
+        target.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error}. Choose another place with --output") from error
+    for run in runs:
+        for note in run["notes"]:
+            print(f"{run['name']}: {note}", file=sys.stderr)
+    print(f"open {target.absolute()} in a browser ({target.stat().st_size / 1024:.0f} KiB; it needs nothing else)")
+    return 0
