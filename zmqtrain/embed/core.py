@@ -24,6 +24,7 @@ from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
+from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.task import check_dataset, check_model
 from zmqtrain.wire.tensor import TensorPayload
@@ -267,8 +268,12 @@ class Core:
         """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
         self._flush_step()
         if self.replicated is not None:
-            await self.replicated.exchange.settle()
-            await self.replicated.exchange.stop()
+            exchange, replica = self.replicated.exchange, self.replicated.replica
+            await exchange.settle()
+            if exchange.averaged:
+                await mean_of_replicas(replica, self._world, "finish")
+                replica.take_all()  # the caller's thread, whose this is, waits here
+            await exchange.stop()
         self.context.recorder.event("finish", step=0 if self.replicated is None else self.replicated.step)
         self.finished = True
 
