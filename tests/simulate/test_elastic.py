@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.exchange.world import NumpyReplica
+from zmqtrain.collectives.group import Group
+from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
+from zmqtrain.exchange.members import FixedMembers
+from zmqtrain.membership.environment import net_settings
+from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
 from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.links import links_of
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
 
 STEPS = 200
 TOPOLOGY = """
@@ -39,6 +51,16 @@ payload = "small"
 time_limit = 120
 [observe]
 trace_steps = 0
+"""
+PAIR = """
+[job]
+[[hosts]]
+name = "h[1-2]"
+address = "10.0.0.1"
+slots = 1
+[network]
+bandwidth = "100 Mbit/s"
+latency = "100 us"
 """
 
 
@@ -126,3 +148,56 @@ def test_only_one_is_left() -> None:
 def test_random_faults_break_nothing() -> None:
     found: list[Trial] = list(explore(topology(), range(15), faults="random"))
     assert [each.broken for each in found if each.broken] == []
+
+
+class SurvivingMembers(FixedMembers):
+    """Two peers, of which one may be lost."""
+
+    survives = True
+
+
+@pytest.mark.parametrize("when_ms", range(1, 30, 2))
+def test_a_bucket_is_averaged_as_a_whole_or_stays_local(when_ms: int) -> None:
+    """The partner is killed somewhere in the middle of sending four buckets of 80 KB over 100 Mbit/s, 6.4 ms each."""
+
+    async def run() -> list[str]:
+        network = SimulatedNetwork(links_of(parse_topology(PAIR)), random.Random(1))
+        settings = net_settings(Ladder.of(2.0), "")
+        nodes = [network.endpoint(f"worker/{rank}", f"h{rank + 1}", settings) for rank in range(2)]
+        peers = ("worker/0", "worker/1")
+        nodes[0].add_peer(peers[1], nodes[1].address)
+        nodes[1].add_peer(peers[0], nodes[0].address)
+        replicas = [NumpyReplica((10_000,) * 4, rank) for rank in range(2)]
+        exchanges = [
+            GossipExchange(
+                node,
+                SurvivingMembers(node, peers, timeout_s=5),
+                Group(node, (node.peer,), 0, f"group/{rank}"),
+                frozenset(peers),
+                GossipSettings(seed=1, timeout_s=5.0),
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        for exchange, replica in zip(exchanges, replicas, strict=True):
+            await exchange.start(replica, restored=True)
+            exchange.begin_step(0)
+        before = [[weight.copy() for weight in replica.weights] for replica in replicas]
+        for exchange, replica in zip(exchanges, replicas, strict=True):
+            for bucket in replica.buckets:
+                replica.hand_over(exchange, bucket.index)
+        await asyncio.sleep(when_ms / 1000)
+        network.kill("worker/1")
+        began = asyncio.get_running_loop().time()
+        await exchanges[0].settle()
+        assert asyncio.get_running_loop().time() - began <= 2.0  # not beyond the time-out
+        found = []
+        for mine, local, theirs in zip(replicas[0].weights, *before, strict=True):
+            averaged = np.array_equal(mine, (local + theirs) / 2)
+            assert averaged or np.array_equal(mine, local), "torn"
+            found.append("averaged" if averaged else "local")
+        await asyncio.gather(*(exchange.stop() for exchange in exchanges))
+        await nodes[0].close()
+        return found
+
+    found = run_virtual(run(), seed=1, limit_s=60)
+    assert found.count("averaged") in range(min(4, when_ms // 7) - 1, when_ms // 6 + 1)
