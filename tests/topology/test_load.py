@@ -185,7 +185,6 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[exchange]\nkind = 'gossip'\nevery = 2\n", "exchange.every", 4, "every is for averaging and allreduce"),
         ("[job]\n[exchange]\ncompression_ratio = 0.1\n", "exchange.compression_ratio", 3, "for topk"),
         ("[job]\n[exchange]\nmerged_fc = true\n", "exchange.merged_fc", 3, "not in this release"),
-        ("[job]\n[data]\nshuffle = 'ring'\n", "data.shuffle", 3, "not in this release"),
         ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, 'use "local"'),
         ("[job]\n[network]\nlatency = '3 h'\n", "network.latency", 3, "out of range"),
         ("[job]\nsteps = \n", "", 2, "is no valid TOML"),

@@ -265,13 +265,16 @@ def test_every_lost_or_doubled_gradient_shows() -> None:
     assert max(map(max, seen)) == LARGEST
 
 
-def test_expected_parameters_are_the_sum_of_all_gradients(tmp_path: Path) -> None:
-    topology = topology_for(tmp_path, {"kind": "averaging", "every": 2}, 2, 2, "small")
-    expected = expected_parameters(PROFILE, topology, 5, group=1)
+@pytest.mark.parametrize(
+    ("exchange", "applied"),
+    [({"kind": "averaging", "every": 2}, 5), ({"kind": "allreduce"}, 5), ({"kind": "allreduce", "every": 2}, 4)],
+)
+def test_expected_parameters_are_the_sum_of_all_gradients(exchange: dict[str, Any], applied: int, tmp_path: Path) -> None:
+    topology = topology_for(tmp_path, exchange, 2, 2, "small")
+    expected = expected_parameters(PROFILE, topology, 5)
     assert list(expected) == ["conv1", "conv2", "bias", "fc"]
     assert {name: len(values) for name, values in expected.items()} == {"conv1": 8, "conv2": 8, "bias": 3, "fc": 8}
-    total = -sum(gradient(rank, step, 2, 8) for rank in range(4) for step in range(4))
-    total -= 2 * sum(gradient(rank, 4, 2, 8) for rank in (2, 3))  # since the groups averaged last
+    total = -sum(gradient(rank, step, 2, 8) for rank in range(4) for step in range(applied))
     assert np.array_equal(expected["conv2"], total)
 
 

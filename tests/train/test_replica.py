@@ -180,7 +180,6 @@ async def test_the_forward_waits_at_each_layer_for_its_own_bucket_only(device: C
                 replica.parameters_ready(bucket)
         assert await asyncio.to_thread(event.wait, 5)
     await second
-    assert replica.waited_s > 0
     assert not any(parameter.any() for parameter in model.parameters())
 
 

@@ -162,10 +162,10 @@ class TrainLoop:
         mean = self.exchange.averaged and self._context.topology.exchange.gossip.average_evaluations
         return await self._members.together(f"evaluate/{done}", done, lambda group: self._evaluate(group, done, mean=mean))
 
-    async def _evaluate(self, group: Group, step: int, *, mean: bool = False, tag: str = "evaluate") -> dict[str, float]:
+    async def _evaluate(self, group: Group, step: int, *, mean: bool = False, tag: str | None = None) -> dict[str, float]:
         start = asyncio.get_running_loop().time()
         with self._recorder.span("evaluate", "compute", step=step):
-            values = await self.work.evaluate(group, f"{tag} {step}", mean=mean)
+            values = await self.work.evaluate(group, tag or f"evaluate {step}", mean=mean)
         if group.rank == 0:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
@@ -184,6 +184,7 @@ class TrainLoop:
         async def last(group: Group) -> float:
             spread = await work.make_equal(group, "last", mean=mean)
             if work.evaluates:
+                # Groups that are not in step may have ended at different steps.
                 await self._evaluate(group, self.step, tag="last evaluate")
             return spread
 

@@ -140,5 +140,5 @@ class ModelledWork:
         topology = context.topology
         known = exact(topology) and (topology.exchange.kind != "model_server" or topology.exchange.policy == "sync")
         if known:
-            expected = expected_parameters(self._profile, topology, self._steps, context.role.group)
+            expected = expected_parameters(self._profile, topology, self._steps)
             context.recorder.witness("values", wrong=differences(memory.values(self._replica.buckets), expected))

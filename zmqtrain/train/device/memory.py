@@ -173,26 +173,21 @@ def exact(topology: Topology) -> bool:
     return largest <= 2**digits and not topology.optimizer.clip_norm
 
 
-def expected_parameters(profile: Profile, topology: Topology, steps: int, group: int = 0) -> dict[str, Numbers]:
+def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dict[str, Numbers]:
     """What the small parameters of each layer are after ``steps`` steps of all workers, where `exact` says that this is known.
 
     With synchronous exchanges the replicas hold them, with asynchronous ones the servers, whatever the order was (a worker has what
-    it read last); with gossip they are the replicas' mean. ``group`` matters only for averaging, and then only where steps are left
-    over since the groups last averaged.
+    it read last); with gossip and averaging they are the replicas' mean, with which a run ends.
     """
     compute, exchange = topology.compute, topology.exchange
-    ranks, every = np.arange(compute.workers), exchange.every_steps(compute.groups)
-    apart = (exchange.kind == "averaging" and compute.groups > 1) or exchange.kind == "allreduce"
-    together = steps - steps % every if apart else steps
-    trained = steps if exchange.kind == "averaging" else together  # with all-reduce, steps left over are never applied
-    own = ranks[group * compute.group_size : (group + 1) * compute.group_size]
-    result: dict[str, Numbers] = {}
-    for index, layer in enumerate(profile.layers):
-        if layer.numel:
-            numel = small_numel(layer.numel)
-            alone = compute.groups * _gradients(own, np.arange(together, trained), index, numel)
-            result[layer.name] = -_gradients(ranks, np.arange(together), index, numel) - alone
-    return result
+    if exchange.kind == "allreduce":
+        steps -= steps % exchange.every_steps(compute.groups)  # steps left over are never applied
+    ranks = np.arange(compute.workers)
+    return {
+        layer.name: -_gradients(ranks, np.arange(steps), index, small_numel(layer.numel))
+        for index, layer in enumerate(profile.layers)
+        if layer.numel
+    }
 
 
 def differences(found: Mapping[str, Numbers], expected: Mapping[str, Numbers]) -> str | None:
