@@ -14,6 +14,7 @@ The tree is drawn by what a caller can do about an error::
     │   └── RunTokenError          the other side belongs to another run
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
+    ├── HostMemoryError            the host's shared memory is short           exit 69
     ├── SimulationError            a simulated run cannot go on                exit 68
     │   ├── DeadlockError          everybody waits, and nothing will happen
     │   ├── TimeLimitError         more virtual time than the job allows
@@ -130,6 +131,13 @@ class PortInUseError(ZmqTrainError):
         super().__init__(
             f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
         )
+
+
+class HostMemoryError(ZmqTrainError):
+    """The memory that the processes of a host share cannot be had."""
+
+    exit_code = 69
+    verdict = "topology"
 
 
 class SimulationError(ZmqTrainError):

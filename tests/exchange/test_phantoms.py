@@ -15,6 +15,7 @@ from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.base import Bucket, Exchange
+from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.net.endpoint import Endpoint, Tag
 from zmqtrain.wire.phantom import PhantomPayload
 
@@ -33,7 +34,7 @@ class PhantomReplica(NumpyReplica):
 
 
 def allreduce(nodes: list[Endpoint], groups: int) -> list[Exchange]:
-    return [AllReduceExchange(group, groups) for group in group_of(nodes, "workers")]
+    return [AllReduceExchange(NetworkSums(group), groups) for group in group_of(nodes, "workers")]
 
 
 def averaging(nodes: list[Endpoint], groups: int) -> list[Exchange]:

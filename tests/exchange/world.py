@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.exchange.base import Bucket, Exchange, Optimize, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Exchange, Optimize, OptimizerSpec, Sharing
 from zmqtrain.wire.tensor import TensorPayload
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -42,6 +42,8 @@ class NumpyReplica:
 
     def optimize(self, when: Optimize) -> None:
         self.when = when
+
+    def share(self, sharing: Sharing) -> None: ...
 
     def parameters_ready(self, bucket: Bucket) -> None:
         self.ready.append(bucket.index)

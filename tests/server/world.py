@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
@@ -51,6 +51,8 @@ class LinearReplica:
 
     def hyperparameters(self) -> OptimizerSpec:
         return describe_optimizer(self.optimizer)
+
+    def share(self, sharing: Sharing) -> None: ...
 
     def parameters_ready(self, bucket: Bucket) -> None:
         self.ready[bucket.index].set()

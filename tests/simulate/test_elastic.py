@@ -14,6 +14,7 @@ from tests.exchange.world import NumpyReplica
 from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers
+from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
@@ -172,7 +173,7 @@ def test_a_bucket_is_averaged_as_a_whole_or_stays_local(when_ms: int) -> None:
             GossipExchange(
                 node,
                 SurvivingMembers(node, peers, timeout_s=5),
-                Group(node, (node.peer,), 0, f"group/{rank}"),
+                NetworkSums(Group(node, (node.peer,), 0, f"group/{rank}")),
                 frozenset(peers),
                 GossipSettings(seed=1, timeout_s=5.0),
             )

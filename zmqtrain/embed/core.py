@@ -26,6 +26,7 @@ from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.task import check_dataset, check_model
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -170,7 +171,8 @@ class Core:
         )
         where = next(model.parameters()).device
         device = CallersDevice(self.crossing, where, _staging(where))
-        replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder)
+        allocate = allocate_in(self.context.arena)
+        replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
         exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
         replica.connect(exchange.bucket_ready)
         await exchange.start(replica)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.membership.client import COORDINATOR, Membership
@@ -30,11 +31,16 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
             "zmqtrain.net.loop.run(main()) in place of asyncio.run(main()), or use zmqtrain.session()"
         )
     endpoint = await open_zeromq(environment.peer, settings=environment.settings())
+    arena: Arena | None = None
     try:
-        async with enter(endpoint, environment.coordinator, environment.ladder) as entered:
+        if environment.arena:
+            arena = Arena.join(environment.arena, environment.slot)
+        async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
             yield entered
     finally:
         await endpoint.close()
+        if arena is not None:
+            arena.close()
 
 
 @asynccontextmanager
@@ -43,10 +49,12 @@ async def enter(
     coordinator: str,
     ladder: Ladder,
     *,
+    arena: Arena | None = None,
     description: RunDescription | None = None,
     witness: Witness | None = None,
 ) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
-    """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address.
+    """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
+    ``arena`` this process's place in the memory of its host.
 
     ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
     states for an auditor.
@@ -73,6 +81,7 @@ async def enter(
         recorder=recorder,
         data_path=description.data_path,
         resume=description.resume,
+        arena=arena,
         slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
     )
     posting = asyncio.create_task(recorder.run(), name="post events")

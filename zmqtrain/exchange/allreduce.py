@@ -10,15 +10,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import all_reduce, broadcast
+from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.wire.payload import Value
 
 
 class AllReduceExchange:
-    """Implements `Exchange` with no server. ``world`` holds the workers of all ``groups``.
+    """Implements `Exchange` with no server. ``sums`` are over the workers of all ``groups``.
 
     All replicas stay equal to the bit: they begin with rank 0's parameters, and all-reduce gives every rank identical sums.
 
@@ -31,7 +32,7 @@ class AllReduceExchange:
 
     def __init__(
         self,
-        world: Group,
+        sums: Sums,
         groups: int,
         *,
         every: int = 1,
@@ -41,9 +42,9 @@ class AllReduceExchange:
     ) -> None:
         if every < 1:
             raise ValueError(f"gradients are exchanged every {every} steps: it must be at least 1")
-        self._world, self._every, self._by_bucket = world, every, by_bucket
+        self._sums, self._every, self._by_bucket = sums, every, by_bucket
         # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
-        self._scale = 1.0 / (groups * every)
+        self._scale = 1.0 / (groups * every * sums.scale)
         self._recorder: Recorder = recorder or NullRecorder()
         self._under_way = UnderWay(self._sum, self._abort, overlap=overlap)
         self._replica: Replica | None = None
@@ -61,7 +62,8 @@ class AllReduceExchange:
         # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
         self._replica = replica
         replica.optimize(Optimize.AFTER if self._by_bucket else Optimize.APART)
-        await spread(self._world, replica)
+        await spread(self._sums.group, replica)
+        await self._sums.start(replica)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -90,6 +92,7 @@ class AllReduceExchange:
 
     async def stop(self) -> None:
         await self._under_way.cancel()
+        await self._sums.stop()
 
     def staleness(self) -> Sequence[int]:
         return ()
@@ -103,9 +106,7 @@ class AllReduceExchange:
     async def _sum(self, bucket: Bucket, step: int) -> None:
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
-        # matter that workers finish them in different orders.
-        await all_reduce(self._world, bucket.gradients, ("gradients", step, bucket.index), priority=bucket.index)
+        await self._sums.sum(bucket, ("gradients", step, bucket.index))
         self._recorder.add_span(
             f"all-reduce bucket {bucket.index}", "send", start_s, clock(), step=step, values={"bytes": bucket.gradients.nbytes}
         )
@@ -115,6 +116,7 @@ class AllReduceExchange:
             self._replica_started().parameters_ready(bucket)
 
     def _abort(self, error: BaseException) -> None:
+        self._sums.abort(error)
         if self._replica is not None:
             self._replica.abort(error)
 

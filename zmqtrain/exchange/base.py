@@ -48,6 +48,30 @@ class Optimize(Enum):
     """On each bucket when the next forward takes it back, with the gradients that the exchange has made of it."""
 
 
+class Sharing(Protocol):
+    """Gradients that lie in memory which several workers of a host share, and are summed there. Called by the replica, in the
+    compute thread (`writable` on the loop's)."""
+
+    @property
+    def sums(self) -> Sequence[Payload]:
+        """Where each bucket's sum lies: what updates go by. Nobody writes there unless it is the bucket's own memory."""
+        ...
+
+    def wait_writable(self) -> None:
+        """Gradients of the next step are about to be written: wait until nobody reads those of the step before.
+
+        Raises `PeerLostError`, `PeerTimeoutError`, or what the exchange was ended by."""
+
+    async def writable(self) -> None:
+        """`wait_writable` for a replica that has no compute thread."""
+
+    def produced(self, index: int) -> None:
+        """The bucket's gradients are complete. Before the exchange's ``bucket_ready``, and in the same order. Never blocks."""
+
+    def taken(self) -> None:
+        """The update by a bucket's sum is done. Once a bucket and step, in any order."""
+
+
 class Replica(Protocol):
     """A worker's copy of the model, as exchanges see it."""
 
@@ -63,6 +87,9 @@ class Replica(Protocol):
 
         Bucket by bucket only where the update of a parameter looks at no other: raises `TaskError` for an optimizer of which it is
         known that it does."""
+
+    def share(self, sharing: Sharing) -> None:
+        """From now on gradients are summed where they lie, before the exchange has them. Before the first step."""
 
     def parameters_ready(self, bucket: Bucket) -> None:
         """The exchange is through with the bucket: it has written the parameters for the next step (with `Optimize.AFTER`: the

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.base import Bucket
+from zmqtrain.exchange.base import Bucket, Replica
+from zmqtrain.exchange.sums import Sums
 
 
 class GradientSum:
@@ -17,8 +16,8 @@ class GradientSum:
     ``overlap``: a bucket is on its way as soon as it is added; otherwise all of them once the last one is added.
     """
 
-    def __init__(self, group: Group, recorder: Recorder, *, overlap: bool = True) -> None:
-        self.group = group
+    def __init__(self, sums: Sums, recorder: Recorder, *, overlap: bool = True) -> None:
+        self.sums = sums
         self._recorder = recorder
         self._overlap = overlap
         self._step = 0
@@ -26,6 +25,15 @@ class GradientSum:
         self._added: list[Bucket] = []
         self._all_added = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, replica: Replica) -> None:
+        """Once, before the first step."""
+        await self.sums.start(replica)
+
+    async def stop(self) -> None:
+        """Once, after the last one."""
+        await self.cancel()
+        await self.sums.stop()
 
     def begin(self, step: int, buckets: Sequence[Bucket]) -> None:
         """Gradients of ``step`` come next, one for each of ``buckets``, in any order."""
@@ -73,9 +81,7 @@ class GradientSum:
     async def _sum(self, bucket: Bucket, step: int) -> None:
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
-        # matter that workers finish them in different orders.
-        await all_reduce(self.group, bucket.gradients, ("gradients", step, bucket.index), priority=bucket.index)
+        await self.sums.sum(bucket, ("gradients", step, bucket.index))
         self._recorder.add_span(
             f"all-reduce bucket {bucket.index}", "send", start_s, clock(), step=step, values={"bytes": bucket.gradients.nbytes}
         )

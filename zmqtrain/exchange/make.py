@@ -13,7 +13,11 @@ from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
+from zmqtrain.host.team import Team
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.schema import Topology
 
 
 def make_members(context: RoleContext) -> Members:
@@ -41,10 +45,13 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
         # The others may evaluate or write a checkpoint while we wait for them.
         return Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.ladder.barrier_s)
 
+    # Whoever changes gradients after they were summed needs them to himself.
+    untouched = not whole_updates and not topology.optimizer.clip_norm
     world = group("workers", tuple(worker.peer for worker in placement.workers))
     if kind == "allreduce":
+        scale = 1.0 / (placement.groups * every)
         return AllReduceExchange(
-            world,
+            make_sums(context, world, 0, scale=scale, in_place=untouched),
             placement.groups,
             every=every,
             by_bucket=overlap and not whole_updates and not topology.optimizer.clip_norm,
@@ -52,6 +59,8 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             overlap=overlap,
         )
     own = group(f"group/{role.group}", placement.group_members(role.group))
+    gradients = kind == "gossip" and topology.exchange.gossip.exchange == "gradients"
+    sums = make_sums(context, own, role.group + 1, in_place=untouched and not gradients)
     column = tuple(placement.group_members(number)[role.position] for number in range(placement.groups))
     if kind == "gossip":
         gossip = topology.exchange.gossip
@@ -65,7 +74,7 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             overlap=overlap,
             timeout_s=context.ladder.barrier_s,
         )
-        return GossipExchange(context.endpoint, members, own, frozenset(column), gossip_settings, recorder=context.recorder)
+        return GossipExchange(context.endpoint, members, sums, frozenset(column), gossip_settings, recorder=context.recorder)
     groups = AveragingGroups(world, own, group(f"column/{role.position}", column))
     averaging = topology.exchange.averaging
     method: Method = Average()
@@ -79,6 +88,46 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
         method,
         deltas=averaging.deltas,
         mix=averaging.mix,
+        sums=sums,
         recorder=context.recorder,
         overlap=overlap,
     )
+
+
+def make_sums(context: RoleContext, group: Group, number: int, *, scale: float = 1.0, in_place: bool) -> Sums:
+    """Sums over a group: in memory, as far as its members share any. ``number`` of the group, among all of the run."""
+    placement, role, arena = context.placement, context.role, context.arena
+    hosts: dict[str, list[PeerId]] = {}
+    for peer in group.members:
+        hosts.setdefault(placement.role(peer).host, []).append(peer)
+    if arena is None or not _in_memory(role.device, context.topology) or max(map(len, hosts.values())) == 1:
+        return NetworkSums(group)
+    here, slices = hosts[role.host], min(map(len, hosts.values()))
+    everybody = [other.peer for other in placement.of_host(role.host)]
+    teams = sorted({placement.role(peer).group + 1 for peer in everybody if placement.role(peer).kind == "worker"})
+    rank = here.index(role.peer)
+    team = Team(
+        arena,
+        [everybody.index(peer) for peer in here],
+        rank,
+        names=here,
+        number=teams.index(number) + 1 if number else 0,
+        timeout_s=context.ladder.barrier_s,
+    )
+    column = None
+    if len(hosts) > 1 and rank < slices:
+        members = tuple(workers[rank] for workers in hosts.values())
+        name = f"{group.name}/slice/{rank}"
+        column = Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.ladder.barrier_s)
+    return HostSums(group, team, column, slices=slices, scale=scale, in_place=in_place)
+
+
+def _in_memory(device: str, topology: Topology) -> bool:
+    """Whether a worker's gradients lie in the host's memory."""
+    if device == "modelled":
+        return topology.simulation.payload in (None, "real")
+    if device == "auto":
+        import torch
+
+        return not torch.cuda.is_available()
+    return device == "cpu"

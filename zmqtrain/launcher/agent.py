@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.forkserver import Child, ForkServer
@@ -59,6 +60,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._patience_s = self._ladder.grace_s / 2  # how long roles may take to end by themselves
         self._stopped: set[PeerId] = set()  # roles whose end was our doing
+        self._region: Region | None = None
         self._lines: list[dict[str, Any]] = []
         self._more_lines = asyncio.Event()
 
@@ -71,6 +73,9 @@ class Agent:
         self._link.on_lost(self._end_lost)
         host = self._environment.peer.partition("/")[2]
         roles = self._description.placement.of_host(host)
+        if self._description.topology.compute.shared_memory and shared_memory_missing() is None:
+            # It stays as long as a process that has it open; roles that end are replaced in their slots.
+            self._region = Arena.create(len(roles))
         code = 0
         try:
             async with asyncio.TaskGroup() as group:
@@ -152,7 +157,7 @@ class Agent:
         # MASTER_PORT is for torch.distributed in a script of the user's own; nothing of ours listens there.
         port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
         variables = {
-            **replace(environment, peer=role.peer).to_environ(),
+            **replace(environment, peer=role.peer, **self._memory_of(role)).to_environ(),
             **rank_variables(role, description.placement, address, port),
             "OMP_NUM_THREADS": str(role.threads),
             "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(description.topology.job.python_path),
@@ -162,6 +167,12 @@ class Agent:
         if description.script:
             variables["ZMQTRAIN_SCRIPT"] = json.dumps(description.script)
         return variables
+
+    def _memory_of(self, role: RolePlacement) -> dict[str, Any]:
+        """A role's place in the host's shared memory: its number among the host's roles."""
+        if self._region is None:
+            return {}
+        return {"arena": self._region.path, "slot": self._description.placement.of_host(role.host).index(role)}
 
     async def _heartbeats(self) -> None:
         """The link's own loop; when it gives up, all roles end with this agent."""

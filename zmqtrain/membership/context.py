@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint
@@ -32,6 +33,8 @@ class RoleContext:
     """Where the task finds its data: what the person said, else what the topology says."""
     resume: str | None = None
     """The checkpoint to go on from: a folder or ``latest``; ``None`` to begin anew."""
+    arena: Arena | None = None
+    """The memory that the processes of this host share; ``None`` where they share none, and everything goes over the network."""
     slowdown: Callable[[], float] = lambda: 1.0
     """How many times as long a modelled device takes for work that begins now (a simulated host may be slow for a while)."""
     make_device: Callable[[RolePlacement], Device] | None = None

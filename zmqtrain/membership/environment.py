@@ -18,6 +18,8 @@ COORDINATOR_ADDRESS = "ZMQTRAIN_COORDINATOR"
 TOKEN = "ZMQTRAIN_TOKEN"
 HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
+ARENA = "ZMQTRAIN_ARENA"
+SLOT = "ZMQTRAIN_SLOT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class RoleEnvironment:
     """``[job] timeout``."""
     shaping: str = ""
     """The file that says how an emulated network is shaped; empty: not at all."""
+    arena: str = ""
+    """Where the host's shared memory is opened; empty: there is none."""
+    slot: int = 0
+    """The process's slot in it."""
 
     @property
     def ladder(self) -> Ladder:
@@ -55,6 +61,8 @@ class RoleEnvironment:
             HOST: self.host,
             TIMEOUT: repr(self.timeout_s),
             SHAPING: self.shaping,
+            ARENA: self.arena,
+            SLOT: str(self.slot),
         }
 
     @classmethod
@@ -78,7 +86,19 @@ class RoleEnvironment:
         except ValueError as error:
             raise UsageError(f"{TIMEOUT} is {text!r}; it must be a number of seconds") from error
         host = variables.get(HOST, "127.0.0.1")
-        return cls(variables[PEER], variables[COORDINATOR_ADDRESS], variables[TOKEN], host, timeout_s, variables.get(SHAPING, ""))
+        arena, slot = variables.get(ARENA, ""), variables.get(SLOT, "0")
+        if not slot.isdecimal():
+            raise UsageError(f"{SLOT} is {slot!r}; it must be a number")
+        return cls(
+            variables[PEER],
+            variables[COORDINATOR_ADDRESS],
+            variables[TOKEN],
+            host,
+            timeout_s,
+            variables.get(SHAPING, ""),
+            arena,
+            int(slot),
+        )
 
 
 def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0) -> NetSettings:

@@ -77,6 +77,10 @@ class Compute(Section):
     )
     bucket_size: ByteSize = Field(default=4 * 2**20, description="Parameters travel in buckets of about this size.")
     overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
+    shared_memory: bool = Field(
+        default=True,
+        description="Workers of one host add up their gradients in memory that they share, rather than over the network.",
+    )
     threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
     profile: str | None = Field(
         default=None,

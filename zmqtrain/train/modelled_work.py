@@ -40,7 +40,7 @@ class ModelledWork:
             raise UsageError('[compute] device = "modelled" needs profile: a JSON file with layer times, or a shipped one\'s name')
         self._context = context
         self._profile = Profile.load(compute.profile)
-        self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index)
+        self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
@@ -65,6 +65,8 @@ class _Held:
     host_gradients: Tensor
     views: list[Tensor]  # of `gradients`, one a parameter
     missing: set[int]  # parameters without a gradient in this backward
+    host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
+    sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
     host_newer: bool = False  # parameters were written on the host and are not on the device yet
     due: bool = False  # the optimizer runs on it when it is taken back
 
@@ -124,6 +126,7 @@ class TorchReplica:
         self._backward_s = 0.0  # when backward began with that bucket
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
+        self._sharing: Sharing | None = None
         self.waited_s = 0.0
         """Seconds that this step's forward and backward waited for parameters: exposed communication."""
         self.update_s = 0.0
@@ -149,6 +152,14 @@ class TorchReplica:
             self._optimizers = BucketOptimizers(
                 self.optimizer, [[self._named[name] for name in held.plan.names] for held in self._held]
             )
+
+    def share(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        for held, sums in zip(self._held, sharing.sums, strict=True):
+            assert isinstance(sums, TensorPayload)
+            held.host_sums = sums.tensor
+            if self._device.staging is None:
+                held.sums = self._views(held.plan, sums.tensor)
 
     def parameters_ready(self, bucket: Bucket) -> None:
         self._held[bucket.index].host_newer = True
@@ -179,6 +190,11 @@ class TorchReplica:
         """
         self._layers.end_forward()
         self.take_all()
+        if self._sharing is not None:
+            with self._recorder.span("wait until sums are read", "wait", step=self._step):
+                start = self._device.clock()
+                self._sharing.wait_writable()
+                self.waited_s += self._device.clock() - start
         self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
@@ -186,6 +202,9 @@ class TorchReplica:
     def end_backward(self) -> None:
         """The backward has ended. After the last one all buckets are handed over."""
         if self._last:
+            for held in self._held:
+                for place in held.missing:
+                    self._restart(held, place)
             self._hand_over(len(self._held))
             self._last = False
 
@@ -209,7 +228,7 @@ class TorchReplica:
         """Autograd has added to a gradient. In autograd's thread (CUDA) or the compute thread (CPU)."""
         held = self._held[index]
         view, grad = held.views[place], parameter.grad
-        if grad is not view:  # somebody called zero_grad(): autograd made a new tensor
+        if grad is not view:  # the first since the bucket was taken
             assert grad is not None
             view.copy_(grad)
             parameter.grad = view
@@ -226,6 +245,13 @@ class TorchReplica:
             while stop < len(self._held) and not self._held[stop].missing:
                 stop += 1
             self._hand_over(stop)
+
+    def _restart(self, held: _Held, place: int) -> None:
+        """A parameter that no backward of this step has reached has a gradient of zeros."""
+        parameter, view = self._named[held.plan.names[place]], held.views[place]
+        if parameter.grad is None:
+            view.zero_()
+            parameter.grad = view
 
     def _hand_over(self, stop: int) -> None:
         clock = self._device.clock
@@ -255,6 +281,8 @@ class TorchReplica:
 
     def _from_compute(self, index: int) -> None:
         assert self._loop is not None, "connect() comes first"
+        if self._sharing is not None:
+            self._sharing.produced(index)
         self._loop.call_soon_threadsafe(self._deliver, self._buckets[index])
 
     def _deliver(self, bucket: Bucket) -> None:
@@ -279,7 +307,7 @@ class TorchReplica:
         if held.due:
             held.due = held.host_newer = False
             if staging is not None:
-                staging.to_device(held.host_gradients, held.gradients)
+                staging.to_device(held.host_sums, held.gradients)
             self._update_bucket(index)
             if staging is not None:
                 staging.to_host(held.parameters, held.host_parameters, lambda: None)
@@ -287,17 +315,21 @@ class TorchReplica:
             held.host_newer = False
             if staging is not None:
                 staging.to_device(held.host_parameters, held.parameters)
-        held.gradients.zero_()
+        # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
+        for name in held.plan.names:
+            self._named[name].grad = None
 
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
         held = self._held[index]
-        for name, view in zip(held.plan.names, held.views, strict=True):
+        for name, view in zip(held.plan.names, held.sums, strict=True):
             self._named[name].grad = view
         with self._recorder.span(f"update of bucket {index}", "compute", step=self._step), user_code("the optimizer's step()"):
             if self._when is Optimize.BEFORE:
                 self._optimizers.prepare(index)
             self._optimizers.step(index)
+        if self._sharing is not None:
+            self._sharing.taken()
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
@@ -309,38 +341,44 @@ class TorchReplica:
         staging = self._device.staging
         for held in self._held:
             if staging is not None:
-                staging.to_device(held.host_gradients, held.gradients)
+                staging.to_device(held.host_sums, held.gradients)
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
-            for name, view in zip(held.plan.names, held.views, strict=True):
+            for name, view in zip(held.plan.names, held.sums, strict=True):
                 self._named[name].grad = view
         if clip and self.settings.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         with user_code("the optimizer's step()"):
             self.optimizer.step()
+        if self._sharing is not None:
+            for _ in self._held:
+                self._sharing.taken()
         self.publish()
+
+    def _views(self, plan: BucketPlan, flat: Tensor) -> list[Tensor]:
+        """The plan's parameters in flat memory, each in its own shape."""
+        spans = zip(plan.names, plan.offsets, plan.offsets[1:], strict=False)
+        return [_view(flat[start:stop], self._named[name]) for name, start, stop in spans]
 
     def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Callable[[int, Tensor], Tensor]) -> _Held:
         """Move the plan's parameters into flat memory."""
         first = named[plan.names[0]].data
         parameters, gradients = allocate(plan.numel, first), allocate(plan.numel, first)
-        views = []
+        views = self._views(plan, gradients)
         with torch.no_grad():
-            for name, start, stop in zip(plan.names, plan.offsets, plan.offsets[1:], strict=False):
+            for name, view, gradient in zip(plan.names, self._views(plan, parameters), views, strict=True):
                 parameter = named[name]
-                view = _view(parameters[start:stop], parameter)
                 view.copy_(parameter)
                 parameter.data = view
-                views.append(_view(gradients[start:stop], parameter))
                 if parameter.grad is not None:
-                    views[-1].copy_(parameter.grad)
-                parameter.grad = views[-1]
+                    gradient.copy_(parameter.grad)
+                    parameter.grad = gradient
         staging = self._device.staging
         host_parameters = parameters if staging is None else staging.host_memory(parameters)
         host_gradients = gradients if staging is None else staging.host_memory(gradients)
         if staging is not None:
             host_parameters.copy_(parameters)
-        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set())
+        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set(), host_gradients, views)
 
 
 def _view(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver
+from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer_of, load_task
 from zmqtrain.train.work import StepResult
@@ -188,6 +189,6 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         loss_scale=LOSS_SCALE[compute.precision],
     )
     device.watch(model, optimizer)
-    replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder)
+    replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder, allocate=allocate_in(context.arena))
     context.recorder.event("built", seconds=device.clock() - started)
     return _Built(task, replica, schedule, partition)

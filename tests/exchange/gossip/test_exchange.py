@@ -13,6 +13,7 @@ from tests.exchange.world import Array, Data, NumpyReplica, train_alone, train_w
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.gossip.schedule import Schedule, Shape
 from zmqtrain.exchange.members import FixedMembers
+from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.wire.phantom import PhantomPayload
 
@@ -27,7 +28,7 @@ def exchanges(nodes: list[Endpoint], group_size: int, settings: GossipSettings) 
         group, position = divmod(rank, group_size)
         own = group_of(nodes[group * group_size : (group + 1) * group_size], f"group/{group}")[position]
         members = FixedMembers(node, peers, timeout_s=10)
-        result.append(GossipExchange(node, members, own, frozenset(peers[position::group_size]), settings))
+        result.append(GossipExchange(node, members, NetworkSums(own), frozenset(peers[position::group_size]), settings))
     return result
 
 

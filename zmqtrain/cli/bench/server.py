@@ -21,7 +21,7 @@ from zmqtrain.net.endpoint import Endpoint
 if TYPE_CHECKING:
     import torch
 
-    from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
+    from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
     from zmqtrain.exchange.model_server import ModelServerExchange
 
 #: One result: bench, case, value, unit, peer, peer_value, ratio (above 1: better than the peer).
@@ -222,6 +222,8 @@ class _Replica:
         from zmqtrain.exchange.base import OptimizerSpec
 
         return OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},))
+
+    def share(self, sharing: Sharing) -> None: ...
 
     def parameters_ready(self, bucket: Bucket) -> None:
         self.ready[bucket.index].set()

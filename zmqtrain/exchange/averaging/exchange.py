@@ -17,6 +17,7 @@ from zmqtrain.exchange.averaging.methods import Average, Method, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
 from zmqtrain.exchange.base import Bucket, Optimize, Replica
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
@@ -65,15 +66,19 @@ class AveragingExchange:
         *,
         deltas: Literal["float32", "fp16", "int8"] = "float32",
         mix: float = 0.0,
+        sums: Sums | None = None,
         recorder: Recorder | None = None,
         overlap: bool = True,
     ) -> None:
-        """``mix``: see `zmqtrain.exchange.averaging.methods`; it counts only where ``fragments`` have a delay."""
+        """``sums`` are over the group; over the network if not given.
+
+        ``mix``: see `zmqtrain.exchange.averaging.methods`; it counts only where ``fragments`` have a delay.
+        """
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
         self._mix = mix if fragments.delay else 0.0
         self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas)
         self._recorder: Recorder = recorder or NullRecorder()
-        self._sum = GradientSum(groups.group, self._recorder, overlap=overlap)
+        self._sum = GradientSum(sums or NetworkSums(groups.group), self._recorder, overlap=overlap)
         self._under_way = UnderWay(self._finish, self._abort)
         self._flights: dict[int, _Flight] = {}
         self._restored: dict[str, Payload] = {}
@@ -100,6 +105,7 @@ class AveragingExchange:
         for bucket in replica.buckets:
             self._method.begin(bucket.index, self._part(bucket))
         self._resume_flights()
+        await self._sum.start(replica)
         return None
 
     def begin_step(self, step: int) -> None:
@@ -144,7 +150,7 @@ class AveragingExchange:
             flight.task.result()
 
     async def stop(self) -> None:
-        await self._sum.cancel()
+        await self._sum.stop()
         await self._under_way.cancel()
         tasks = [flight.task for flight in self._flights.values()]
         self._flights.clear()
@@ -227,6 +233,7 @@ class AveragingExchange:
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])
 
     def _abort(self, error: BaseException) -> None:
+        self._sum.sums.abort(error)
         if self._replica is not None:
             self._replica.abort(error)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from zmqtrain.collectives.group import Group, bounds
-from zmqtrain.collectives.operations import all_gather, all_reduce
+from zmqtrain.collectives.group import bounds
+from zmqtrain.collectives.operations import all_gather
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
@@ -31,6 +31,7 @@ from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
@@ -69,20 +70,21 @@ class GossipExchange:
         self,
         endpoint: Endpoint,
         members: Members,
-        group: Group,
+        sums: Sums,
         column: frozenset[PeerId],
         settings: GossipSettings,
         *,
         recorder: Recorder | None = None,
     ) -> None:
-        """``group``: the workers of this one's group, by position; ``column``: the workers at its position, of all groups."""
-        self._endpoint, self._members, self._group, self._column, self._settings = endpoint, members, group, column, settings
+        """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups."""
+        self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
+        self._group = group = sums.group
         self._recorder: Recorder = recorder or NullRecorder()
         # Weights can leave during backward only where no gradient of others is needed to update them.
         weights = settings.exchange == "weights"
         self._early = settings.by_bucket and (group.size == 1 or not weights)
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
-        self._sum = GradientSum(group, self._recorder, overlap=settings.overlap)
+        self._sum = GradientSum(sums, self._recorder, overlap=settings.overlap)
         self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
         self._replica: Replica | None = None
         self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
@@ -105,11 +107,13 @@ class GossipExchange:
         replica.optimize(self._when)
         self._donor.serve()
         members = self._members
+        first = None
         if members.late:
-            return await self._start_late(replica)
-        if not restored:  # else each continues with its own
+            first = await self._start_late(replica)
+        elif not restored:  # else each continues with its own
             await members.together("gossip/start", 0, lambda world: spread(world, replica))
-        return None
+        await self._sum.start(replica)
+        return first
 
     async def _start_late(self, replica: Replica) -> int:
         column = self._column_at(0)
@@ -158,8 +162,8 @@ class GossipExchange:
 
     async def stop(self) -> None:
         self._donor.close()
-        await self._sum.cancel()
         await self._under_way.cancel()
+        await self._sum.stop()
         await self._members.stop()
 
     def staleness(self) -> Sequence[int]:
@@ -205,7 +209,7 @@ class GossipExchange:
         group, weights = self._group, self._settings.exchange == "weights"
         payload = bucket.parameters if weights else bucket.gradients
         if self._early and group.size > 1:
-            await all_reduce(group, bucket.gradients, ("gradients", step, bucket.index), priority=bucket.index)
+            await self._sum.sums.sum(bucket, ("gradients", step, bucket.index))
         if partners is not None:
             part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
             await self._trade(bucket.index, part, step, partners, distance)
@@ -263,6 +267,7 @@ class GossipExchange:
         return suppress(*([PeerLostError] if self._members.survives else []))
 
     def _abort(self, error: BaseException) -> None:
+        self._sum.sums.abort(error)
         if self._replica is not None:
             self._replica.abort(error)
 

@@ -14,16 +14,19 @@ With ``small`` the buckets are those of the real model, but hold next to nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.buckets import BucketPlan
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
@@ -69,9 +72,9 @@ class NoMemory:
         return cls(optimizer, PhantomPayload)
 
     @classmethod
-    def real(cls, optimizer: OptimizerSpec) -> NoMemory:
-        """Zeros."""
-        return cls(optimizer, _zeros)
+    def real(cls, optimizer: OptimizerSpec, arena: Arena | None = None) -> NoMemory:
+        """Zeros, in the memory that the host's processes share where there is any."""
+        return cls(optimizer, partial(_zeros, arena))
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> Payload:
         return self._make(plan.numel, plan.dtype)
@@ -130,12 +133,12 @@ class SmallMemory:
         return parts
 
 
-def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: int) -> Memory:
+def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: int, arena: Arena | None = None) -> Memory:
     """The memory of the worker of this rank."""
     if kind == "phantom":
         return NoMemory.phantom(profile.optimizer)
     if kind == "real":
-        return NoMemory.real(profile.optimizer)
+        return NoMemory.real(profile.optimizer, arena)
     return SmallMemory(profile, rank, gradient_factor(topology), whole=topology.exchange.kind != "gossip")
 
 
@@ -236,8 +239,12 @@ def _gradients(ranks: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], layer
     return total
 
 
-def _zeros(numel: int, dtype: str) -> Payload:
-    payload = TensorPayload.empty(numel, dtype)
+def _zeros(arena: Arena | None, numel: int, dtype: str) -> Payload:
+    if arena is None:
+        payload = TensorPayload.empty(numel, dtype)
+    else:
+        block = arena.allocate(numel * dtype_named(dtype).itemsize, "a bucket of the model")
+        payload = TensorPayload.received(block.memory, dtype, (numel,))
     for frame in payload.frames():
         np.frombuffer(frame, np.uint8)[:] = 0
     return payload

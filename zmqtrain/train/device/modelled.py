@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec
+from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.work import StepResult
@@ -71,6 +71,7 @@ class ModelledReplica:
         numel = sum(bucket.parameters.numel for bucket in self._buckets)
         self._update_s = [profile.update_s * bucket.parameters.numel / numel for bucket in self._buckets]
         self._when = Optimize.APART
+        self._sharing: Sharing | None = None
         self._due = [False] * len(self._buckets)  # the optimizer runs on the bucket when it is taken back
         self._backward_s = 0.0  # when the backward of the bucket that comes next began
         self._added = 0  # steps whose gradients were added up since buckets were handed over
@@ -91,6 +92,9 @@ class ModelledReplica:
     def optimize(self, when: Optimize) -> None:
         self._when = when
 
+    def share(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self._open[bucket.index].set()
 
@@ -106,6 +110,8 @@ class ModelledReplica:
         self.update_s += loop.time() - start
         for bucket in self._buckets:
             self._memory.update(bucket, gradient_scale)
+            if self._sharing is not None:
+                self._sharing.taken()
             if not hold:
                 self._open[bucket.index].set()
 
@@ -121,6 +127,11 @@ class ModelledReplica:
                 if stretch.take is not None:
                     exposed_s += await self._take(stretch.take, step, pace)
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+        if self._sharing is not None:
+            before = clock()
+            await self._sharing.writable()
+            exposed_s += clock() - before
+            pace.restart()
         self._backward_s = clock()
         with self._recorder.span("backward", "compute", step=step):
             for stretch in self._backward:
@@ -150,6 +161,8 @@ class ModelledReplica:
                 await self._update(index, step, pace)
             self._due[index] = self._when is Optimize.AFTER
             self._open[index].clear()
+            if self._sharing is not None:
+                self._sharing.produced(index)
             self._on_ready(bucket)
         self._backward_s = asyncio.get_running_loop().time()
 
@@ -157,6 +170,8 @@ class ModelledReplica:
         with self._recorder.span(f"update of bucket {index}", "compute", step=step):
             await pace.work(self._update_s[index] * self._tempo.slowdown())
         self._memory.update(self._buckets[index], 1.0)
+        if self._sharing is not None:
+            self._sharing.taken()
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""

@@ -1,0 +1,183 @@
+"""Sums of gradients over workers, bucket by bucket: over the network; or in memory within hosts, and over the network between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.background import BackgroundThread
+from zmqtrain.exchange.base import Bucket, Replica
+from zmqtrain.host.accumulator import Accumulator
+from zmqtrain.host.team import Team
+from zmqtrain.net.endpoint import Tag
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+#: How long the accumulator's threads may take to end once nothing is left to be summed.
+CLOSE_S = 5.0
+
+
+class Sums(Protocol):
+    """Sums each bucket's gradients over all its workers. `start` once, then `sum` each bucket once a step, then `stop`."""
+
+    @property
+    def group(self) -> Group:
+        """The workers."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """By what the sums are multiplied already."""
+        ...
+
+    async def start(self, replica: Replica) -> None: ...
+
+    async def sum(self, bucket: Bucket, tag: Tag) -> None:
+        """Afterwards `Replica.update`, or the bucket's update when it is taken back, goes by the sum.
+
+        Buckets are handed over in the same order on all workers; they may be summed at the same time, in any order.
+        """
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """Nothing more will come: whoever waits here is told."""
+
+    async def stop(self) -> None:
+        """What is under way is given up."""
+
+
+class NetworkSums:
+    """`Sums` over the network."""
+
+    scale = 1.0
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    async def start(self, replica: Replica) -> None:
+        return None
+
+    async def sum(self, bucket: Bucket, tag: Tag) -> None:
+        # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
+        # matter that workers finish them in different orders.
+        await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
+
+    def abort(self, error: BaseException) -> None:
+        return None
+
+    async def stop(self) -> None:
+        return None
+
+
+class HostSums:
+    """`Sums` in the memory of each host first, with gradients that lie in its arena; then, where there are several hosts, slice by
+    slice over the network: worker i of a host deals with slice i, so each host's sum leaves it once, by all its workers together.
+
+    Implements `zmqtrain.exchange.base.Sharing` for the replica.
+    """
+
+    def __init__(self, group: Group, team: Team, column: Group | None, *, slices: int, scale: float, in_place: bool) -> None:
+        """``team``: those of ``group`` on this host; ``column``: those who deal with the same slice, one a host (None: no others).
+        ``slices``: how many there are. ``in_place``: see `Accumulator`."""
+        self.group, self.scale, self.in_place = group, scale, in_place
+        self._column = column
+        between = None if slices == team.size and column is None else self._between
+        self._accumulator = Accumulator(team, scale=scale, in_place=in_place, slices=slices, between=between)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: BackgroundThread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._summed: dict[int, asyncio.Future[None]] = {}
+        self.sums: Sequence[Payload] = ()
+
+    async def start(self, replica: Replica) -> None:
+        self._loop = asyncio.get_running_loop()
+        gradients = [bucket.gradients for bucket in replica.buckets]
+        payloads = [payload for payload in gradients if isinstance(payload, TensorPayload)]
+        self._thread = BackgroundThread("zmqtrain-host-start")
+        self.sums = await self._thread.submit(lambda: self._accumulator.start(payloads, self._on_summed))
+        replica.share(self)
+
+    async def sum(self, bucket: Bucket, tag: Tag) -> None:
+        future = self._future(bucket.index)
+        try:
+            await future
+        finally:
+            del self._summed[bucket.index]
+
+    def abort(self, error: BaseException) -> None:
+        self._accumulator.abort(error)
+
+    async def stop(self) -> None:
+        if self._thread is None:
+            return
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        thread, self._thread = self._thread, None
+        await thread.submit(lambda: self._accumulator.close(CLOSE_S))
+        await thread.close(CLOSE_S)
+
+    # For the replica.
+
+    def wait_writable(self) -> None:
+        self._accumulator.wait_writable()
+
+    async def writable(self) -> None:
+        assert self._thread is not None, "start() comes first"
+        await self._thread.submit(self._accumulator.wait_writable)
+
+    def produced(self, index: int) -> None:
+        self._accumulator.produced(index)
+
+    def taken(self) -> None:
+        self._accumulator.taken()
+
+    # Called in the accumulator's threads.
+
+    def _on_summed(self, index: int, error: BaseException | None) -> None:
+        self._call(lambda: self._end(index, error))
+
+    def _between(self, operation: int, index: int, part: TensorPayload, done: Callable[[], None]) -> None:
+        self._call(lambda: self._begin(self._sum_column(operation, index, part, done)))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function)
+
+    # On the loop.
+
+    async def _sum_column(self, operation: int, index: int, part: TensorPayload, done: Callable[[], None]) -> None:
+        try:
+            if self._column is not None:
+                await all_reduce(self._column, part, ("hosts", operation), priority=index)
+        except Exception as error:  # noqa: BLE001 - it is told to who waits for the bucket, and to all others of this host
+            self._accumulator.abort(error)
+            self._end(index, error)
+        else:
+            done()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work, name="sum of a slice over hosts")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, index: int, error: BaseException | None) -> None:
+        future = self._future(index)
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+            future.exception()  # whoever waits for it gets it; nobody must
+
+    def _future(self, index: int) -> asyncio.Future[None]:
+        """One a bucket and step, made by whoever is first: the sum, or who waits for it."""
+        assert self._loop is not None
+        return self._summed.setdefault(index, self._loop.create_future())

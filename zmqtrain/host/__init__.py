@@ -1,0 +1,1 @@
+"""The accumulator of one host: reduction in shared memory."""
