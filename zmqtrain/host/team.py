@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from zmqtrain.arena.arena import FIRST_FREE, PROCESS, WORDS, Arena, Block, Place
+from zmqtrain.arena.words import Words
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.net.endpoint import PeerId
 
@@ -46,16 +47,24 @@ class Team:
     """One member's view of a team. Members make it in any order; `join` waits until all have."""
 
     def __init__(
-        self, arena: Arena, slots: Sequence[int], rank: int, *, names: Sequence[PeerId], number: int = 0, timeout_s: float = 60.0
+        self,
+        arena: Arena,
+        slots: Sequence[int],
+        rank: int,
+        *,
+        names: Sequence[PeerId],
+        number: int = 0,
+        timeout_s: float = 60.0,
+        setting: str = "[job] timeout",
     ) -> None:
         """``slots`` of the members in the order of their ranks; ``names`` for errors. ``number``: which team of the host it is, the
-        same for all members, and no other team of theirs has it."""
+        same for all members, and no other team of theirs has it. ``setting``: where ``timeout_s`` is set."""
         if arena.slot != slots[rank]:
             raise ValueError(f"rank {rank} of the team has slot {slots[rank]}, and this process has slot {arena.slot}")
         if not 0 <= number < MOST_TEAMS:
             raise ValueError(f"team {number}: a host has at most {MOST_TEAMS} teams")
         self.arena, self.rank, self.names = arena, rank, tuple(names)
-        self.timeout_s = timeout_s
+        self.timeout_s, self.setting = timeout_s, setting
         self._first = FIRST_FREE + number * WORDS_A_TEAM
         self._words = [arena.words(slot) for slot in slots]
         self._mine = self._words[rank]
@@ -100,12 +109,29 @@ class Team:
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
             while not words.wait(index, value, min(LOOK_S, max(0.0, deadline - now))):
-                self._look(what)
+                self.look(what)
                 now = time.monotonic()
                 if now >= deadline:
-                    raise PeerTimeoutError(self.names[member], what, self.timeout_s)
+                    raise PeerTimeoutError(self.names[member], what, self.timeout_s, self.setting)
         if self._error is not None:
             raise self._error
+
+    def words_of(self, member: int) -> Words:
+        """All words of a member's slot."""
+        return self._words[member]
+
+    def look(self, what: str, members: Sequence[int] | None = None) -> None:
+        """Raise if a wait for these members (all, if not given) can never end well. Whose process has ended is named before those
+        who left because of it."""
+        if self._error is not None:
+            raise self._error
+        others = [member for member in (range(self.size) if members is None else members) if member != self.rank]
+        for member in others:
+            if self._ended(member):
+                raise PeerLostError(self.names[member], "its process has ended", waiting_for=what)
+        for member in others:
+            if self._words[member].get(self._first + Word.LEFT):
+                raise PeerLostError(self.names[member], "it has left", waiting_for=what)
 
     def abort(self, error: BaseException) -> None:
         """Every wait of this process's, now and later, raises ``error`` (within `LOOK_S`). From any thread."""
@@ -127,18 +153,6 @@ class Team:
         head = self.arena.memory(Place(start * _LINE, 16)).cast("Q")
         rows = self.arena.memory(Place(start * _LINE, 16 * (head[0] + 1))).cast("Q")
         return [Place(rows[2 * index], rows[2 * index + 1]) for index in range(1, rows[0] + 1)]
-
-    def _look(self, what: str) -> None:
-        """Raise if this wait can never end well. Whose process has ended is named before those who left because of it."""
-        if self._error is not None:
-            raise self._error
-        others = [member for member in range(self.size) if member != self.rank]
-        for member in others:
-            if self._ended(member):
-                raise PeerLostError(self.names[member], "its process has ended", waiting_for=what)
-        for member in others:
-            if self._words[member].get(self._first + Word.LEFT):
-                raise PeerLostError(self.names[member], "it has left", waiting_for=what)
 
     def _ended(self, member: int) -> bool:
         pid = self._words[member].get(PROCESS)

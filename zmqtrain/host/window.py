@@ -1,0 +1,119 @@
+"""Collectives between processes of one host on tensors that lie anywhere: through a window of shared memory, chunk by chunk.
+
+Each process has a window of its own that all others read. What it offers goes through the window in chunks that stay in the
+processor's cache, so a tensor crosses memory once on each side; no process needs shared memory of a tensor's size.
+
+Windows have two halves, used in turn. A process writes a half again only after all others have arrived at the chunk between, and
+each arrives there only after it has read the half: so one wait a chunk is enough, and two where sums are written as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from zmqtrain.collectives.group import bounds
+from zmqtrain.host.sums import Combine, sum_into
+from zmqtrain.host.team import Team, Word
+
+#: Bytes of a half. Larger ones mean fewer waits, smaller ones stay in smaller caches.
+CHUNK_BYTES = 2 << 20
+_ALIGNMENT = 64
+
+#: ``at(source, part)``: what a process offers of a part in this round, as bytes.
+At: TypeAlias = Callable[[int, int], Tensor]
+
+
+class Window:
+    """One process's window, and its view of the others'. All members call the same methods in the same order, in one thread."""
+
+    def __init__(self, team: Team, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Blocks until all members of ``team`` have made theirs."""
+        self.team, self._chunk = team, chunk_bytes
+        block = team.arena.allocate(2 * chunk_bytes, "a window")
+        places = team.join([block.place])
+        memory = [torch.frombuffer(team.arena.memory(each[0]), dtype=torch.uint8) for each in places]
+        self._halves = [[each[:chunk_bytes], each[chunk_bytes:]] for each in memory]
+        self._count = 1  # operations, of which joining was the first
+        self._half = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self.team.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.team.size
+
+    def offer(self, parts: Sequence[Tensor | None], longest: int, take: Callable[[int, int, At], None], what: str) -> None:
+        """Every process offers its parts (flat bytes; None: nothing), and reads what it wants of the others' as they pass by.
+
+        All give the same number of parts, and the length of the ``longest`` of all. ``take(start, stop, at)`` is called for each
+        stretch of the parts: ``at(source, part)`` holds bytes ``start`` to ``stop`` of what ``source`` offers (beyond the end of a
+        part they mean nothing). ``what`` is for errors.
+        """
+        room = self._chunk // len(parts) // _ALIGNMENT * _ALIGNMENT
+        assert room, "too many parts for a window"
+        for start in range(0, max(longest, 1), room):
+            stop, half = min(start + room, longest), self._half
+            own = self._halves[self.rank][half]
+            for number, part in enumerate(parts):
+                if part is not None and start < part.numel():
+                    piece = part[start:stop]
+                    own[number * room : number * room + piece.numel()].copy_(piece)
+            self._arrive(what)
+            length = stop - start
+
+            def at(source: int, part: int, half: int = half, length: int = length) -> Tensor:
+                return self._halves[source][half][part * room : part * room + length]
+
+            take(start, stop, at)
+
+    def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
+        """``flat`` becomes the combination of all members' in the order of their ranks: of one member, ``root``, if given. The
+        others' stay as they are then."""
+        room = self._chunk // flat.element_size()
+        for start in range(0, max(flat.numel(), 1), room):
+            part, half = flat[start : start + room], self._half
+            windows = [halves[half].view(flat.dtype)[: part.numel()] for halves in self._halves]
+            windows[self.rank].copy_(part)
+            self._arrive(what)
+            first, last = bounds(part.numel(), self.size)[self.rank]
+            slices = [window[first:last] for window in windows]
+            sum_into(slices[:1], slices, combine=combine)
+            self.team.set(Word.DONE, self._count)
+            self.team.wait(Word.DONE, self._count, what)
+            if root is None or root == self.rank:
+                part.copy_(windows[0])
+
+    def reduce_scatter(self, parts: Sequence[Tensor], output: Tensor, combine: Combine, what: str, *, longest: int) -> None:
+        """``output`` becomes the combination of the members' ``parts[rank]``. All parts are flat and of one dtype; the ``longest``
+        has so many bytes."""
+        itemsize = output.element_size()
+
+        def take(start: int, stop: int, at: At) -> None:
+            piece = output[start // itemsize : stop // itemsize]
+            sources = [at(source, self.rank).view(output.dtype)[: piece.numel()] for source in range(self.size)]
+            sum_into([piece], sources, combine=combine)
+
+        self.offer([as_bytes(part) for part in parts], longest, take, what)
+
+    def barrier(self, what: str) -> None:
+        """Returns once all members have called it."""
+        self._arrive(what)
+
+    def _arrive(self, what: str) -> None:
+        self._half ^= 1
+        self._count += 1
+        self.team.set(Word.ARRIVED, self._count)
+        self.team.wait(Word.ARRIVED, self._count, what)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """The memory of a flat tensor as bytes."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
