@@ -37,7 +37,10 @@ class Reduction:
 
 
 def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
-    """The reduction (`torch.distributed.ReduceOp`) over ``size`` ranks. Raises `TypeError` where the operation means nothing for the type."""
+    """The reduction (`torch.distributed.ReduceOp`) over ``size`` ranks.
+
+    Raises `TypeError` where the operation means nothing for the type.
+    """
     kind = next((known for known in _COMBINE if operation == known), None)
     if kind is None:
         raise TypeError(f"the zmq backend knows no reduce operation {operation}")

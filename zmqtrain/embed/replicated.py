@@ -63,6 +63,7 @@ class Replicated:
 
     def detach(self) -> None:
         """Give model and optimizer back as they came."""
+        self.replica.release()
         while self._undo:
             self._undo.pop()()
 

@@ -35,6 +35,7 @@ from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.layers import Layers
+from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.task import user_code
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -65,6 +66,7 @@ class _Held:
     host_gradients: Tensor
     views: list[Tensor]  # of `gradients`, one a parameter
     missing: set[int]  # parameters without a gradient in this backward
+    written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
     host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
     sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
     host_newer: bool = False  # parameters were written on the host and are not on the device yet
@@ -113,9 +115,17 @@ class TorchReplica:
             for index, h in enumerate(self._held)
         )
         self.gates = Gates(len(self._held), settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
+        places = {}
         for index, held in enumerate(self._held):
             for place, name in enumerate(held.plan.names):
+                if held.views[place].nbytes >= SMALLEST_BYTES:
+                    places[id(named[name])] = (index, place)
                 named[name].register_post_accumulate_grad_hook(partial(self._accumulated, index, place))  # type: ignore[no-untyped-call]
+        self._undo = [
+            write_gradients_to(module, partial(self._memory_for, *places[id(module.weight)]))
+            for module in model.modules()
+            if type(module) is nn.Linear and id(module.weight) in places
+        ]
         bucket_of = {id(named[name]): index for index, held in enumerate(self._held) for name in held.plan.names}
         self._layers = Layers(model, bucket_of, self._take)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -176,6 +186,11 @@ class TorchReplica:
         """Every wait for parameters, now and later, raises ``error`` in the compute thread."""
         self.gates.abort(error)
 
+    def release(self) -> None:
+        """The model is nobody's but the caller's again."""
+        while self._undo:
+            self._undo.pop()()
+
     # The compute thread's side.
 
     def begin_step(self, step: int) -> None:
@@ -224,13 +239,22 @@ class TorchReplica:
             staging.to_host(held.parameters, held.host_parameters, lambda: None)
         staging.synchronize()
 
+    def _memory_for(self, index: int, place: int) -> Tensor | None:
+        """Where backward may write the gradient of a parameter: its own place, for the first one since the bucket was taken."""
+        held = self._held[index]
+        if self._named[held.plan.names[place]].grad is not None or place in held.written:
+            return None
+        held.written.add(place)
+        return held.views[place].detach()
+
     def _accumulated(self, index: int, place: int, parameter: Tensor) -> None:
         """Autograd has added to a gradient. In autograd's thread (CUDA) or the compute thread (CPU)."""
         held = self._held[index]
         view, grad = held.views[place], parameter.grad
         if grad is not view:  # the first since the bucket was taken
             assert grad is not None
-            view.copy_(grad)
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
             parameter.grad = view
         if not self._last:
             return
@@ -318,6 +342,7 @@ class TorchReplica:
         # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
         for name in held.plan.names:
             self._named[name].grad = None
+        held.written.clear()
 
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
@@ -378,7 +403,7 @@ class TorchReplica:
         host_gradients = gradients if staging is None else staging.host_memory(gradients)
         if staging is not None:
             host_parameters.copy_(parameters)
-        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set(), host_gradients, views)
+        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set(), set(), host_gradients, views)
 
 
 def _view(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""Models that benchmarks train: as they are commonly written, for 1,000 classes of 224x224 images."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def alexnet() -> nn.Sequential:
+    """AlexNet in one piece (Krizhevsky 2014): 61 million parameters."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 11, stride=4, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        *_head(256 * 6 * 6),
+    )
+
+
+def vgg16() -> nn.Sequential:
+    """VGG-16 (Simonyan and Zisserman 2014): 138 million parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for count, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(count):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, *_head(512 * 7 * 7))
+
+
+def _head(features: int) -> list[nn.Module]:
+    """Without dropout, so that runs can be compared."""
+    return [
+        nn.Flatten(),
+        nn.Linear(features, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 1000),
+    ]

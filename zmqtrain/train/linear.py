@@ -1,0 +1,93 @@
+"""Linear layers whose backward writes the gradient of the weight where it is wanted: into its bucket.
+
+Autograd would make each gradient in fresh memory, page by page, to be copied into the bucket. Linear layers hold most parameters of
+most models, so that is much of what a step moves through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+#: Below this a gradient in fresh memory costs nothing to speak of.
+SMALLEST_BYTES = 1 << 20
+
+
+class Slot:
+    """Where the gradient of one weight goes. It belongs to that parameter: copies of the layer have none."""
+
+    def __init__(self, weight: Tensor, memory: Callable[[], Tensor | None]) -> None:
+        """``memory()`` is called when a gradient is computed: a tensor over the place for it, which nobody else holds; None where
+        autograd is to make it."""
+        self.weight, self.memory = weight, memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (type(None), ())
+
+
+class SlottedLinear(nn.Linear):
+    """What `write_gradients_to` makes of a layer."""
+
+    slot: Slot | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        slot, weight = self.__dict__.get("slot"), self.weight
+        if (
+            slot is None
+            or slot.weight is not weight
+            or not torch.is_grad_enabled()
+            or not weight.requires_grad
+            or torch.is_autocast_enabled(input.device.type)
+            or torch.compiler.is_compiling()
+        ):
+            return super().forward(input)
+        result: Tensor = _Linear.apply(input, weight, self.bias, slot.memory)  # type: ignore[no-untyped-call]
+        return result
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+
+def write_gradients_to(module: nn.Linear, memory: Callable[[], Tensor | None]) -> Callable[[], None]:
+    """Let ``module`` ask for memory whenever the gradient of its weight is computed (see `Slot`). Returns what undoes it.
+
+    The layer computes what it did before, to the bit. Where the gradient itself is to be differentiated, or types are cast
+    automatically, or code is compiled, it does so as before.
+    """
+    module.__class__ = SlottedLinear
+    module.__dict__["slot"] = Slot(module.weight, memory)
+
+    def undo() -> None:
+        module.__dict__.pop("slot", None)
+        module.__class__ = nn.Linear
+
+    return undo
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, memory: Callable[[], Tensor | None]) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.memory = memory
+        return functional.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            # With gradients enabled this backward is recorded itself, to be differentiated again.
+            memory = None if torch.is_grad_enabled() else ctx.memory()
+            of_weight = torch.mm(rows.t(), inputs.reshape(-1, inputs.shape[-1]), out=memory)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias, None
