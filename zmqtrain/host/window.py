@@ -19,8 +19,9 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.team import Team, Word
 
-#: Bytes of a half. Larger ones mean fewer waits, smaller ones stay in smaller caches.
-CHUNK_BYTES = 2 << 20
+#: Bytes of a half, for each process: larger ones mean fewer waits, of which each costs more the more processes there are; smaller
+#: ones stay in smaller caches. (Offering chunks ahead of the others, so that nobody waits, was slower: more of them share it.)
+CHUNK_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 #: ``at(source, part)``: what a process offers of a part in this round, as bytes.
@@ -30,9 +31,10 @@ At: TypeAlias = Callable[[int, int], Tensor]
 class Window:
     """One process's window, and its view of the others'. All members call the same methods in the same order, in one thread."""
 
-    def __init__(self, team: Team, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Blocks until all members of ``team`` have made theirs."""
-        self.team, self._chunk = team, chunk_bytes
+    def __init__(self, team: Team, *, chunk_bytes: int | None = None) -> None:
+        """Blocks until all members of ``team`` have made theirs. All give the same ``chunk_bytes``, or none."""
+        self.team = team
+        self._chunk = chunk_bytes = chunk_bytes or CHUNK_BYTES * team.size
         block = team.arena.allocate(2 * chunk_bytes, "a window")
         places = team.join([block.place])
         memory = [torch.frombuffer(team.arena.memory(each[0]), dtype=torch.uint8) for each in places]
@@ -77,19 +79,24 @@ class Window:
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         """``flat`` becomes the combination of all members' in the order of their ranks: of one member, ``root``, if given. The
         others' stay as they are then."""
-        room = self._chunk // flat.element_size()
+        room, mine = self._chunk // flat.element_size(), self.rank
+        others = [member for member in range(self.size) if member != mine]
+        receives = root is None or root == mine
         for start in range(0, max(flat.numel(), 1), room):
             part, half = flat[start : start + room], self._half
-            windows = [halves[half].view(flat.dtype)[: part.numel()] for halves in self._halves]
-            windows[self.rank].copy_(part)
+            own = _slices(part, self.size)
+            windows = [_slices(halves[half].view(flat.dtype)[: part.numel()], self.size) for halves in self._halves]
+            for member in others:  # one's own slice nobody else needs
+                windows[mine][member].copy_(own[member])
             self._arrive(what)
-            first, last = bounds(part.numel(), self.size)[self.rank]
-            slices = [window[first:last] for window in windows]
-            sum_into(slices[:1], slices, combine=combine)
+            sources = [own[mine] if member == mine else windows[member][mine] for member in range(self.size)]
+            result = windows[mine][mine]
+            sum_into([own[mine], result] if receives else [result], sources, combine=combine)
             self.team.set(Word.DONE, self._count)
             self.team.wait(Word.DONE, self._count, what)
-            if root is None or root == self.rank:
-                part.copy_(windows[0])
+            if receives:
+                for member in others:
+                    own[member].copy_(windows[member][member])
 
     def reduce_scatter(self, parts: Sequence[Tensor], output: Tensor, combine: Combine, what: str, *, longest: int) -> None:
         """``output`` becomes the combination of the members' ``parts[rank]``. All parts are flat and of one dtype; the ``longest``
@@ -112,6 +119,10 @@ class Window:
         self._count += 1
         self.team.set(Word.ARRIVED, self._count)
         self.team.wait(Word.ARRIVED, self._count, what)
+
+
+def _slices(flat: Tensor, count: int) -> list[Tensor]:
+    return [flat[start:stop] for start, stop in bounds(flat.numel(), count)]
 
 
 def as_bytes(flat: Tensor) -> Tensor:
