@@ -1,0 +1,381 @@
+"""The zmq backend of torch.distributed, against gloo's results or arithmetic, in threads that each are a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zmqtrain.arena import shared_memory_missing
+from zmqtrain.c10d import ZmqProcessGroup
+from zmqtrain.c10d.rendezvous import rendezvous
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError
+
+pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
+T = TypeVar("T")
+Ranks = Callable[[Callable[[ZmqProcessGroup], T]], list[T]]
+
+
+def groups_of(size: int, timeout_s: float = 30.0) -> list[ZmqProcessGroup]:
+    """The ranks of a group, all in this process."""
+    store, names = dist.HashStore(), [f"rank {rank}" for rank in range(size)]
+
+    def make(rank: int) -> ZmqProcessGroup:
+        return ZmqProcessGroup(rendezvous(store, rank, names, timedelta(seconds=timeout_s)), rank, size, names)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[ZmqProcessGroup], Any]], list[Any]]]:
+    """Calls a function for each rank of a group, in as many threads."""
+    size: int = request.param
+    groups = groups_of(size)
+    with ThreadPoolExecutor(size) as pool:
+        yield lambda work: list(pool.map(work, groups))
+    for group in groups:
+        group.shutdown()
+
+
+def content(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values that differ from rank to rank, and from place to place."""
+    numbers = torch.arange(numel) * (rank + 2) % 13 + rank - 3
+    return numbers.bool() if dtype is torch.bool else numbers.to(dtype)
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+CASES = [
+    *((dtype, op) for dtype in (*FLOATS, *WHOLE) for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT)),
+    *((dtype, op) for dtype in (*FLOATS[:4], *WHOLE) for op in ORDERED),
+    *((dtype, op) for dtype in WHOLE for op in BITS),
+    *((dtype, dist.ReduceOp.AVG) for dtype in FLOATS),
+]
+COMBINE = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def combined(op: Any, tensors: Sequence[Tensor]) -> Tensor:
+    result = tensors[0].clone()
+    for each in tensors[1:]:
+        result = COMBINE[op](result, each)
+    return result / len(tensors) if op == dist.ReduceOp.AVG else result
+
+
+def options(kind: type[Any], **values: Any) -> Any:
+    made = kind()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
+def test_reductions_of_all_types(ranks: Ranks[Any], dtype: torch.dtype, op: Any) -> None:
+    def work(group: ZmqProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        size, rank = group.size(), group.rank()
+        everywhere, at_last, whole = content(rank, 7, dtype), content(rank, 7, dtype), content(rank, 3 * size, dtype)
+        part = torch.empty(3, dtype=dtype)
+        group.allreduce([everywhere], options(dist.AllreduceOptions, reduceOp=op)).wait()
+        group.reduce([at_last], options(dist.ReduceOptions, reduceOp=op, rootRank=size - 1)).wait()
+        group._reduce_scatter_base(part, whole, options(dist.ReduceScatterOptions, reduceOp=op)).wait()
+        return everywhere, at_last, part
+
+    results = ranks(work)
+    size = len(results)
+    wanted = combined(op, [content(rank, 7, dtype) for rank in range(size)])
+    parts = combined(op, [content(rank, 3 * size, dtype) for rank in range(size)]).chunk(size)
+    for rank, (everywhere, at_last, part) in enumerate(results):
+        assert torch.equal(everywhere, wanted)
+        assert torch.equal(at_last, wanted if rank == size - 1 else content(rank, 7, dtype))
+        assert torch.equal(part, parts[rank])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2_000_003])
+def test_sizes_that_do_not_divide(ranks: Ranks[Any], numel: int) -> None:
+    def work(group: ZmqProcessGroup) -> Tensor:
+        tensor = content(group.rank(), numel)
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    results = ranks(work)
+    wanted = combined(dist.ReduceOp.SUM, [content(rank, numel) for rank in range(len(results))])
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+@pytest.mark.parametrize("numel", [0, 5, 1_500_001])
+def test_every_way_to_move_tensors(ranks: Ranks[Any], numel: int) -> None:
+    def work(group: ZmqProcessGroup) -> None:
+        size, rank = group.size(), group.rank()
+        all_of = [content(each, numel) for each in range(size)]
+        mine, root = all_of[rank].clone(), size - 1
+
+        spread = torch.zeros(numel) if rank != root else all_of[root].clone()
+        group.broadcast([spread], options(dist.BroadcastOptions, rootRank=root)).wait()
+        assert torch.equal(spread, all_of[root])
+
+        gathered = [torch.zeros(numel) for _ in range(size)]
+        group.allgather([gathered], [mine]).wait()
+        assert all(map(torch.equal, gathered, all_of))
+
+        flat = torch.zeros(size * numel)
+        group._allgather_base(flat, mine).wait()
+        assert torch.equal(flat, torch.cat(all_of))
+
+        kept = [torch.zeros(numel) for _ in range(size)]
+        group.gather([kept] if rank == root else [], [mine], options(dist.GatherOptions, rootRank=root)).wait()
+        assert rank != root or all(map(torch.equal, kept, all_of))
+
+        received = torch.zeros(numel)
+        group.scatter([received], [all_of] if rank == root else [], options(dist.ScatterOptions, rootRank=root)).wait()
+        assert torch.equal(received, mine)
+
+        there = [content(10 * rank + each, numel) for each in range(size)]
+        here = [torch.zeros(numel) for _ in range(size)]
+        group.alltoall(here, there).wait()
+        assert all(torch.equal(here[each], content(10 * each + rank, numel)) for each in range(size))
+        assert torch.equal(mine, all_of[rank])
+
+    ranks(work)
+
+
+def test_uneven_parts(ranks: Ranks[Any]) -> None:
+    """Rank r sends r + s + 1 rows to rank s."""
+
+    def work(group: ZmqProcessGroup) -> None:
+        size, rank = group.size(), group.rank()
+        splits = [rank + each + 1 for each in range(size)]
+        whole = torch.cat([torch.full((count, 2), 10.0 * rank + to) for to, count in enumerate(splits)])
+        output = torch.empty(sum(splits), 2)
+        group.alltoall_base(output, whole, splits, splits).wait()
+        assert torch.equal(output, torch.cat([torch.full((count, 2), 10.0 * source + rank) for source, count in enumerate(splits)]))
+        outputs = [torch.empty(each + 1) for each in range(size)]
+        group.allgather([outputs], [torch.full((rank + 1,), float(rank))]).wait()
+        assert all(torch.equal(outputs[each], torch.full((each + 1,), float(each))) for each in range(size))
+        total = torch.empty(rank + 1)
+        group.reduce_scatter([total], [[torch.ones(each + 1) for each in range(size)]]).wait()
+        assert torch.equal(total, torch.full((rank + 1,), float(size)))
+
+    ranks(work)
+
+
+def test_several_tensors_at_once(ranks: Ranks[Any]) -> None:
+    def work(group: ZmqProcessGroup) -> None:
+        size, rank = group.size(), group.rank()
+        tensors = [content(rank, 4), content(rank, 9, torch.float64)]
+        group.allreduce_coalesced(tensors).wait()
+        wanted = [
+            combined(dist.ReduceOp.SUM, [content(r, n, t) for r in range(size)])
+            for n, t in ((4, torch.float32), (9, torch.float64))
+        ]
+        assert all(map(torch.equal, tensors, wanted))
+        gathered = [torch.empty(2 * size), torch.empty(3 * size)]
+        group.allgather_into_tensor_coalesced(gathered, [content(rank, 2), content(rank, 3)]).wait()
+        assert all(torch.equal(gathered[i], torch.cat([content(r, i + 2) for r in range(size)])) for i in range(2))
+        parts = [torch.empty(2), torch.empty(1)]
+        group.reduce_scatter_tensor_coalesced(parts, [torch.ones(2 * size), torch.ones(size)]).wait()
+        assert all((part == size).all() for part in parts)
+
+    ranks(work)
+
+
+def test_memory_of_any_layout_and_with_gradients(ranks: Ranks[Any]) -> None:
+    def work(group: ZmqProcessGroup) -> None:
+        size = group.size()
+        across = torch.ones(4, 6).t()[::2]
+        group.allreduce([across]).wait()
+        assert (across == size).all()
+        parameter = torch.nn.Parameter(torch.ones(3))
+        group.allreduce([parameter]).wait()
+        assert (parameter == size).all()
+
+    ranks(work)
+
+
+def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> None:
+    def work(group: ZmqProcessGroup) -> None:
+        for op, dtype in (
+            (dist.ReduceOp.BXOR, torch.float32),
+            (dist.ReduceOp.MAX, torch.complex64),
+            (dist.ReduceOp.AVG, torch.int64),
+        ):
+            with pytest.raises(TypeError):
+                group.allreduce([torch.ones(2, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
+        with pytest.raises(TypeError, match="layout"):
+            group.allreduce([torch.ones(2, 2).to_sparse()])
+        with pytest.raises(ValueError, match="all_gather of 3 elements"):
+            group._allgather_base(torch.empty(3 * group.size() + 1), torch.ones(3))
+        group.barrier().wait()
+
+    ranks(work)
+
+
+def test_messages_between_two_ranks() -> None:
+    one, other = groups_of(2)
+    big = content(1, 1_000_003)
+    sent = [one.send([each], 1, tag) for tag, each in ((5, big), (6, torch.ones(3)), (5, torch.zeros(0)))]
+    small, large, nothing = torch.empty(3), torch.empty_like(big), torch.empty(0)
+    other.recv([small], 0, 6).wait()  # the one that was sent first is put aside
+    other.recv([large], 0, 5).wait()
+    other.recv([nothing], 0, 5).wait()
+    assert torch.equal(large, big)
+    assert (small == 1).all()
+    for handle in sent:
+        handle.wait()
+    # Both send before either receives.
+    both = [one.send([torch.full((4,), 1.0)], 1), other.send([torch.full((4,), 2.0)], 0)]
+    mine, theirs = torch.empty(4), torch.empty(4)
+    one.recv([mine], 1).wait()
+    other.recv([theirs], 0).wait()
+    assert (mine == 2).all()
+    assert (theirs == 1).all()
+    for handle in both:
+        handle.wait()
+    one.shutdown()
+    other.shutdown()
+
+
+def test_a_message_from_any_rank() -> None:
+    groups = groups_of(3)
+    groups[2].send([torch.full((2,), 7.0)], 0).wait()
+    tensor = torch.empty(2)
+    handle = groups[0].recv_anysource([tensor])
+    handle.wait()
+    assert (tensor == 7).all()
+    assert handle.source_rank() == 2
+    for group in groups:
+        group.shutdown()
+
+
+def test_handles_end_when_the_operation_does() -> None:
+    one, other = groups_of(2)
+    tensor = torch.ones(3)
+    handle = one.allreduce([tensor])
+    assert not handle.is_completed()
+    with pytest.raises(TimeoutError, match=r"all_reduce \(operation 1 of group rank 0, rank 1\) has not ended within 0.01 s"):
+        handle.wait(timedelta(seconds=0.01))
+    told: list[float] = []
+    future = handle.get_future().then(lambda done: told.append(float(done.value()[0].sum())))
+    other.allreduce([torch.ones(3)]).wait()
+    handle.wait()
+    future.wait()
+    assert told == [6.0]
+    assert handle.is_success()
+    assert handle.exception() is None
+    one.shutdown()
+    other.shutdown()
+
+
+def test_a_rank_that_is_late_is_named() -> None:
+    one, other = groups_of(2, timeout_s=0.2)
+    with pytest.raises(
+        PeerTimeoutError, match=r"rank 1 did not answer within 0.2 s while waiting for broadcast .*raise timeout= of init_p"
+    ):
+        one.broadcast([torch.ones(1)]).wait()
+    with pytest.raises(PeerTimeoutError):  # it would be another operation of the other's
+        one.barrier().wait()
+    with pytest.raises(PeerTimeoutError, match=r"rank 0 did not answer .* while waiting for receive from rank 0"):
+        other.recv([torch.ones(1)], 0).wait()
+    one.abort()
+    other.abort()
+
+
+def test_a_rank_that_has_gone_is_named() -> None:
+    one, other = groups_of(2)
+    other.shutdown()
+    with pytest.raises(PeerLostError, match="lost rank 1 while waiting for barrier"):
+        one.barrier().wait()
+    one.shutdown()
+    with pytest.raises(RuntimeError, match="the process group was destroyed"):
+        one.barrier()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(
+        PeerTimeoutError, match=r"rank 1 did not answer within 0.2 s while waiting for it to join the process group"
+    ):
+        rendezvous(dist.HashStore(), 0, ["rank 0", "rank 1"], timedelta(seconds=0.2))
+
+
+def test_ranks_of_other_hosts_are_refused() -> None:
+    store = dist.HashStore()
+    store.set("host/1", "elsewhere")
+    with pytest.raises(UsageError, match=r"rank 1 of this group run on another one .*use zmqtrain launch for several hosts"):
+        rendezvous(store, 0, ["rank 0", "rank 1"], timedelta(seconds=5))
+
+
+PROGRAM = Path(__file__).parent / "program.py"
+
+
+def run_program(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
+    environ = {**os.environ, "WORLD_SIZE": str(ranks), "STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(PROGRAM), *arguments],
+            env=environ | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def test_programs_give_what_they_give_with_gloo(tmp_path: Path) -> None:
+    """DistributedDataParallel, FSDP2 and DTensor: what they print, digit by digit."""
+    found = {}
+    for backend in ("gloo", "zmq"):
+        (tmp_path / backend).mkdir()
+        processes = run_program(tmp_path / backend, backend, "train")
+        ended = [process.communicate(timeout=50) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], ended
+        found[backend] = [out for out, _ in ended]
+    assert found["zmq"] == found["gloo"]
+    assert all(found["zmq"])
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    one, other = run_program(tmp_path, "zmq", "wait")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "waiting\n"
+    other.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = one.communicate(timeout=50)
+    assert "lost rank 1 while waiting for all_reduce" in errors
+    assert "its process has ended" in errors
+    assert time.monotonic() - began < 30  # far less than the time-out of minutes
+    other.communicate()
+
+
+def test_threads_end_with_the_group() -> None:
+    before = threading.active_count()
+    groups = groups_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda group: group.barrier().wait(), groups))
+    groups[0].send([torch.ones(1)], 1).wait()
+    for group in groups:
+        group.shutdown()
+    assert threading.active_count() == before
