@@ -314,9 +314,7 @@ def test_a_rank_that_has_gone_is_named() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    with pytest.raises(
-        PeerTimeoutError, match=r"rank 1 did not answer within 0.2 s while waiting for it to join the process group"
-    ):
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 0.2 s while waiting for it to join the process"):
         rendezvous(dist.HashStore(), 0, ["rank 0", "rank 1"], timedelta(seconds=0.2))
 
 

@@ -124,7 +124,7 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity or gossip.")],
+    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip or host.")],
     json_lines: Json = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host")
 
 
 def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
@@ -73,6 +73,10 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
         from zmqtrain.cli.bench.gossip import bench_gossip
 
         return iter(bench_gossip())
+    if name == "host":
+        from zmqtrain.cli.bench.host import bench_host
+
+        return iter(bench_host())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 
