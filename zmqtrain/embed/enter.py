@@ -30,15 +30,15 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
             f"this run is {factor:g} times as slow as real time, and this event loop is not: start your coroutine with "
             "zmqtrain.net.loop.run(main()) in place of asyncio.run(main()), or use zmqtrain.session()"
         )
-    endpoint = await open_zeromq(environment.peer, settings=environment.settings())
-    arena: Arena | None = None
+    arena = Arena.join(environment.arena, environment.slot) if environment.arena else None
     try:
-        if environment.arena:
-            arena = Arena.join(environment.arena, environment.slot)
-        async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
-            yield entered
+        endpoint = await open_zeromq(environment.peer, settings=environment.settings(arena))
+        try:
+            async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
+                yield entered
+        finally:
+            await endpoint.close()
     finally:
-        await endpoint.close()
         if arena is not None:
             arena.close()
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
@@ -47,10 +48,10 @@ class RoleEnvironment:
         """The time-outs."""
         return Ladder.of(self.timeout_s)
 
-    def settings(self) -> NetSettings:
-        """What the process's endpoint runs by."""
+    def settings(self, arena: Arena | None = None) -> NetSettings:
+        """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping)
+        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping, arena=arena)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""

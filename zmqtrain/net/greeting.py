@@ -42,6 +42,8 @@ class Hello:
     """Whether the sender may send already; if not, it wants an answer."""
     control_window: int
     bulk_window: int
+    region: int = 0
+    """The shared memory that the sender has open; 0: none. Those who have the same describe tensors to each other."""
     version: int = WIRE_VERSION
 
 
@@ -59,6 +61,8 @@ class Refusal:
 
 
 _KINDS: dict[str, type[Hello] | type[Refusal]] = {"hello": Hello, "refusal": Refusal}
+#: What keys mean that earlier releases do not send.
+_ABSENT = {"region": 0}
 _TYPES = {"str": str, "int": int, "bool": bool, "RefusalCode": str}
 
 
@@ -83,7 +87,7 @@ def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
         raise WireError("no greeting")
     values: dict[str, Any] = {}
     for name, annotation in kind.__annotations__.items():
-        value = body.get(name)
+        value = body.get(name, _ABSENT.get(name))
         if type(value) is not _TYPES[annotation]:
             raise WireError(f"a {body['kind']} whose {name} is {value!r:.60}")
         values[name] = value

@@ -16,7 +16,7 @@ from zmqtrain.wire.limits import Limits
 from zmqtrain.wire.message import PHANTOM, TENSOR, VALUE, Header, open_body
 from zmqtrain.wire.payload import Payload
 
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 
 
 class Incoming:
@@ -70,8 +70,10 @@ class Incoming:
     def complete(self) -> bool:
         return self.received == self.header.nbytes
 
-    def add(self, body: Buffer, size: int, cost: int, *, beyond: bool) -> None:
-        """One more piece of ``size`` bytes (phantoms have no ``body``), which took ``cost`` bytes of credit unless ``beyond``."""
+    def add(self, body: Buffer, size: int, cost: int, *, beyond: bool, borrowed: bool = False) -> None:
+        """One more piece of ``size`` bytes (phantoms have no ``body``), which took ``cost`` bytes of credit unless ``beyond``.
+
+        ``borrowed``: the body must not be used after this call."""
         if self.received + size > self.header.nbytes:
             raise WireError(f"{self.received + size} bytes came for a message of {self.header.nbytes}")
         if beyond:
@@ -83,12 +85,12 @@ class Incoming:
             else:
                 self.held += cost
         if len(body):
-            if self._target is None and self.claimed and size < self.header.nbytes and self.header.kind == TENSOR:
-                self._place(None)
+            if self._target is None and self.claimed and self.header.kind == TENSOR and (size < self.header.nbytes or borrowed):
+                self._place(_memory(self.into, self.header) if borrowed else None)
             if self._target is not None:
                 self._target[self.received : self.received + size] = body
             else:
-                self._chunks.append(body)
+                self._chunks.append(bytearray(body) if borrowed else body)
         self.received += size
         if self.complete and self.header.kind != TENSOR:
             self.payload = open_body(self.header, self._joined(), self.limits)

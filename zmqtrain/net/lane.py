@@ -26,6 +26,8 @@ class Parcel(Generic[Owner]):
     frames: Sequence[bytes | memoryview]
     nbytes: int
     owner: Owner
+    wire_bytes: int
+    """What the transport carries of it: less than ``nbytes`` where the bytes lie in shared memory."""
 
 
 class SendLane(Generic[Owner]):
@@ -46,8 +48,10 @@ class SendLane(Generic[Owner]):
         """Every piece below this number was handed to the transport."""
         return self.next_sequence - len(self.unacknowledged) + self._cursor
 
-    def add(self, frames: Sequence[bytes | memoryview], nbytes: int, owner: Owner) -> Parcel[Owner]:
-        parcel = Parcel(self.next_sequence, frames, nbytes, owner)
+    def add(
+        self, frames: Sequence[bytes | memoryview], nbytes: int, owner: Owner, *, wire_bytes: int | None = None
+    ) -> Parcel[Owner]:
+        parcel = Parcel(self.next_sequence, frames, nbytes, owner, nbytes if wire_bytes is None else wire_bytes)
         self.next_sequence += 1
         self.inflight_bytes += nbytes
         self.unacknowledged.append(parcel)

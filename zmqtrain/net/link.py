@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from zmqtrain.arena.arena import Block
 from zmqtrain.errors import WireError
 from zmqtrain.net.credit import Allowance, Window
 from zmqtrain.net.ending import Ending
@@ -24,6 +25,7 @@ from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
 from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shared import SHARED, SharedBodies
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -47,7 +49,10 @@ class State(Enum):
 class Link:
     """This process's end of the link to one peer."""
 
-    def __init__(self, peer: PeerId, settings: NetSettings, mailbox: Mailbox, now: float) -> None:
+    def __init__(
+        self, peer: PeerId, settings: NetSettings, mailbox: Mailbox, now: float, shared: SharedBodies | None = None
+    ) -> None:
+        """``shared``: the memory that this process shares with others of its host, if any."""
         self.peer = peer
         self.settings = settings
         self.mailbox = mailbox
@@ -65,6 +70,8 @@ class Link:
         self.ack_due = False
         """Whether the peer should hear soon how far its pieces came, or what it may send."""
         self.ack_urgent = False
+        self._shared = shared
+        self._lent: dict[tuple[int, int], Block] = {}  # lane and sequence -> memory of the piece
         self._notices: list[tuple[int, bytes]] = []
         self._open: dict[int, Incoming] = {}
         self._unannounced_bytes = 0
@@ -188,11 +195,19 @@ class Link:
             return None
         beyond = message.beyond
         header, body, size = self.outbox.cut(message, sending.next_sequence)
+        lent = None
+        if body is not None and self._shared is not None and self._shares:
+            lent = self._shared.lend(body)
+            if lent is not None:
+                header, body = header._replace(kind=header.kind + SHARED), memoryview(lent.descriptor)
+                if lent.block is not None:
+                    self._lent[lane, sending.next_sequence] = lent.block
         encoded = encode_header(header, self.settings.limits)
         cost = len(encoded) + size
         if not beyond:
             allowance.spend(cost)
-        return sending.add((encoded,) if body is None else (encoded, body), cost, message)
+        wire_bytes = cost if lent is None else len(encoded) + len(lent.descriptor)
+        return sending.add((encoded,) if body is None else (encoded, body), cost, message, wire_bytes=wire_bytes)
 
     def parcel_sent(self, lane: int, now: float) -> None:
         sending = self.sending[lane]
@@ -235,6 +250,11 @@ class Link:
         """
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
+        borrowed = header.kind.endswith(SHARED)
+        if borrowed:
+            if self._shared is None:
+                raise WireError("a descriptor of memory that is not shared")
+            header, body = header._replace(kind=header.kind[: -len(SHARED)]), self._shared.borrow(body)
         verdict = self.receiving[lane].judge(header.sequence)
         if verdict is not Verdict.TAKE:
             if verdict is Verdict.NEW_GAP:
@@ -248,7 +268,7 @@ class Link:
         if header.kind in (WANT, UNWANT):
             self._wanted(header)
         else:
-            self._piece(lane, header, size, body)
+            self._piece(lane, header, size, body, borrowed)
         if (
             self._unannounced_bytes * 4 >= self.settings.inflight_bytes
             or self._unannounced_pieces * 4 >= self.settings.inflight_messages
@@ -257,7 +277,12 @@ class Link:
             self.ack_urgent = True
         return False
 
-    def _piece(self, lane: int, header: Header, size: int, body: Buffer) -> None:
+    @property
+    def _shares(self) -> bool:
+        """Whether the peer has the same shared memory open."""
+        return self._shared is not None and self.remote is not None and self.remote.region == self._shared.region
+
+    def _piece(self, lane: int, header: Header, size: int, body: Buffer, borrowed: bool) -> None:
         kind = header.kind
         beyond = kind.endswith(BEYOND)
         if beyond:
@@ -281,7 +306,7 @@ class Link:
             incoming = Incoming(self.peer, header._replace(kind=kind), self.windows[lane], self.settings.limits)
             self._open[header.message] = incoming
             self.mailbox.begin(incoming)
-        incoming.add(body, length, size + length, beyond=beyond)
+        incoming.add(body, length, size + length, beyond=beyond, borrowed=borrowed)
         if incoming.complete:
             del self._open[header.message]
             self._completed(incoming)
@@ -370,6 +395,8 @@ class Link:
         if done:
             self._progress_at[lane] = now
         for parcel in done:
+            if self._lent and (block := self._lent.pop((lane, parcel.sequence), None)) is not None:
+                block.free()
             if parcel.owner is not None:
                 self.outbox.acknowledged(parcel.owner)
 
@@ -383,6 +410,9 @@ class Link:
                 if parcel.owner is not None:
                     messages[parcel.owner] = None
             sending.unacknowledged.clear()
+        for block in self._lent.values():
+            block.free()
+        self._lent.clear()
         for incoming in self._open.values():
             incoming.drop()
         self._open.clear()

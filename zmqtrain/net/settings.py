@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.net.shaping import Shaping
 from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
 
@@ -55,5 +56,7 @@ class NetSettings:
     """How long a last word may take to leave after that; a peer that does not hear it finds out by ``lost_s``."""
     io_threads: int = 1
     """Threads that move bytes between memory and sockets."""
+    arena: Arena | None = field(default=None, repr=False)
+    """This process's slot in the memory of its host; ``None``: it shares none."""
     shaping: Shaping | None = field(default=None, repr=False)
     """A network to be as slow as; ``None``: as fast as it goes."""

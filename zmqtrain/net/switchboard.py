@@ -17,6 +17,7 @@ from zmqtrain.net.link import LANES, Link, State
 from zmqtrain.net.mailbox import Mailbox, Ticket
 from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.shared import SharedBodies
 from zmqtrain.net.transport import Frames, Transport
 from zmqtrain.wire.message import WIRE_VERSION, decode_header
 from zmqtrain.world import random_bits
@@ -49,6 +50,7 @@ class Switchboard:
         self._routes: dict[bytes, Link] = {}
         self._gone: dict[PeerId, Ending] = {}
         self._addresses: dict[PeerId, str] = {}
+        self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
         self._doorman = Doorman()
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
@@ -208,7 +210,7 @@ class Switchboard:
     # Greeting
 
     def _add_link(self, peer: PeerId, address: str = "") -> Link:
-        link = self._links[peer] = Link(peer, self._settings, self._mailbox, self._loop.time())
+        link = self._links[peer] = Link(peer, self._settings, self._mailbox, self._loop.time(), self._shared)
         address = address or self._addresses.get(peer, "") or self._transport.find(peer)
         if address:
             self._connect(link, address)
@@ -233,6 +235,7 @@ class Switchboard:
             opened=opened,
             control_window=self._settings.control_window_bytes,
             bulk_window=self._settings.window_bytes,
+            region=self._shared.region if self._shared is not None else 0,
         )
         self._transport.send(link.peer, CONTROL, encode_greeting(hello), 0)
 
@@ -371,12 +374,12 @@ class Switchboard:
     def _pump(self, link: Link, now: float) -> None:
         for lane in LANES:
             while (parcel := link.next_parcel(lane)) is not None:
-                if not self._transport.send(link.peer, lane, parcel.frames, parcel.nbytes):
+                if not self._transport.send(link.peer, lane, parcel.frames, parcel.wire_bytes):
                     self._loop.call_later(RETRY_S, self._retry, link)
                     break
                 link.parcel_sent(lane, now)
-                self._counters["bytes_sent"] += parcel.nbytes
-                self._sent[link.peer] += parcel.nbytes
+                self._counters["bytes_sent"] += parcel.wire_bytes
+                self._sent[link.peer] += parcel.wire_bytes
                 self._counters["messages_sent"] += 1
 
     def _retry(self, link: Link) -> None:

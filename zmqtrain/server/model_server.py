@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.server_messages import (
@@ -78,8 +79,11 @@ class ModelServer:
         *,
         recorder: Recorder | None = None,
         checkpoints: ServerCheckpoints | None = None,
+        arena: Arena | None = None,
     ) -> None:
+        """``arena``: the memory that it shares with other processes of its host."""
         self._endpoint = endpoint
+        self._arena = arena
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
         self._checkpoints = checkpoints
@@ -169,7 +173,7 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
-        make: Callable[..., Held] = PhantomPiece if configuration.phantom else HeldPiece
+        make: Callable[..., Held] = PhantomPiece if configuration.phantom else partial(HeldPiece, arena=self._arena)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]

@@ -51,4 +51,7 @@ async def run_server(context: RoleContext) -> None:
         wait_s=ladder.barrier_s,
     )
     checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", ladder.barrier_s)
-    await ModelServer(context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints).run()
+    server = ModelServer(
+        context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints, arena=context.arena
+    )  # fmt: skip
+    await server.run()

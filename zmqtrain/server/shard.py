@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.optimizer import build_optimizer, set_hyperparameters
@@ -29,10 +30,13 @@ class HeldPiece:
 
     __slots__ = ("_base", "_loans", "_now", "_optimizer", "dtype", "piece", "values", "version")
 
-    def __init__(self, piece: Piece, dtype: str, parameter_group: int, optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self, piece: Piece, dtype: str, parameter_group: int, optimizer: OptimizerSpec, arena: Arena | None = None
+    ) -> None:
+        """The values lie in ``arena``, if there is one: workers of this host then read them there."""
         self.piece = piece
         self.dtype = dtype
-        self.values = torch.nn.Parameter(torch.zeros(piece.numel, dtype=torch_dtype(dtype)))
+        self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
         self.version = 0
         self._base = dict(optimizer.groups[parameter_group])
         self._now: Mapping[str, Value] | None = None
@@ -102,6 +106,13 @@ class HeldPiece:
         if self._loans:
             self.values.data = self.values.detach().clone()
             self._loans = []
+
+
+def _zeros(numel: int, dtype: torch.dtype, arena: Arena | None) -> Tensor:
+    if arena is None:
+        return torch.zeros(numel, dtype=dtype)
+    block = arena.allocate(numel * dtype.itemsize, "a piece of the model")
+    return torch.frombuffer(block.memory, dtype=dtype).zero_()
 
 
 def require_known(given: Mapping[str, Value] | None, base: Mapping[str, Value]) -> None:

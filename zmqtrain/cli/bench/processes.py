@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from zmqtrain.arena import Arena
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.namespaces import enter_namespace
 from zmqtrain.net.endpoint import PeerId
@@ -31,6 +32,9 @@ class Place:
     dilation: Dilation = field(default_factory=Dilation)
     namespace: str = ""
     """A network namespace of Linux."""
+    arena: str = ""
+    """Shared memory to join, as ``slot``; empty: none."""
+    slot: int = 0
 
 
 def run_processes(
@@ -79,7 +83,8 @@ def _hear(pipe: Connection) -> Any:
 def _process(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], place: Place, pipe: Connection) -> None:
     if place.namespace:
         enter_namespace(place.namespace)
-    run(_take_part(peer, work, role, place.settings, pipe), dilation=place.dilation)
+    arena = Arena.join(place.arena, place.slot) if place.arena else None
+    run(_take_part(peer, work, role, replace(place.settings, arena=arena), pipe), dilation=place.dilation)
 
 
 async def _take_part(

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from zmqtrain.cli.bench.processes import run_processes
+from zmqtrain.arena import Arena
+from zmqtrain.cli.bench.processes import Place, run_processes
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.net.node import Node
 
 if TYPE_CHECKING:
     import torch
@@ -112,11 +113,14 @@ Rounds: TypeAlias = list[tuple[float, float]]
 
 def _run(work: Sequence[Work]) -> list[Rounds]:
     """Run each in a process of its own; what the workers measured."""
-    results = run_processes([(one.peer, one) for one in work], _take_part)
+    region = Arena.create(len(work))
+    places = [Place(arena=region.path, slot=slot) for slot in range(len(work))]
+    results = run_processes([(one.peer, one) for one in work], _take_part, places)
+    region.close()
     return [result for result in results if result is not None]
 
 
-async def _take_part(node: Endpoint, work: Work) -> Rounds | None:
+async def _take_part(node: Node, work: Work) -> Rounds | None:
     import torch
 
     torch.set_num_threads(1)  # more would take the processors that the others need
@@ -126,17 +130,17 @@ async def _take_part(node: Endpoint, work: Work) -> Rounds | None:
     return await _measure(work, node)
 
 
-async def _serve(work: Work, node: Endpoint) -> None:
+async def _serve(work: Work, node: Node) -> None:
     from zmqtrain.server.model_server import ModelServer, ServerSettings
 
-    await ModelServer(node, ServerSettings(0, work.workers)).run()
+    await ModelServer(node, ServerSettings(0, work.workers), arena=node.settings.arena).run()
 
 
-async def _measure(work: Work, node: Endpoint) -> Rounds:
+async def _measure(work: Work, node: Node) -> Rounds:
     from zmqtrain.exchange.model_server import ModelServerExchange
     from zmqtrain.exchange.server_settings import ModelServerSettings
 
-    replica = _Replica(work.model_bytes)
+    replica = _Replica(work.model_bytes, node.settings.arena)
     groups = tuple((worker,) for worker in work.workers)
     settings = ModelServerSettings(
         group=work.workers.index(work.peer),
@@ -199,15 +203,17 @@ def _check(replica: _Replica, work: Work) -> None:
 class _Replica:
     """Buckets of one large model, without the model."""
 
-    def __init__(self, model_bytes: int) -> None:
+    def __init__(self, model_bytes: int, arena: Arena | None) -> None:
         import torch
 
         from zmqtrain.exchange.base import Bucket
+        from zmqtrain.train.shared import allocate_in
         from zmqtrain.wire.tensor import TensorPayload
 
         sizes = [min(BUCKET_BYTES, model_bytes - start) // 4 for start in range(0, model_bytes, BUCKET_BYTES)]
-        self.parameters: list[torch.Tensor] = [torch.zeros(size) for size in sizes]
-        gradients = [torch.ones(size) for size in sizes]
+        allocate, like = allocate_in(arena), torch.empty(0)
+        self.parameters: list[torch.Tensor] = [allocate(size, like) for size in sizes]
+        gradients = [allocate(size, like).fill_(1.0) for size in sizes]
         self._buckets = tuple(
             Bucket(index, TensorPayload.of(parameters), TensorPayload.of(gradients[index]), 0, (f"p{index}",))
             for index, parameters in enumerate(self.parameters)
