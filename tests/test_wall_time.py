@@ -24,7 +24,8 @@ MAY = {
     "train/device/threads.py": "is a part of real devices",
     "cli/": "is for people, who live in real time",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
-    "host/team.py": "waits in threads, for processes of one real host",
+    "host/": "waits in threads, for processes of one real host",
+    "c10d/": "is a part of torch.distributed, which lives in real time",
     "embed/": "joins a program of the person's own, in real time",
 }
 
