@@ -76,6 +76,30 @@ async def test_sockets_carry_descriptors(numel: int, there: bool, region: Region
             assert other.statistics()["bytes_received"] < 20_000
 
 
+@pytest.mark.parametrize("numel", [LEAST_BYTES // 4, 3_000_001])
+async def test_what_lasts_is_read_where_it_lies(numel: int, region: Region) -> None:
+    arenas = [Arena(region, slot) for slot in range(2)]
+    async with pair(*arenas) as (one, other):
+        sent = payload(numel, arenas[0])
+        await one.send("b", ("x",), sent, lasting=True)
+        received = await other.receive("a", ("x",))
+        assert isinstance(received, TensorPayload)
+        assert not received.writable
+        assert np.array_equal(received.numpy(), sent.numpy())
+        sent.numpy()[7] = -1  # the very same memory: the receiver must have answered before anybody does this
+        assert received.numpy()[7] == -1
+        into = TensorPayload.of(np.zeros(numel, np.float32))
+        waiting = asyncio.create_task(other.receive("a", ("y",), into=into))
+        await (await one.send("b", ("y",), sent, lasting=True)).wait_released()
+        await waiting
+        assert np.array_equal(into.numpy(), sent.numpy())
+        # What lies elsewhere is copied, and with others it travels.
+        await (await one.send("b", ("z",), payload(numel), lasting=True)).wait_released()
+        copied = await other.receive("a", ("z",))
+        assert isinstance(copied, TensorPayload)
+        assert np.array_equal(copied.numpy(), payload(numel).numpy())
+
+
 async def test_only_those_with_the_same_region_share_it(region: Region) -> None:
     with_another = Arena.create(1, 8 * MIB)
     for arena in (None, Arena(with_another, 0)):

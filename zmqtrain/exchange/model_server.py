@@ -223,7 +223,8 @@ class ModelServerExchange:
         server = self._settings.servers[piece.server]
         message = self._compressor.encode(str(piece.index), gradient) if self._compressor else gradient
         self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
-        await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index)
+        lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
+        await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
         into = bucket.parameters.part(piece.start, piece.stop)
         read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
         self._recorder.witness("read", piece=piece.index, step=step + 1, version=read.version)

@@ -60,11 +60,13 @@ class Endpoint(Protocol):
         """Tell where a peer is. A send to it connects on demand; may be called again with a new address after a restart."""
         ...
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0) -> Sent:
+    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Sent:
         """Queue a message; returns once it is queued under the receiver's byte credit.
 
         The payload's memory must stay as it is until the returned handle is released (or until a message from the peer proves that
         it has arrived). Higher ``priority`` goes first; messages with one tag keep their order.
+
+        ``lasting``: it stays until the peer has answered that it has *used* it, so a peer that shares the memory need not copy it.
         """
         ...
 

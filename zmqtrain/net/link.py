@@ -25,7 +25,7 @@ from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
 from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.net.shared import SHARED, SharedBodies
+from zmqtrain.net.shared import LASTING, SHARED, SharedBodies
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -194,12 +194,14 @@ class Link:
         if message is None:
             return None
         beyond = message.beyond
-        header, body, size = self.outbox.cut(message, sending.next_sequence)
+        lasting = message.lasting and self._shares and self._shared is not None and self._shared.holds(message.body)
+        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting)
         lent = None
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
             if lent is not None:
-                header, body = header._replace(kind=header.kind + SHARED), memoryview(lent.descriptor)
+                kind = header.kind + (LASTING + SHARED if lasting else SHARED)
+                header, body = header._replace(kind=kind), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
         encoded = encode_header(header, self.settings.limits)
@@ -254,7 +256,10 @@ class Link:
         if borrowed:
             if self._shared is None:
                 raise WireError("a descriptor of memory that is not shared")
-            header, body = header._replace(kind=header.kind[: -len(SHARED)]), self._shared.borrow(body)
+            kind, body = header.kind[: -len(SHARED)], self._shared.borrow(body)
+            if kind.endswith(LASTING):
+                kind, borrowed = kind[: -len(LASTING)], False
+            header = header._replace(kind=kind)
         verdict = self.receiving[lane].judge(header.sequence)
         if verdict is not Verdict.TAKE:
             if verdict is Verdict.NEW_GAP:

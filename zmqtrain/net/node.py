@@ -57,11 +57,11 @@ class Node:
         if peer != self.peer:
             self._board.add_peer(peer, address)
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0) -> Delivery:
+    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Delivery:
         tag = tuple(tag)
         if not tag or (isinstance(tag[0], str) and tag[0].startswith("@")):
             raise ValueError(f"the tag {tag!r}: tags are not empty, and those that begin with '@' are reserved")
-        link, message = self._enqueue(to, tag, payload, priority)
+        link, message = self._enqueue(to, tag, payload, priority, lasting=lasting)
         if not message.admitted:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             message.on_admitted = lambda: None if turn.done() else turn.set_result(None)
@@ -157,7 +157,9 @@ class Node:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def _enqueue(self, to: PeerId, tag: Tag, payload: Payload, priority: int, *, exempt: bool = False) -> tuple[Link, Outgoing]:
+    def _enqueue(
+        self, to: PeerId, tag: Tag, payload: Payload, priority: int, *, exempt: bool = False, lasting: bool = False
+    ) -> tuple[Link, Outgoing]:
         self._check_open(f"room for {tag} to {to}")
         if to == self.peer:
             raise ValueError(f"{to} cannot send to itself")
@@ -167,7 +169,7 @@ class Node:
             header = header._replace(meta=unpack_value(pack_value(header.meta)))
             encode_header(header, self.settings.limits)  # refuse here what could not be sent later
         link = self._board.demand(to, f"room for {tag}")
-        message = Outgoing(header, frames, priority, exempt=exempt)
+        message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting)
         link.outbox.put(message)
         self._board.touch(link)
         return link, message

@@ -34,6 +34,7 @@ class Outgoing:
         "exempt",
         "header",
         "lane",
+        "lasting",
         "lost",
         "number",
         "offset",
@@ -47,12 +48,16 @@ class Outgoing:
         "wanted_by_topic",
     )
 
-    def __init__(self, header: Header, frames: Sequence[memoryview], priority: int = 0, *, exempt: bool = False) -> None:
+    def __init__(
+        self, header: Header, frames: Sequence[memoryview], priority: int = 0, *, exempt: bool = False, lasting: bool = False
+    ) -> None:
         self.header = header
         self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
         self.priority = priority
         self.exempt = exempt
         """Needs no credit at all: somebody there waits for it by its nature (requests and their answers)."""
+        self.lasting = lasting
+        """Its memory stays until the peer has used it."""
         self.beyond = exempt
         """Needs no credit from now on."""
         self.wanted_by_topic = False
@@ -168,10 +173,11 @@ class Outbox:
                 return other
         return best
 
-    def cut(self, message: Outgoing, sequence: int) -> tuple[Header, memoryview | None, int]:
-        """Take the next piece off a message that `next` gave: its header, its bytes and its size."""
+    def cut(self, message: Outgoing, sequence: int, *, whole: bool = False) -> tuple[Header, memoryview | None, int]:
+        """Take the next piece off a message that `next` gave: its header, its bytes and its size. ``whole``: all that is left."""
         header = message.header
-        size = min(self.chunk_bytes, header.nbytes - message.offset)
+        left = header.nbytes - message.offset
+        size = left if whole else min(self.chunk_bytes, left)
         kind = CHUNK
         if not message.started:
             message.started = True

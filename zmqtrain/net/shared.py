@@ -18,6 +18,8 @@ from zmqtrain.errors import HostMemoryError, WireError
 
 #: Mark in a header's kind: the body is a descriptor.
 SHARED = "@"
+#: Mark before it: the memory stays until the message was used, so the receiver need not copy it.
+LASTING = "*"
 #: Smaller bodies go as they are: a descriptor saves nothing.
 LEAST_BYTES = 32 * 1024
 _DESCRIPTOR = struct.Struct("<QI")
@@ -43,20 +45,26 @@ class SharedBodies:
         """Which region it is: processes with the same number share memory. Never 0."""
         return self._arena.region.identity
 
+    def holds(self, body: memoryview) -> bool:
+        """Whether a body is large enough to be described, and can be as it lies."""
+        return body.nbytes >= LEAST_BYTES and self._place(body) is not None
+
     def lend(self, body: memoryview) -> Lent | None:
         """Describe a body, in place or copied. None where it rather goes as it is."""
         if body.nbytes < LEAST_BYTES:
             return None
-        content = np.frombuffer(body, np.uint8)
-        place, block = self._arena.place_of(content.ctypes.data, body.nbytes), None
+        place, block = self._place(body), None
         if place is None:
             try:
                 block = self._arena.allocate(body.nbytes, "a message")
             except HostMemoryError:
                 return None
-            np.frombuffer(block.memory, np.uint8)[:] = content
+            np.frombuffer(block.memory, np.uint8)[:] = np.frombuffer(body, np.uint8)
             place = block.place
         return Lent(_DESCRIPTOR.pack(place.start, place.nbytes), block)
+
+    def _place(self, body: memoryview) -> Place | None:
+        return self._arena.place_of(np.frombuffer(body, np.uint8).ctypes.data, body.nbytes)
 
     def borrow(self, descriptor: bytes | bytearray | memoryview) -> memoryview:
         """The bytes that a descriptor describes; they are the sender's. Raises `WireError` for what is no descriptor."""
