@@ -130,11 +130,24 @@ def bench(
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
     ] = None,
     mxnet_script: Annotated[str | None, typer.Option(help="server: the script that times MXNet's kvstore.")] = None,
+    mpi_python: Annotated[
+        str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
+    ] = None,
+    mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
 ) -> None:
     """Measure speed on this machine, beside a peer where one is installed."""
     from zmqtrain.cli.bench.run import run_bench
 
-    raise typer.Exit(run_bench(name, json_lines=json_lines, mxnet_python=mxnet_python, mxnet_script=mxnet_script))
+    raise typer.Exit(
+        run_bench(
+            name,
+            json_lines=json_lines,
+            mxnet_python=mxnet_python,
+            mxnet_script=mxnet_script,
+            mpi_python=mpi_python,
+            mpi_script=mpi_script,
+        )
+    )
 
 
 @app.command()

@@ -4,7 +4,9 @@ turn about; and whole training steps, beside steps without any communication."""
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -53,16 +55,29 @@ class Work:
     turns: int = 0
 
 
-def bench_host(*, worlds: Sequence[int] = WORLDS, models: Sequence[tuple[str, int, int, int]] = MODELS) -> Iterator[Case]:
+def bench_host(
+    *,
+    worlds: Sequence[int] = WORLDS,
+    models: Sequence[tuple[str, int, int, int]] = MODELS,
+    mpi_python: str | None = None,
+    mpi_script: str | None = None,
+) -> Iterator[Case]:
     """All-reduce by number of processes and size: of tensors that lie in shared memory, and of any tensors by the ``zmq`` backend
-    of torch.distributed. Then steps of models with 2 workers of one thread each. Values are medians of the slowest process."""
+    of torch.distributed. Then steps of models with 2 workers of one thread each. Values are medians of the slowest process.
+
+    ``mpi_python`` is a Python that has mpi4py, and ``mpi_script`` what times it: called by ``mpirun`` with that Python, it prints a
+    JSON line a size with ``bytes`` and ``median_ms``.
+    """
     for world in worlds:
+        mpi = _mpi(mpi_python, mpi_script, world) if mpi_python and mpi_script else {}
         sums = _measured(world, _sums, Work(0, world, "", ""))
         for size in SIZES:
             text = f"all-reduce {_readable(size)}, {world} processes"
             of = {side: sums[side, size] for side in ("bare sums", "shared memory", "zmq", "gloo")}
             yield _case(f"{text}: in shared memory", of["shared memory"], "gloo", of["gloo"])
             yield _case(f"{text}: the same", of["shared memory"], "bare sums", of["bare sums"])
+            if size in mpi:
+                yield _case(f"{text}: in shared memory", of["shared memory"], "Open MPI", mpi[size])
             yield _case(f"{text}: zmq backend", of["zmq"], "gloo", of["gloo"])
     for model, batch, steps, turns in models:
         taken = _measured(2, _steps, Work(0, 2, "", "", model, batch, steps, turns))
@@ -296,6 +311,16 @@ def _team(arena: Arena, work: Work) -> Any:
 
     names = [f"worker/{rank}" for rank in range(work.world)]
     return Team(arena, range(work.world), work.rank, names=names, timeout_s=PATIENCE_S)
+
+
+def _mpi(python: str, script: str, world: int) -> dict[int, float]:
+    """Seconds that MPI's all-reduce takes, by size."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(world), python, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise ZmqTrainError(f"{' '.join(command)} printed no result (exit status {done.returncode}):\n{done.stderr[-2000:]}")
+    return {int(line["bytes"]): float(line["median_ms"]) / 1e3 for line in lines}
 
 
 def _case(case: str, value_s: float, peer: str, peer_s: float) -> Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +14,17 @@ from zmqtrain.errors import UsageError
 NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host")
 
 
-def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None = None, mxnet_script: str | None = None) -> int:
+def run_bench(
+    name: str,
+    *,
+    json_lines: bool = False,
+    mxnet_python: str | None = None,
+    mxnet_script: str | None = None,
+    mpi_python: str | None = None,
+    mpi_script: str | None = None,
+) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name."""
-    cases = _cases(name, mxnet_python, mxnet_script)
+    cases = _cases(name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
     if json_lines:
         for case in cases:
             print(json.dumps(case), flush=True)
@@ -40,7 +48,11 @@ def run_bench(name: str, *, json_lines: bool = False, mxnet_python: str | None =
     return 0
 
 
-def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Iterator[dict[str, Any]]:
+#: A peer's Python, and the script that times it.
+_Peer: TypeAlias = tuple[str | None, str | None]
+
+
+def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
     if name == "net":
         from zmqtrain.cli.bench.net import bench_net
 
@@ -52,7 +64,7 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
     if name == "server":
         from zmqtrain.cli.bench.server import bench_server
 
-        return iter(bench_server(mxnet_python=mxnet_python, mxnet_script=mxnet_script))
+        return iter(bench_server(mxnet_python=mxnet[0], mxnet_script=mxnet[1]))
     if name == "launch":
         from zmqtrain.cli.bench.launch import bench_launch
 
@@ -76,7 +88,7 @@ def _cases(name: str, mxnet_python: str | None, mxnet_script: str | None) -> Ite
     if name == "host":
         from zmqtrain.cli.bench.host import bench_host
 
-        return iter(bench_host())
+        return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 
