@@ -22,29 +22,30 @@ from torch import Tensor
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
 from zmqtrain.c10d.rendezvous import rendezvous
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
 T = TypeVar("T")
 Ranks = Callable[[Callable[[ZmqProcessGroup], T]], list[T]]
 
 
-def groups_of(size: int, timeout_s: float = 30.0) -> list[ZmqProcessGroup]:
-    """The ranks of a group, all in this process."""
+def groups_of(size: int, timeout_s: float = 30.0, hosts: str | None = None) -> list[ZmqProcessGroup]:
+    """The ranks of a group, all in this process. ``hosts``: a letter a rank; those with the same share memory."""
     store, names = dist.HashStore(), [f"rank {rank}" for rank in range(size)]
 
     def make(rank: int) -> ZmqProcessGroup:
-        return ZmqProcessGroup(rendezvous(store, rank, names, timedelta(seconds=timeout_s)), rank, size, names)
+        transport = rendezvous(store, rank, names, timedelta(seconds=timeout_s), host=hosts and hosts[rank])
+        return ZmqProcessGroup(transport, rank, size, names)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(make, range(size)))
 
 
-@pytest.fixture(params=[1, 2, 3, 5])
+@pytest.fixture(params=["a", "aa", "aaa", "aaaaa", "ab", "abba", "aabbb"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[ZmqProcessGroup], Any]], list[Any]]]:
-    """Calls a function for each rank of a group, in as many threads."""
-    size: int = request.param
-    groups = groups_of(size)
+    """Calls a function for each rank of a group on these hosts, in as many threads."""
+    hosts: str = request.param
+    size, groups = len(hosts), groups_of(len(hosts), hosts=hosts)
     with ThreadPoolExecutor(size) as pool:
         yield lambda work: list(pool.map(work, groups))
     for group in groups:
@@ -233,8 +234,9 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
     ranks(work)
 
 
-def test_messages_between_two_ranks() -> None:
-    one, other = groups_of(2)
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_messages_between_two_ranks(hosts: str) -> None:
+    one, other = groups_of(2, hosts=hosts)
     big = content(1, 1_000_003)
     sent = [one.send([each], 1, tag) for tag, each in ((5, big), (6, torch.ones(3)), (5, torch.zeros(0)))]
     small, large, nothing = torch.empty(3), torch.empty_like(big), torch.empty(0)
@@ -318,11 +320,14 @@ def test_a_rank_that_never_comes_is_named() -> None:
         rendezvous(dist.HashStore(), 0, ["rank 0", "rank 1"], timedelta(seconds=0.2))
 
 
-def test_ranks_of_other_hosts_are_refused() -> None:
-    store = dist.HashStore()
-    store.set("host/1", "elsewhere")
-    with pytest.raises(UsageError, match=r"rank 1 of this group run on another one .*use zmqtrain launch for several hosts"):
-        rendezvous(store, 0, ["rank 0", "rank 1"], timedelta(seconds=5))
+def test_a_rank_of_another_host_that_is_late_or_gone_is_named() -> None:
+    one, other = groups_of(2, timeout_s=0.5, hosts="ab")
+    with pytest.raises(PeerTimeoutError, match=r"while waiting for all_reduce .*raise timeout= of init_process_group"):
+        one.allreduce([torch.ones(8)]).wait()
+    one.abort()
+    with pytest.raises((PeerLostError, PeerTimeoutError), match="rank 0"):
+        other.barrier().wait()
+    other.abort()
 
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -368,12 +373,17 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> 
     other.communicate()
 
 
-def test_threads_end_with_the_group() -> None:
-    before = threading.active_count()
-    groups = groups_of(2)
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_threads_end_with_the_group(hosts: str) -> None:
+    before = set(threading.enumerate())
+    groups = groups_of(2, hosts=hosts)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda group: group.barrier().wait(), groups))
-    groups[0].send([torch.ones(1)], 1).wait()
+    received = torch.zeros(1)
+    handles = [groups[0].send([torch.ones(1)], 1), groups[1].recv([received], 0)]
+    for handle in handles:
+        handle.wait()
+    assert received == 1
     for group in groups:
         group.shutdown()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before

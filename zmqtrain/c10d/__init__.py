@@ -5,7 +5,8 @@
 
     dist.init_process_group("zmq")      # in place of "gloo"; also under torchrun
 
-Ranks of one host meet in shared memory.
+Ranks of one host meet in shared memory. Between hosts each rank talks over ZeroMQ about a slice of its host's sums; it is found at
+the address of the interface that leads to ``MASTER_ADDR``, or at ``ZMQTRAIN_HOST``.
 """
 
 from zmqtrain.c10d.process_group import ZmqProcessGroup

@@ -3,41 +3,83 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from secrets import token_hex
 
 from torch._C._distributed_c10d import Store
 
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.one_host import OneHost
+from zmqtrain.c10d.several_hosts import NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import Transport
 from zmqtrain.errors import PeerTimeoutError, UsageError
+from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.zeromq import open_zeromq
 
 SETTING = "timeout= of init_process_group() or new_group()"
+#: The address that ranks of other hosts find this one at; if not set, that of the interface which leads to ``MASTER_ADDR``.
+ADDRESS = "ZMQTRAIN_HOST"
 
 
-def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta) -> Transport:
-    """Meet the other ranks. Raises `PeerTimeoutError` naming a rank that does not come, and `UsageError` where this cannot be."""
+def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> Transport:
+    """Meet the other ranks. Raises `PeerTimeoutError` naming a rank that does not come, and `UsageError` where this cannot be.
+
+    ``host``: ranks that give the same share memory; found out if not given.
+    """
     missing = shared_memory_missing()
     if missing is not None:
         raise UsageError(f'the "zmq" backend needs shared memory, and {missing}')
-    here = _this_host()
-    store.set(f"host/{rank}", here)
-    hosts = [_get(store, f"host/{other}", name, timeout) for other, name in enumerate(names)]
-    away = [name for name, host in zip(names, hosts, strict=True) if host != here]
-    if away:
-        raise UsageError(
-            f'the "zmq" backend joins ranks of one host, and {", ".join(away[:8])} of this group run on another one (or in another '
-            "container): use zmqtrain launch for several hosts, or zmqtrain.ddp_comm_hook between them"
-        )
-    if rank == 0:
-        region = Arena.create(len(names))
-        store.set("memory", region.path)
+    store.set(f"host/{rank}", host or _this_host())
+    ranks_of: dict[str, list[int]] = {}
+    for other, name in enumerate(names):
+        ranks_of.setdefault(_get(store, f"host/{other}", name, timeout), []).append(other)
+    hosts = list(ranks_of.values())
+    here = next(ranks for ranks in hosts if rank in ranks)
+    key = f"memory/{here[0]}"
+    if rank == here[0]:
+        region = Arena.create(len(here))
+        store.set(key, region.path)
         arena = Arena(region, 0)
     else:
-        arena = Arena.join(_get(store, "memory", names[0], timeout), rank)
-    return OneHost(arena, rank, names, timeout_s=timeout.total_seconds(), setting=SETTING)
+        arena = Arena.join(_get(store, key, names[here[0]], timeout), here.index(rank))
+    timeout_s = timeout.total_seconds()
+    memory = OneHost(arena, here.index(rank), [names[other] for other in here], timeout_s=timeout_s, setting=SETTING)
+    if len(hosts) == 1:
+        return memory
+    if rank == 0:
+        store.set("token", token_hex(16))
+    settings = NetSettings(token=_get(store, "token", names[0], timeout), host=_address(), connect_s=timeout_s)
+    network = NetworkThread()
+    try:
+        node = network.call(_open(names[rank], settings))
+        store.set(f"address/{rank}", node.address)
+        for other, name in enumerate(names):
+            network.loop.call_soon_threadsafe(node.add_peer, name, _get(store, f"address/{other}", name, timeout))
+        return SeveralHosts(network, node, memory, names, hosts, rank, timeout_s=timeout_s, setting=SETTING)
+    except BaseException:
+        network.close()
+        raise
+
+
+async def _open(name: str, settings: NetSettings) -> Node:
+    return await open_zeromq(name, settings=settings)
+
+
+def _address() -> str:
+    given = os.environ.get(ADDRESS)
+    if given:
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing: it only asks for the way
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _get(store: Store, key: str, name: str, timeout: timedelta) -> str:
