@@ -42,6 +42,7 @@ class NetworkThread:
 
     def close(self) -> None:
         """End the loop and the thread."""
+        self.call(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
