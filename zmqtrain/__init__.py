@@ -11,19 +11,22 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zmqtrain.c10d.hook import Gossip, ddp_comm_hook
     from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import ZmqTrainError
     from zmqtrain.train.task import Task
 
     __version__: str
 
-__all__ = ["AsyncSession", "Session", "Task", "ZmqTrainError", "__version__", "join", "session"]
+__all__ = ["AsyncSession", "Gossip", "Session", "Task", "ZmqTrainError", "__version__", "ddp_comm_hook", "join", "session"]
 
 _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
+    "Gossip": "zmqtrain.c10d.hook",
     "Session": "zmqtrain.embed.session",
     "Task": "zmqtrain.train.task",
     "ZmqTrainError": "zmqtrain.errors",
+    "ddp_comm_hook": "zmqtrain.c10d.hook",
     "join": "zmqtrain.embed.session",
     "session": "zmqtrain.embed.session",
 }

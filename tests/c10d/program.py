@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import zmqtrain.c10d  # noqa: F401 - registers the backend
+import zmqtrain.c10d
+from zmqtrain.exchange.gossip.schedule import Schedule
 
 
 def model() -> nn.Sequential:
@@ -29,6 +30,44 @@ def train(replica: nn.Module) -> None:
         loss.backward()
         optimizer.step()
         print(f"{loss.item():.12f}")
+
+
+def gossip(size: int) -> None:
+    """Groups of two ranks; each has the parameters that one process would compute by the same schedule."""
+    state = zmqtrain.Gossip(2, seed=3)
+    mine = model()
+    with torch.no_grad():
+        mine[0].weight.add_(0.01 * dist.get_rank())
+    state.average(mine)
+    replica = DistributedDataParallel(mine, process_group=state.within, bucket_cap_mb=0.001)
+    replica.register_comm_hook(state, zmqtrain.ddp_comm_hook)
+    groups, schedule = size // 2, Schedule(size // 2, 3)
+    alone = [model() for _ in range(groups)]
+    for each in alone:
+        with torch.no_grad():
+            each[0].weight.add_(0.01 * (size - 1) / 2)
+    data = [torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(size)]
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        replica(data[dist.get_rank()][step]).square().mean().backward()
+        optimizer.step()
+        found = []
+        for group, each in enumerate(alone):
+            loss = sum(each(data[rank][step]).square().mean() for rank in (2 * group, 2 * group + 1)) / 2
+            found.append(torch.autograd.grad(loss, list(each.parameters())))
+        for group, each in enumerate(alone):
+            partners = schedule.partners(step, group)
+            assert partners is not None
+            with torch.no_grad():
+                for parameter, own, other in zip(each.parameters(), found[group], found[partners.sources[0]], strict=True):
+                    parameter.sub_(0.1 * (own + other) / 2)
+    expected = alone[dist.get_rank() // 2]
+    apart = max(float((one - other).abs().max()) for one, other in zip(mine.parameters(), expected.parameters(), strict=True))
+    state.average(mine)
+    mean = [torch.stack(each).mean(0) for each in zip(*(each.parameters() for each in alone), strict=True)]
+    apart = max(apart, *(float((one - other).abs().max()) for one, other in zip(mine.parameters(), mean, strict=True)))
+    print("apart by less than 1e-12:", apart < 1e-12)
 
 
 def main(backend: str, what: str) -> None:
@@ -55,6 +94,8 @@ def main(backend: str, what: str) -> None:
         left = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)])
         right = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Replicate()])
         print((left @ right).redistribute(mesh, [Shard(1)]).full_tensor())
+    elif what == "gossip":
+        gossip(size)
     else:
         dist.barrier()
         print("waiting", flush=True)

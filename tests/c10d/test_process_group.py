@@ -41,7 +41,7 @@ def groups_of(size: int, timeout_s: float = 30.0, hosts: str | None = None) -> l
         return list(pool.map(make, range(size)))
 
 
-@pytest.fixture(params=["a", "aa", "aaa", "aaaaa", "ab", "abba", "aabbb"])
+@pytest.fixture(params=["a", "aaa", "ab", "aabbb"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[ZmqProcessGroup], Any]], list[Any]]]:
     """Calls a function for each rank of a group on these hosts, in as many threads."""
     hosts: str = request.param
@@ -115,7 +115,7 @@ def test_reductions_of_all_types(ranks: Ranks[Any], dtype: torch.dtype, op: Any)
         assert torch.equal(part, parts[rank])
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2_000_003])
+@pytest.mark.parametrize("numel", [0, 1, 1_000_003])
 def test_sizes_that_do_not_divide(ranks: Ranks[Any], numel: int) -> None:
     def work(group: ZmqProcessGroup) -> Tensor:
         tensor = content(group.rank(), numel)
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_divide(ranks: Ranks[Any], numel: int) -> None:
     assert all(torch.equal(result, wanted) for result in results)
 
 
-@pytest.mark.parametrize("numel", [0, 5, 1_500_001])
+@pytest.mark.parametrize("numel", [0, 5, 800_001])
 def test_every_way_to_move_tensors(ranks: Ranks[Any], numel: int) -> None:
     def work(group: ZmqProcessGroup) -> None:
         size, rank = group.size(), group.rank()
@@ -358,6 +358,14 @@ def test_programs_give_what_they_give_with_gloo(tmp_path: Path) -> None:
         found[backend] = [out for out, _ in ended]
     assert found["zmq"] == found["gloo"]
     assert all(found["zmq"])
+
+
+def test_groups_of_ranks_gossip_beside_ddp(tmp_path: Path) -> None:
+    """Two groups of two: the parameters of one process that does the same by the schedule, to summation order in float64."""
+    processes = run_program(tmp_path, "zmq", "gossip", ranks=4)
+    ended = [process.communicate(timeout=50) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, ended
+    assert {out for out, _ in ended} == {"apart by less than 1e-12: True\n"}
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Gossip between groups of ranks, for programs with DistributedDataParallel: a communication hook."""
+
+# No annotations as text here: DistributedDataParallel compares those of its hooks with its own types.
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from zmqtrain.c10d.work import Lane
+from zmqtrain.collectives.group import bounds
+from zmqtrain.exchange.gossip.schedule import Schedule, Shape
+
+
+class Gossip:
+    """What `ddp_comm_hook` needs to know: the ranks are divided into groups (those of a host, say) that each average their
+    gradients exactly, and each step every group averages with one other (GossipGraD, Daily et al. 2018; its exchange of gradients).
+
+    ::
+
+        dist.init_process_group("zmq")
+        gossip = zmqtrain.Gossip()
+        gossip.average(model)                                   # all begin with the same parameters
+        replica = DistributedDataParallel(model, process_group=gossip.within)
+        replica.register_comm_hook(gossip, zmqtrain.ddp_comm_hook)
+        ...
+        gossip.average(model)                                   # before evaluating, and at the end
+
+    Groups exchange gradients, not weights, so their models drift apart between calls of `average`.
+    """
+
+    def __init__(
+        self, group_size: int | None = None, *, seed: int = 0, topology: Shape = "dissemination", rotation: bool = True
+    ) -> None:
+        """All ranks make one, at the same place of the program. ``group_size``: ranks that follow each other form a group; those of
+        a host (``LOCAL_WORLD_SIZE``, as torchrun sets it) if not given. The other arguments: see ``[exchange.gossip]``.
+
+        Raises `ValueError` where the world cannot be divided so, or the topology needs another number of groups.
+        """
+        world, rank = dist.get_world_size(), dist.get_rank()
+        size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if world % size:
+            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: give group_size")
+        self.groups = world // size
+        self._group, self._place = divmod(rank, size)
+        self._schedule = Schedule(self.groups, seed, topology, rotation)
+        self.within: Any = None
+        """The process group of this rank's own group, for DistributedDataParallel."""
+        self._between: Any = None
+        for group in range(self.groups):
+            made = dist.new_group(list(range(group * size, (group + 1) * size)))
+            self.within = made if group == self._group else self.within
+        for place in range(size):
+            made = dist.new_group(list(range(place, world, size)))
+            self._between = made if place == self._place else self._between
+        self._size = size
+        self._step = 0
+        self._lane = Lane("zmqtrain-gossip")
+
+    def average(self, model: nn.Module) -> None:
+        """Give all ranks the mean of their parameters and buffers; whole numbers are rank 0's. All ranks call it."""
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.dtype.is_floating_point:
+                    dist.all_reduce(tensor)
+                    tensor.div_(dist.get_world_size())
+                else:
+                    dist.broadcast(tensor, 0)
+
+    def exchange(self, gradients: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
+        """Average a bucket's gradients, in place. ``last``: the step has no more."""
+        step, self._step = self._step, self._step + last
+        handle = self._lane.submit([gradients], f"gossip of step {step}", lambda: self._average(gradients, step))
+        return handle.get_future().then(lambda done: done.value()[0])
+
+    def _average(self, gradients: Tensor, step: int) -> None:
+        dist.all_reduce(gradients, group=self.within)
+        partners = self._schedule.partners(step, self._group)
+        scale = 1.0 / self._size
+        if partners is not None:
+            # Each rank of a group deals with a part of the gradients, with its counterpart in the other group.
+            parts = [gradients[start:stop] for start, stop in bounds(gradients.numel(), self._size)]
+            own, other = parts[self._place], torch.empty_like(parts[self._place])
+            sending = dist.isend(own.clone(), group=self._between, group_dst=partners.to)
+            dist.recv(other, group=self._between, group_src=partners.sources[0])
+            assert sending is not None
+            sending.wait()
+            own.add_(other)
+            gathered = [torch.empty_like(part) for part in parts]
+            dist.all_gather(gathered, own.clone(), group=self.within)
+            for part, content in zip(parts, gathered, strict=True):
+                part.copy_(content)
+            scale /= 2
+        gradients.mul_(scale)
+
+
+def ddp_comm_hook(state: Gossip, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook(gossip, zmqtrain.ddp_comm_hook)``: see `Gossip`."""
+    return state.exchange(bucket.buffer(), last=bucket.is_last())
