@@ -69,9 +69,18 @@ def test_what_was_done_before_leaving_counts(shared: Region) -> None:
     one.wait(Word.DONE, 5, "x")
 
 
-def test_who_died_before_is_noticed(shared: Region) -> None:
-    one, other = teams(shared, 2)
+@pytest.mark.parametrize("files", [True, False], ids=["pidfd", "no pidfd"])
+def test_who_died_before_is_noticed(files: bool, shared: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError(1, "not in this sandbox")
+
+    if not files:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    one, other = teams(shared, 2, timeout_s=0.3)
     one.set(Word.DONE, 5)
+    if not files:
+        with pytest.raises(PeerTimeoutError):  # it lives
+            one.wait(Word.DONE, 5, "x")
     other.arena.words(1).set(PROCESS, ended_process())
     with pytest.raises(PeerLostError, match="its process has ended"):
         one.wait(Word.DONE, 5, "x")

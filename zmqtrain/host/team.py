@@ -163,6 +163,18 @@ class Team:
                 self._processes[member] = os.pidfd_open(pid)
             except ProcessLookupError:
                 return True
+            except OSError:  # an old kernel, or a sandbox: its number will do, though another process may get it
+                return not _runs(pid)
         poll = select.poll()
         poll.register(self._processes[member], select.POLLIN)
         return bool(poll.poll(0))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, and is somebody else's
+        pass
+    return True
