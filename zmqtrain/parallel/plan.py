@@ -1,0 +1,73 @@
+"""A plan: how each layer of a model is divided. What a planner computes, a person may write, and `parallelize` carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.grid import Grid
+
+#: ``model``: the weights' outputs are divided over the rows, samples over the columns. ``domain``: the image's height is divided
+#: over the rows, samples over the columns, weights are whole. ``batch``: samples are divided over all processes, weights are whole.
+#: ``whole``: each process of a column computes the whole layer on the column's samples.
+Choice = Literal["model", "domain", "batch", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """How one layer is divided, and over which grid. All grids of a plan have the same number of processes."""
+
+    layer: str
+    """The module's name in the model, like ``features.3``."""
+    choice: Choice
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Layers with parameters, in the order of the forward; layers that it does not name follow those before them."""
+
+    layers: tuple[LayerPlan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError("a plan needs at least one layer")
+        sizes = {layer.grid.size for layer in self.layers}
+        if len(sizes) > 1:
+            raise UsageError(f"the grids of a plan must have the same number of processes, and these have {sorted(sizes)}")
+        names = [layer.layer for layer in self.layers]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise UsageError(f"the plan names a layer twice: {', '.join(sorted(twice))}")
+
+    @property
+    def size(self) -> int:
+        """Processes of the group."""
+        return self.layers[0].grid.size
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.layers)
+
+    def of(self, layer: str) -> LayerPlan | None:
+        """The plan of a layer."""
+        return next((plan for plan in self.layers if plan.layer == layer), None)
+
+    def values(self) -> list[dict[str, str]]:
+        """As JSON values: the inverse of `read`."""
+        return [{"layer": plan.layer, "choice": plan.choice, "grid": str(plan.grid)} for plan in self.layers]
+
+    @classmethod
+    def read(cls, values: Sequence[Mapping[str, Any]]) -> Plan:
+        """The plan in JSON values: a list of ``{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}``. Raises `UsageError`."""
+        layers = []
+        for number, value in enumerate(values, start=1):
+            missing = {"layer", "choice", "grid"} - set(value)
+            if missing:
+                raise UsageError(f"layer {number} of the plan lacks {', '.join(sorted(missing))}")
+            if value["choice"] not in get_args(Choice):
+                raise UsageError(
+                    f"layer {value['layer']!r} of the plan: {value['choice']!r} is none of {', '.join(get_args(Choice))}"
+                )
+            layers.append(LayerPlan(str(value["layer"]), cast(Choice, value["choice"]), Grid.parse(str(value["grid"]))))
+        return cls(tuple(layers))
