@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.train.local_exchange import LocalExchange
+from tests.train.staged import StagedDevice
 from tests.train.test_replica import batches, step
 from tests.train.world import Recipe, run, topology_of
+from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.errors import UsageError
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.device.make import make_device
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-
-
-class CopyStaging:
-    """Device memory and host memory apart, as with CUDA, but both on this machine."""
-
-    def __init__(self) -> None:
-        self.copies = 0
-
-    def host_memory(self, tensor: Tensor) -> Tensor:
-        return torch.full_like(tensor, float("nan"))
-
-    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
-        self.copies += 1
-        target.copy_(source)
-        done()
-
-    def to_device(self, source: Tensor, target: Tensor) -> None:
-        self.copies += 1
-        target.copy_(source)
-
-    def synchronize(self) -> None:
-        return None
-
-
-class StagedDevice(CpuDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.staging: CopyStaging = CopyStaging()
 
 
 class HostExchange(LocalExchange):
@@ -87,6 +60,61 @@ async def test_training_through_staging_equals_training_without(exchange: LocalE
     if device.staging is not None:
         assert device.staging.copies >= 5 * 2 * len(replica.buckets)
     await device.close(5)
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "allreduce": {"exchange": {"kind": "allreduce"}},
+    "clipped": {"exchange": {"kind": "allreduce"}, "optimizer": {"clip_norm": 0.1}},
+    "server": {"exchange": {"kind": "model_server", "staleness": "sync"}},
+    "gossip": {"exchange": {"kind": "gossip"}, "compute": {"groups": 2, "group_size": 1}},
+    "averaging": {"exchange": {"kind": "averaging"}, "compute": {"groups": 2, "group_size": 2}},
+}
+
+
+@pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
+@pytest.mark.parametrize("kind", STAGED)
+async def test_staged_workers_sum_in_the_hosts_memory(kind: str) -> None:
+    """Gradients are copied to where they are summed, and the sums back; the numbers are those of workers without any of it."""
+    losses, parameters = [], []
+    for staged in (True, False):
+        sections = {"compute": {"group_size": 3}, **STAGED[kind]}
+        topology = topology_of(**sections | {"job": {"steps": 6}, "compute": {"batch_size": 24, **sections["compute"]}})
+        devices: list[StagedDevice] = []
+
+        def make(_role: object, devices: list[StagedDevice] = devices) -> StagedDevice:
+            devices.append(StagedDevice(delay_s=1e-4))
+            return devices[-1]
+
+        region = Arena.create(8, 1 << 20) if staged else None
+        recipe = Recipe()
+        result = await run(topology, recipe, region=region, make_device=make if staged else None)
+        assert not result.errors
+        losses.append(result.losses("worker/1"))
+        parameters.append(recipe.parameters("worker/0"))
+        assert all(device.staging.copies >= 6 * 2 for device in devices)
+        if kind == "allreduce":  # rank 0's gradients, where the sums are, besides one's own
+            buckets = result.recorders["worker/0"].of("start")[0]["buckets"]
+            assert all(len(device.staging.pinned) == 3 * buckets for device in devices)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [2, 4])
+async def test_workers_that_share_a_gpu_sum_in_pinned_memory(workers: int) -> None:
+    losses = []
+    for device in ("cuda:0", "cpu"):
+        topology = topology_of(
+            job={"steps": 6},
+            compute={"group_size": workers, "batch_size": 24},
+            hosts=[{"name": "here", "slots": workers, "devices": [device] * workers}],
+            exchange={"kind": "allreduce"},
+        )
+        region = Arena.create(8, 1 << 20)
+        result = await run(topology, Recipe(), region=region)
+        assert not result.errors
+        losses.append(result.losses("worker/1"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

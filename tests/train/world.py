@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from zmqtrain.arena import Arena, Region
 from zmqtrain.events import EventValue
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.role import run_server
-from zmqtrain.topology.placement import place
+from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task
 from zmqtrain.train.worker import run_worker
 
@@ -79,21 +82,33 @@ def topology_of(**sections: Any) -> Topology:
 
 
 async def run(
-    topology: Topology, task: Callable[[str], Task] | None, *, folder: Path | None = None, resume: Path | None = None
+    topology: Topology,
+    task: Callable[[str], Task] | None,
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    region: Region | None = None,
+    make_device: Callable[[RolePlacement], Device] | None = None,
 ) -> Run:
-    """Run the topology to its end. ``task(peer)`` makes a worker's task. A role's error is kept in ``Run.errors``."""
+    """Run the topology to its end. ``task(peer)`` makes a worker's task. A role's error is kept in ``Run.errors``.
+
+    ``region``: memory that all roles share.
+    """
     network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
     endpoint = network.endpoint("coordinator")
     coordinator = Coordinator(endpoint, placement, ladder, agents=False)
     collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume)
     result = Run()
+    peers = [each.peer for each in placement.roles]
 
     async def role(peer: str) -> None:
         own = network.endpoint(peer)
         try:
             membership = await Membership.join(own, coordinator_address=endpoint.address, ladder=ladder)
             recorder = result.recorders[peer]
+            arena = None if region is None else Arena.join(region.path, peers.index(peer))
             context = RoleContext(own, membership, placement.role(peer), placement, topology, ladder, recorder)
+            context = replace(context, arena=arena, make_device=make_device)
             try:
                 if peer.startswith("server"):
                     await run_server(context)

@@ -36,6 +36,7 @@ from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
+from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -69,13 +70,8 @@ class _Held:
     written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
     host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
     sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
-    host_newer: bool = False  # parameters were written on the host and are not on the device yet
     due: bool = False  # the optimizer runs on it when it is taken back
-
-
-def allocate(numel: int, like: Tensor) -> Tensor:
-    """Fresh zeroed memory of ``like``'s type, on its device."""
-    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+    arrive: Callable[[], None] | None = None  # what the exchange wrote is on its way to the device
 
 
 class TorchReplica:
@@ -93,7 +89,7 @@ class TorchReplica:
         settings: ReplicaSettings = ReplicaSettings(),
         *,
         recorder: Recorder | None = None,
-        allocate: Callable[[int, Tensor], Tensor] = allocate,
+        allocate: Allocate = allocate_privately,
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
         self._device = device
@@ -170,9 +166,16 @@ class TorchReplica:
             held.host_sums = sums.tensor
             if self._device.staging is None:
                 held.sums = self._views(held.plan, sums.tensor)
+            else:
+                self._device.staging.pin(sums.tensor)
 
     def parameters_ready(self, bucket: Bucket) -> None:
-        self._held[bucket.index].host_newer = True
+        held, staging = self._held[bucket.index], self._device.staging
+        if staging is not None:  # it is copied while backward goes on with other buckets
+            if held.due:
+                held.arrive = staging.to_device(held.host_sums, held.gradients, self._read)
+            else:
+                held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
         self.gates.arrive(bucket.index)
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
@@ -204,7 +207,8 @@ class TorchReplica:
         Takes the buckets that no layer has asked for.
         """
         self._layers.end_forward()
-        self.take_all()
+        for index in range(len(self._held)):
+            self._take(index)
         if self._sharing is not None:
             with self._recorder.span("wait until sums are read", "wait", step=self._step):
                 start = self._device.clock()
@@ -227,8 +231,8 @@ class TorchReplica:
         """Wait until the parameters of all buckets are there, and what is due to them is done."""
         for index in range(len(self._held)):
             self._take(index)
-        if self._when is Optimize.AFTER and self._device.staging is not None:
-            self._device.staging.synchronize()  # the network sees the new parameters, too
+        if self._when is Optimize.AFTER and self._sharing is not None:
+            self.publish()  # the network sees the new parameters, too
 
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""
@@ -236,7 +240,7 @@ class TorchReplica:
         if staging is None:
             return
         for held in self._held:
-            staging.to_host(held.parameters, held.host_parameters, lambda: None)
+            staging.to_host(held.parameters, held.host_parameters, _nothing)
         staging.synchronize()
 
     def _memory_for(self, index: int, place: int) -> Tensor | None:
@@ -328,17 +332,14 @@ class TorchReplica:
         else:
             self.waited_s += self.gates.take(index)
         held, staging = self._held[index], self._device.staging
+        if held.arrive is not None:
+            held.arrive()
+            held.arrive = None
         if held.due:
-            held.due = held.host_newer = False
-            if staging is not None:
-                staging.to_device(held.host_sums, held.gradients)
+            held.due = False
             self._update_bucket(index)
-            if staging is not None:
-                staging.to_host(held.parameters, held.host_parameters, lambda: None)
-        elif held.host_newer:
-            held.host_newer = False
-            if staging is not None:
-                staging.to_device(held.host_parameters, held.parameters)
+            if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
+                staging.to_host(held.parameters, held.host_parameters, _nothing)
         # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
         for name in held.plan.names:
             self._named[name].grad = None
@@ -353,6 +354,11 @@ class TorchReplica:
             if self._when is Optimize.BEFORE:
                 self._optimizers.prepare(index)
             self._optimizers.step(index)
+        if self._device.staging is None:
+            self._read()
+
+    def _read(self) -> None:
+        """The sums of a bucket were read; with staging, in a thread of its own."""
         if self._sharing is not None:
             self._sharing.taken()
 
@@ -366,7 +372,7 @@ class TorchReplica:
         staging = self._device.staging
         for held in self._held:
             if staging is not None:
-                staging.to_device(held.host_sums, held.gradients)
+                staging.to_device(held.host_sums, held.gradients, self._read)()
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
@@ -375,9 +381,9 @@ class TorchReplica:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         with user_code("the optimizer's step()"):
             self.optimizer.step()
-        if self._sharing is not None:
+        if staging is None:
             for _ in self._held:
-                self._sharing.taken()
+                self._read()
         self.publish()
 
     def _views(self, plan: BucketPlan, flat: Tensor) -> list[Tensor]:
@@ -385,10 +391,15 @@ class TorchReplica:
         spans = zip(plan.names, plan.offsets, plan.offsets[1:], strict=False)
         return [_view(flat[start:stop], self._named[name]) for name, start, stop in spans]
 
-    def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Callable[[int, Tensor], Tensor]) -> _Held:
+    def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Allocate) -> _Held:
         """Move the plan's parameters into flat memory."""
-        first = named[plan.names[0]].data
-        parameters, gradients = allocate(plan.numel, first), allocate(plan.numel, first)
+        first, staging = named[plan.names[0]].data, self._device.staging
+        host_parameters, host_gradients = allocate(plan.numel, first.dtype), allocate(plan.numel, first.dtype)
+        parameters, gradients = host_parameters, host_gradients
+        if staging is not None:
+            parameters, gradients = (first.new_zeros(plan.numel) for _ in range(2))
+            staging.pin(host_parameters)
+            staging.pin(host_gradients)
         views = self._views(plan, gradients)
         with torch.no_grad():
             for name, view, gradient in zip(plan.names, self._views(plan, parameters), views, strict=True):
@@ -398,12 +409,13 @@ class TorchReplica:
                 if parameter.grad is not None:
                     gradient.copy_(parameter.grad)
                     parameter.grad = gradient
-        staging = self._device.staging
-        host_parameters = parameters if staging is None else staging.host_memory(parameters)
-        host_gradients = gradients if staging is None else staging.host_memory(gradients)
         if staging is not None:
             host_parameters.copy_(parameters)
         return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set(), set(), host_gradients, views)
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of this copy."""
 
 
 def _view(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -141,6 +141,7 @@ class TorchWork:
             return await self._evaluation.run(group, tag)
 
     async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+        await self.quiet()
         spread = await (mean_of_replicas if mean else spread_of_replicas)(self._replica, group, tag)
         await self.quiet()
         return spread

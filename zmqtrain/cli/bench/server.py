@@ -211,9 +211,9 @@ class _Replica:
         from zmqtrain.wire.tensor import TensorPayload
 
         sizes = [min(BUCKET_BYTES, model_bytes - start) // 4 for start in range(0, model_bytes, BUCKET_BYTES)]
-        allocate, like = allocate_in(arena), torch.empty(0)
-        self.parameters: list[torch.Tensor] = [allocate(size, like) for size in sizes]
-        gradients = [allocate(size, like).fill_(1.0) for size in sizes]
+        allocate = allocate_in(arena)
+        self.parameters: list[torch.Tensor] = [allocate(size, torch.float32) for size in sizes]
+        gradients = [allocate(size, torch.float32).fill_(1.0) for size in sizes]
         self._buckets = tuple(
             Bucket(index, TensorPayload.of(parameters), TensorPayload.of(gradients[index]), 0, (f"p{index}",))
             for index, parameters in enumerate(self.parameters)

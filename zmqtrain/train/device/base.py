@@ -15,19 +15,28 @@ T = TypeVar("T")
 
 
 class Staging(Protocol):
-    """Copies between the device's memory and the host's, which the network reads and writes."""
+    """Copies between the device's memory and the host's, which the network and the other processes of the host read and write.
 
-    def host_memory(self, tensor: Tensor) -> Tensor:
-        """Memory on the host for the content of a flat device tensor; not filled."""
+    Copies run beside the arithmetic, those in one direction one after another, and never wait for those in the other.
+    """
+
+    def pin(self, tensor: Tensor) -> None:
+        """Host memory, in whole pages, that will be copied from and to: the device may read and write it itself from now on.
+
+        It stays where it is until the staging is closed. Raises `HostMemoryError`.
+        """
         ...
 
     def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
         """Begin to copy once what is queued on the device so far has run, and return at once; then call ``done`` (any thread)."""
         ...
 
-    def to_device(self, source: Tensor, target: Tensor) -> None:
-        """Copy so that what is queued on the device from now on sees the new content. ``source`` may be written again once a
-        later `to_host` is done."""
+    def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
+        """Begin to copy at once, and return; nothing queued on the device may use ``target``. Any thread. ``done`` is called (any
+        thread) once ``source`` may be written again.
+
+        Call what is returned in the compute thread: what it queues from then on sees the new content.
+        """
         ...
 
     def synchronize(self) -> None:

@@ -5,47 +5,87 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
+from zmqtrain.errors import HostMemoryError
 from zmqtrain.train.device.threads import RealThreads
 
 T = TypeVar("T")
+#: ``cudaHostRegisterPortable``: pinned for every context of the process.
+_PORTABLE = 1
 
 
 class CudaStaging:
-    """Copies by way of pinned memory. Gradients leave on a stream of their own, while backward goes on."""
+    """Copies by way of pinned memory, which may be the host's shared memory: a worker's gradients go straight to where they are
+    summed, and the sums straight back. Each direction has a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outgoing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copies: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._watch, name="zmqtrain-copies", daemon=True).start()
+        self._outgoing, self._incoming = _Stream(device, "out"), _Stream(device, "in")
+        self._pinned: list[Tensor] = []
 
-    def host_memory(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    def pin(self, tensor: Tensor) -> None:
+        if not tensor.nbytes or tensor.is_pinned():
+            return
+        with torch.cuda.device(self._device):
+            error = _runtime().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)
+        if int(error):
+            raise HostMemoryError(
+                f"CUDA cannot pin {tensor.nbytes / 1e6:.1f} MB of host memory ({error}): is locked memory limited (ulimit -l)?"
+            )
+        self._pinned.append(tensor)
 
     def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
         # The stream that is current here is the one on which the gradients are made (autograd sets it in its own threads, too).
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(torch.cuda.current_stream(self._device))
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._outgoing):
-            self._outgoing.wait_event(made)
-            target.copy_(source, non_blocking=True)
-            copied.record(self._outgoing)
-        self._copies.put((copied, done))
+        self._outgoing.copy(source, target, done, after=made)
 
-    def to_device(self, source: Tensor, target: Tensor) -> None:
-        # On the stream of the arithmetic, so in order with it. What it queues later waits for this copy, and `to_host` waits for
-        # that, so `source` is free again before the exchange writes it next.
-        target.copy_(source, non_blocking=True)
+    def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
+        copied = self._incoming.copy(source, target, done)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Nothing is copied any more."""
+        self.synchronize()
+        self._outgoing.close()
+        self._incoming.close()
+        while self._pinned:
+            _runtime().cudaHostUnregister(self._pinned.pop().data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class _Stream:
+    """Copies in one direction, and a thread that tells when each is done."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._order = threading.Lock()
+        threading.Thread(target=self._watch, name=f"zmqtrain-copies-{name}", daemon=True).start()
+
+    def copy(
+        self, source: Tensor, target: Tensor, done: Callable[[], None], *, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with self._order, torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            copied.record(self._stream)
+            self._copies.put((copied, done))
+        return copied
 
     def close(self) -> None:
         self._copies.put(None)
