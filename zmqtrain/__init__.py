@@ -12,17 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zmqtrain.c10d.hook import Gossip, ddp_comm_hook
+    from zmqtrain.c10d.servers import ModelServers
     from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import ZmqTrainError
     from zmqtrain.train.task import Task
 
     __version__: str
 
-__all__ = ["AsyncSession", "Gossip", "Session", "Task", "ZmqTrainError", "__version__", "ddp_comm_hook", "join", "session"]
+__all__ = [
+    "AsyncSession",
+    "Gossip",
+    "ModelServers",
+    "Session",
+    "Task",
+    "ZmqTrainError",
+    "__version__",
+    "ddp_comm_hook",
+    "join",
+    "session",
+]
 
 _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
     "Gossip": "zmqtrain.c10d.hook",
+    "ModelServers": "zmqtrain.c10d.servers",
     "Session": "zmqtrain.embed.session",
     "Task": "zmqtrain.train.task",
     "ZmqTrainError": "zmqtrain.errors",

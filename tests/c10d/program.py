@@ -70,6 +70,40 @@ def gossip(size: int) -> None:
     print("apart by less than 1e-12:", apart < 1e-12)
 
 
+def servers(size: int, policy: str) -> None:
+    """Groups of two ranks at model servers; when they wait for each other, it is one process on everybody's data."""
+    mine, alone = model(), model()
+    with torch.no_grad():
+        mine[0].weight.add_(0.01 * dist.get_rank())
+    settings = {"lr": 0.05, "momentum": 0.9}
+    optimizer = torch.optim.SGD(mine.parameters(), **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = [torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(size)]
+    with zmqtrain.ModelServers(mine, optimizer, 2, staleness="sync" if policy == "sync" else "async", bucket_bytes=1000) as state:
+        replica = DistributedDataParallel(mine, process_group=state.within, bucket_cap_mb=0.001)
+        replica.register_comm_hook(state, zmqtrain.ddp_comm_hook)
+        losses = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = replica(data[dist.get_rank()][step]).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            state.step()
+            schedule.step()
+    if policy == "sync":
+        reference = torch.optim.SGD(alone.parameters(), **settings)
+        schedule = torch.optim.lr_scheduler.StepLR(reference, 2)
+        for step in range(6):
+            reference.zero_grad()
+            sum(alone(data[rank][step]).square().mean() / size for rank in range(size)).backward()
+            reference.step()
+            schedule.step()
+        apart = max(float((one - other).abs().max()) for one, other in zip(mine.parameters(), alone.parameters(), strict=True))
+        print("apart by less than 1e-12:", apart < 1e-12)
+    else:
+        print("learns:", losses[-1] < losses[0])
+
+
 def main(backend: str, what: str) -> None:
     """One rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -94,8 +128,10 @@ def main(backend: str, what: str) -> None:
         left = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)])
         right = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Replicate()])
         print((left @ right).redistribute(mesh, [Shard(1)]).full_tensor())
-    elif what == "gossip":
+    elif what == "hooks":
         gossip(size)
+        servers(size, "sync")
+        servers(size, "async")
     else:
         dist.barrier()
         print("waiting", flush=True)

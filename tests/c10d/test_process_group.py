@@ -360,12 +360,13 @@ def test_programs_give_what_they_give_with_gloo(tmp_path: Path) -> None:
     assert all(found["zmq"])
 
 
-def test_groups_of_ranks_gossip_beside_ddp(tmp_path: Path) -> None:
-    """Two groups of two: the parameters of one process that does the same by the schedule, to summation order in float64."""
-    processes = run_program(tmp_path, "zmq", "gossip", ranks=4)
+def test_groups_of_ranks_gossip_or_meet_at_model_servers_beside_ddp(tmp_path: Path) -> None:
+    """Two groups of two: by gossip the parameters of one process that does the same by the schedule, by synchronous servers those
+    of one process on everybody's data; to summation order in float64."""
+    processes = run_program(tmp_path, "zmq", "hooks", ranks=4)
     ended = [process.communicate(timeout=50) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, ended
-    assert {out for out, _ in ended} == {"apart by less than 1e-12: True\n"}
+    assert {out for out, _ in ended} == {2 * "apart by less than 1e-12: True\n" + "learns: True\n"}
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
+from zmqtrain.c10d.servers import ModelServers
 from zmqtrain.c10d.work import Lane
 from zmqtrain.collectives.group import bounds
 from zmqtrain.exchange.gossip.schedule import Schedule, Shape
@@ -70,9 +71,10 @@ class Gossip:
                 else:
                     dist.broadcast(tensor, 0)
 
-    def exchange(self, gradients: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
-        """Average a bucket's gradients, in place. ``last``: the step has no more."""
-        step, self._step = self._step, self._step + last
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket's gradients, in place."""
+        gradients, step = bucket.buffer(), self._step
+        self._step += bucket.is_last()
         handle = self._lane.submit([gradients], f"gossip of step {step}", lambda: self._average(gradients, step))
         return handle.get_future().then(lambda done: done.value()[0])
 
@@ -97,6 +99,6 @@ class Gossip:
         gradients.mul_(scale)
 
 
-def ddp_comm_hook(state: Gossip, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """For ``DistributedDataParallel.register_comm_hook(gossip, zmqtrain.ddp_comm_hook)``: see `Gossip`."""
-    return state.exchange(bucket.buffer(), last=bucket.is_last())
+def ddp_comm_hook(state: Gossip | ModelServers, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook(state, zmqtrain.ddp_comm_hook)``: see `Gossip` and `ModelServers`."""
+    return state.exchange(bucket)

@@ -33,7 +33,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
     missing = shared_memory_missing()
     if missing is not None:
         raise UsageError(f'the "zmq" backend needs shared memory, and {missing}')
-    store.set(f"host/{rank}", host or _this_host())
+    store.set(f"host/{rank}", host or this_host())
     ranks_of: dict[str, list[int]] = {}
     for other, name in enumerate(names):
         ranks_of.setdefault(_get(store, f"host/{other}", name, timeout), []).append(other)
@@ -52,7 +52,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
         return memory
     if rank == 0:
         store.set("token", token_hex(16))
-    settings = NetSettings(token=_get(store, "token", names[0], timeout), host=_address(), connect_s=timeout_s)
+    settings = NetSettings(token=_get(store, "token", names[0], timeout), host=listening_address(), connect_s=timeout_s)
     network = NetworkThread()
     try:
         node = network.call(_open(names[rank], settings))
@@ -69,7 +69,7 @@ async def _open(name: str, settings: NetSettings) -> Node:
     return await open_zeromq(name, settings=settings)
 
 
-def _address() -> str:
+def listening_address() -> str:
     given = os.environ.get(ADDRESS)
     if given:
         return given
@@ -91,7 +91,7 @@ def _get(store: Store, key: str, name: str, timeout: timedelta) -> str:
     return content.decode()
 
 
-def _this_host() -> str:
+def this_host() -> str:
     """What processes have in common that can share memory: the machine, and its process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,219 @@
+"""Model servers between groups of ranks, for programs with DistributedDataParallel: a communication hook.
+
+Each rank's process holds a shard of the model as a server, beside its work as a worker; both are the coroutines of a launched job,
+in a thread of the process.
+"""
+
+# No annotations as text here: DistributedDataParallel compares those of its hooks with its own types.
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from secrets import token_hex
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.optim import Optimizer
+
+from zmqtrain.arena import Arena, Region, shared_memory_missing
+from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
+from zmqtrain.c10d.rendezvous import listening_address, this_host
+from zmqtrain.c10d.several_hosts import NetworkThread
+from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.exchange.model_server import ModelServerExchange
+from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.server.model_server import ModelServer, ServerSettings
+
+
+class ModelServers:
+    """What `ddp_comm_hook` needs to know: groups of ranks that are synchronous inside, and meet at model servers (Omnivore's
+    compute groups, Hadjis et al. 2016).
+
+    ::
+
+        dist.init_process_group("zmq")
+        servers = zmqtrain.ModelServers(model, optimizer)           # all begin with rank 0's parameters
+        replica = DistributedDataParallel(model, process_group=servers.within)
+        replica.register_comm_hook(servers, zmqtrain.ddp_comm_hook)
+        ...
+        loss.backward()
+        servers.step()                                              # in place of optimizer.step()
+        ...
+        servers.close()
+
+    The servers run the optimizer, with the hyperparameters that ``optimizer`` has at each step; its own state stays
+    empty. Gradients leave bucket by bucket while backward goes on. Optimizers must work element by element (SGD, Adam, ...).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        group_size: int | None = None,
+        *,
+        staleness: Literal["sync", "async"] | int = "async",
+        bucket_bytes: int = 4 << 20,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """All ranks make one, at the same place of the program.
+
+        Args:
+            model: its parameters become rank 0's.
+            optimizer: over the model's parameters.
+            group_size: ranks that follow each other form a group; those of a host (``LOCAL_WORLD_SIZE``) if not given.
+            staleness: whether groups wait for each other at each step (sync), never (async), or when they are so many steps apart.
+            bucket_bytes: gradients leave in buckets of about this size.
+            timeout_s: how long anything may wait for another rank.
+
+        Raises `ValueError` where the world cannot be divided so, and `TaskError` for an optimizer that servers cannot run.
+        """
+        world, self._rank = dist.get_world_size(), dist.get_rank()
+        size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if world % size:
+            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: give group_size")
+        groups = tuple(tuple(f"worker/{first + place}" for place in range(size)) for first in range(0, world, size))
+        group, position = divmod(self._rank, size)
+        self.within: Any = None
+        """The process group of this rank's own group, for DistributedDataParallel."""
+        for number in range(world // size):
+            made = dist.new_group(list(range(number * size, (number + 1) * size)))
+            self.within = made if number == group else self.within
+        self._timeout_s = timeout_s
+        self._network = NetworkThread()
+        self._region: Region | None = None
+        self._nodes: list[Node] = []
+        self._serving: asyncio.Task[None] | None = None
+        token = [token_hex(16)]
+        dist.broadcast_object_list(token, 0)
+        self._settings = NetSettings(token=token[0], host=listening_address(), connect_s=timeout_s)
+        try:
+            self._arenas = self._share_memory()
+            self._replica = DdpReplica(model, optimizer, size, bucket_bytes, self._arenas[0], timeout_s)
+            self._nodes = self._network.call(self._open())
+            self._worker = self._nodes[0]
+            addresses: list[Any] = [None] * world
+            dist.all_gather_object(addresses, [node.address for node in self._nodes])
+            self._network.call(self._serve(addresses))
+            settings = ModelServerSettings(
+                group=group,
+                position=position,
+                groups=groups,
+                servers=tuple(f"server/{rank}" for rank in range(world)),
+                policy="bound" if isinstance(staleness, int) else staleness,
+                bound=staleness if isinstance(staleness, int) else 0,
+                split_bytes=bucket_bytes,
+                request_s=timeout_s,
+                wait_s=timeout_s,
+            )
+            self._exchange = ModelServerExchange(self._worker, settings)
+            self._replica.connect(self._network.loop, self._exchange)
+            self._network.call(self._exchange.start(self._replica))
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._replica.take()
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Hand a bucket's gradients over; they stay as they are. Never blocks."""
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._replica.add(parameter, gradient)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def step(self) -> None:
+        """In place of ``optimizer.step()``: wait for the parameters that answer this step's gradients, and take them.
+
+        Raises what broke the exchange: `PeerLostError` naming a rank that is gone, `PeerTimeoutError`, ...
+        """
+        self._network.call(self._replica.finish_step())
+        self._replica.take()
+
+    def close(self) -> None:
+        """Training is over: waits until all ranks have come here, since they need this one's server until then."""
+        try:
+            self._network.call(self._finish())
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end(error)
+
+    def _share_memory(self) -> tuple[Arena | None, Arena | None]:
+        """The worker's and the server's slot of a region that the ranks of each host share."""
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, None if shared_memory_missing() else this_host())
+        here = [rank for rank, host in enumerate(hosts) if host is not None and host == hosts[self._rank]]
+        if here and here[0] == self._rank:
+            self._region = Arena.create(2 * len(here))
+        paths: list[Any] = [None] * len(hosts)
+        dist.all_gather_object(paths, None if self._region is None else self._region.path)
+        if not here:
+            return None, None
+        slot = 2 * here.index(self._rank)
+        return Arena.join(paths[here[0]], slot), Arena.join(paths[here[0]], slot + 1)
+
+    async def _open(self) -> list[Node]:
+        """The endpoints of the worker and of the server."""
+        return [
+            await open_zeromq(f"{kind}/{self._rank}", settings=replace(self._settings, arena=arena))
+            for kind, arena in zip(("worker", "server"), self._arenas, strict=True)
+        ]
+
+    async def _serve(self, addresses: Sequence[tuple[str, str]]) -> None:
+        """This rank's server, for all workers; its worker knows all servers."""
+        for node in self._nodes:
+            for rank, (worker, server) in enumerate(addresses):
+                for peer, address in ((f"worker/{rank}", worker), (f"server/{rank}", server)):
+                    if peer != node.peer:
+                        node.add_peer(peer, address)
+        workers = tuple(f"worker/{rank}" for rank in range(len(addresses)))
+        server_settings = ServerSettings(self._rank, workers, request_s=self._timeout_s, wait_s=self._timeout_s)
+        serving = ModelServer(self._nodes[1], server_settings, arena=self._arenas[1])
+        self._serving = asyncio.create_task(serving.run(), name=f"server/{self._rank}")
+        self._serving.add_done_callback(self._on_served)
+
+    def _on_served(self, serving: asyncio.Task[None]) -> None:
+        if not serving.cancelled() and (error := serving.exception()) is not None:
+            self._replica.abort(error)
+
+    async def _finish(self) -> None:
+        await self._exchange.settle()
+        await self._exchange.stop()
+        assert self._serving is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._serving
+        except TimeoutError:
+            raise PeerTimeoutError("another rank", "it to call close()", self._timeout_s, SETTING) from None
+
+    def _end(self, error: BaseException | None) -> None:
+        """Nothing more will be sent or served. The endpoints tell the others so."""
+
+        async def close() -> None:
+            if self._serving is not None:
+                self._serving.cancel()
+                await asyncio.wait([self._serving])
+            for node in self._nodes:
+                with suppress(asyncio.CancelledError):
+                    await node.close()
+
+        self._network.call(close())
+        self._network.close()
