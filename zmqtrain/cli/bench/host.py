@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from zmqtrain.arena import Arena
+from zmqtrain.cli.bench.models import SEQUENCE, WIDTH
 from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import barrier
@@ -32,8 +33,15 @@ Case: TypeAlias = dict[str, str | float | None]
 WORLDS = (2, 4, 8)
 SIZES = (100_000_000, 4_000_000, 64_000)
 ROUNDS = 9
-#: Model, samples a worker, steps a turn, turns.
-MODELS = (("alexnet", 8, 3, 5), ("alexnet", 32, 2, 4), ("vgg16", 4, 1, 4))
+#: Model, workers, samples a worker, steps a turn, turns.
+MODELS = (
+    ("alexnet", 2, 8, 3, 5),
+    ("alexnet", 2, 32, 2, 4),
+    ("vgg16", 2, 4, 1, 4),
+    ("transformer", 2, 8, 3, 5),
+    ("alexnet", 4, 8, 2, 4),
+    ("transformer", 4, 8, 2, 4),
+)
 #: Seconds that a worker waits for the others.
 PATIENCE_S = 120.0
 
@@ -58,12 +66,12 @@ class Work:
 def bench_host(
     *,
     worlds: Sequence[int] = WORLDS,
-    models: Sequence[tuple[str, int, int, int]] = MODELS,
+    models: Sequence[tuple[str, int, int, int, int]] = MODELS,
     mpi_python: str | None = None,
     mpi_script: str | None = None,
 ) -> Iterator[Case]:
     """All-reduce by number of processes and size: of tensors that lie in shared memory, and of any tensors by the ``zmq`` backend
-    of torch.distributed. Then steps of models with 2 workers of one thread each. Values are medians of the slowest process.
+    of torch.distributed. Then steps of models with workers of one thread each. Values are medians of the slowest process.
 
     ``mpi_python`` is a Python that has mpi4py, and ``mpi_script`` what times it: called by ``mpirun`` with that Python, it prints a
     JSON line a size with ``bytes`` and ``median_ms``.
@@ -79,9 +87,9 @@ def bench_host(
             if size in mpi:
                 yield _case(f"{text}: in shared memory", of["shared memory"], "Open MPI", mpi[size])
             yield _case(f"{text}: zmq backend", of["zmq"], "gloo", of["gloo"])
-    for model, batch, steps, turns in models:
-        taken = _measured(2, _steps, Work(0, 2, "", "", model, batch, steps, turns))
-        text = f"step of {model}, batch {batch}, 2 workers"
+    for model, workers, batch, steps, turns in models:
+        taken = _measured(workers, _steps, Work(0, workers, "", "", model, batch, steps, turns))
+        text = f"step of {model}, batch {batch}, {workers} workers"
         ours = taken["ours", 0]
         yield _case(text, ours, "without communication", taken["alone", 0])
         yield _case(text, ours, "DistributedDataParallel, gloo", taken["ddp gloo", 0])
@@ -189,7 +197,8 @@ async def _steps(node: Endpoint, work: Work) -> Times:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{work.store}", rank=work.rank, world_size=work.world)
     generator = torch.Generator().manual_seed(work.rank)
-    inputs = torch.randn(work.batch, 3, 224, 224, generator=generator)
+    shape = (SEQUENCE, WIDTH) if work.model == "transformer" else (3, 224, 224)
+    inputs = torch.randn(work.batch, *shape, generator=generator)
     target = torch.randint(1000, (work.batch,), generator=generator)
 
     def torch_steps(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Awaitable[list[float]]]:
@@ -202,7 +211,7 @@ async def _steps(node: Endpoint, work: Work) -> Times:
         "ddp gloo": torch_steps(DistributedDataParallel),
         "ours": await _ours(node, work, inputs, target),
     }
-    if work.model == "alexnet":  # more copies of larger models take more memory than many machines have
+    if work.model != "vgg16":  # more copies of larger models take more memory than many machines have
         zmq = dist.new_group(backend="zmq")
         sides["ddp zmq"] = torch_steps(lambda model: DistributedDataParallel(model, process_group=zmq))
     group = _group(node, work)

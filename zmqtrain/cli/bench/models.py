@@ -1,8 +1,11 @@
-"""Models that benchmarks train: as they are commonly written, for 1,000 classes of 224x224 images."""
+"""Models that benchmarks train: as they are commonly written, for 1,000 classes, of 224x224 images or of sequences."""
 
 from __future__ import annotations
 
 from torch import nn
+
+#: The transformer's: tokens of a sample, and features of a token.
+SEQUENCE, WIDTH = 64, 512
 
 
 def alexnet() -> nn.Sequential:
@@ -35,6 +38,12 @@ def vgg16() -> nn.Sequential:
             channels = width
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers, *_head(512 * 7 * 7))
+
+
+def transformer() -> nn.Sequential:
+    """A small transformer (Vaswani et al. 2017), over sequences of features: 13 million parameters."""
+    layers = [nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(4)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((1, WIDTH)), nn.Flatten(), nn.Linear(WIDTH, 1000))
 
 
 def _head(features: int) -> list[nn.Module]:
