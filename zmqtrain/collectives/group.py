@@ -31,7 +31,7 @@ class Group:
     ``timeout_s`` bounds how long a collective may wait without any progress (``None``: until a peer is lost).
     """
 
-    __slots__ = ("_running", "chunk_bytes", "endpoint", "loss_grace_s", "lost", "members", "name", "rank", "timeout_s")
+    __slots__ = ("_parts", "_running", "chunk_bytes", "endpoint", "loss_grace_s", "lost", "members", "name", "rank", "timeout_s")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Group:
         self.loss_grace_s = loss_grace_s
         self.lost: PeerLostError | None = None
         self._running: set[asyncio.Timeout] = set()
+        self._parts: dict[tuple[int, ...], Group] = {}
         endpoint.on_lost(self._on_lost)
 
     @property
@@ -66,6 +67,22 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.name} rank {self.rank} of {self.size}>"
+
+    def part(self, ranks: tuple[int, ...]) -> Group:
+        """The group of some of its members, this process among them; the same one for the same ranks."""
+        if len(ranks) == self.size:
+            return self
+        if ranks not in self._parts:
+            self._parts[ranks] = Group(
+                self.endpoint,
+                tuple(self.members[rank] for rank in ranks),
+                ranks.index(self.rank),
+                f"{self.name}/{','.join(map(str, ranks))}",
+                timeout_s=self.timeout_s,
+                chunk_bytes=self.chunk_bytes,
+                loss_grace_s=self.loss_grace_s,
+            )
+        return self._parts[ranks]
 
     def tag(self, tag: Tag) -> Tag:
         """The tag on the wire of a collective of this group."""

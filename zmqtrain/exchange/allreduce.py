@@ -126,7 +126,10 @@ class AllReduceExchange:
 
 
 async def spread(world: Group, replica: Replica) -> None:
-    """Give every replica the parameters of rank 0's. One bucket after the other, so little memory is under way."""
+    """Give every replica the parameters of rank 0's, or of the first with the same part of the model.
+
+    One bucket after the other, so little memory is under way.
+    """
     for bucket in replica.buckets:
-        await broadcast(world, bucket.parameters, ("start", bucket.index))
+        await broadcast(bucket.sharers(world), bucket.parameters, ("start", bucket.index))
         replica.parameters_ready(bucket)

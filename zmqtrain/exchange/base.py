@@ -7,7 +7,27 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from zmqtrain.collectives.group import Group
 from zmqtrain.wire.payload import Payload, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How a bucket's parameters are divided within a compute group: each row of its grid has its own part, and only the workers of
+    a row exchange it."""
+
+    positions: tuple[tuple[int, ...], ...]
+    """Of each row's workers in their group."""
+    numels: tuple[int, ...]
+    """Elements of the bucket on each row."""
+    own: int
+    """This worker's row."""
+
+    def within(self, group: Group) -> Group:
+        """Those of ``group``, which is one compute group or several, that have this worker's part."""
+        size = sum(map(len, self.positions))
+        here = self.positions[self.own]
+        return group.part(tuple(rank for rank in range(group.size) if rank % size in here))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +43,11 @@ class Bucket:
     gradients: Payload  # flat view, same size
     parameter_group: int  # which of the optimizer's parameter groups
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
+    rows: Rows | None = None  # None: all workers of a group have the same parameters
+
+    def sharers(self, group: Group) -> Group:
+        """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""
+        return group if self.rows is None else self.rows.within(group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class ModelServerExchange:
         self._base: OptimizerSpec | None = None
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
+        self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces of which all begin with this worker's values
         self._versions: dict[int, int] = {}  # piece -> version that was read last
         self._staleness: list[int] = []
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
@@ -82,13 +83,17 @@ class ModelServerExchange:
         self._replica = replica
         self._base = replica.hyperparameters()
         require_elementwise(self._base)
+        numbers = _numbers(replica.buckets)
         configuration = self._configuration(replica, self._base, restored)
         cut = configuration.pieces()
-        first = settings.group == 0 and settings.position == 0
         for bucket in replica.buckets:
-            self._mine[bucket.index] = [p for p in cut if p.bucket == bucket.index and p.position == settings.position]
-        reads = [self._read_initial(bucket) for bucket in replica.buckets]
-        await together(*reads, *([self._configure(configuration, cut)] if first else []))
+            number = numbers[bucket.index]
+            own = [piece for piece in cut if piece.bucket == number]
+            self._mine[bucket.index] = [piece for piece in own if piece.position == settings.position]
+            if settings.group == 0 and settings.position == configuration.buckets[number].first and not restored:
+                self._first[bucket.index] = own
+        starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
+        await together(*(self._read_initial(bucket) for bucket in replica.buckets), self._send_initial(replica), *starting)
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
 
@@ -151,7 +156,7 @@ class ModelServerExchange:
     def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
         settings = self._settings
         return Configuration(
-            buckets=tuple(BucketDescription(b.parameters.numel, b.parameters.dtype, b.parameter_group) for b in replica.buckets),
+            buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
             optimizer=optimizer,
             groups=settings.groups,
             servers=settings.servers,
@@ -165,22 +170,18 @@ class ModelServerExchange:
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 
-    async def _configure(self, configuration: Configuration, cut: Sequence[Piece]) -> None:
-        settings, replica = self._settings, self._replica
-        assert replica is not None
-        await self._ask_servers("configure", configuration.to_value())
-        if configuration.restored:
-            return
-        for piece in cut:
-            part = replica.buckets[piece.bucket].parameters.part(piece.start, piece.stop)
-            await self._endpoint.send(settings.servers[piece.server], initial_tag(piece.index), part)
+    async def _send_initial(self, replica: Replica) -> None:
+        for index, own in self._first.items():
+            for piece in own:
+                part = replica.buckets[index].parameters.part(piece.start, piece.stop)
+                await self._endpoint.send(self._settings.servers[piece.server], initial_tag(piece.index), part)
 
     async def _read_initial(self, bucket: Bucket) -> None:
-        # Worker 0 may still be sending from this very memory, but what comes back are the same bytes.
+        # The one who sends may still be sending from this very memory, but what comes back are the same bytes.
         for piece in self._mine[bucket.index]:
             into = bucket.parameters.part(piece.start, piece.stop)
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
-        await all_gather(self._group, bucket.parameters, ("initial", bucket.index), priority=bucket.index)
+        await all_gather(bucket.sharers(self._group), bucket.parameters, ("initial", bucket.index), priority=bucket.index)
 
     async def _ask_servers(self, method: str, *values: Value) -> None:
         timeout = self._settings.request_s
@@ -198,10 +199,10 @@ class ModelServerExchange:
 
     async def _exchange(self, bucket: Bucket, step: int, changed: Mapping[str, Value] | None, clip: GroupClip | None) -> None:
         assert self._replica is not None
-        name, recorder = f"bucket {bucket.index}", self._recorder
-        if self._group.size > 1:
+        name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(self._group)
+        if group.size > 1:
             with recorder.span(f"reduce_scatter {name}", "send", step=step):
-                await reduce_scatter(self._group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
+                await reduce_scatter(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
         if clip is not None:
             await self._clip_in_group(clip, bucket, step)
         mine = self._mine[bucket.index]
@@ -210,9 +211,9 @@ class ModelServerExchange:
                 await self._exchange_piece(bucket, mine[0], step, changed)
             else:
                 await together(*(self._exchange_piece(bucket, piece, step, changed) for piece in mine))
-        if self._group.size > 1:
+        if group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
-                await all_gather(self._group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
+                await all_gather(group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
         self._replica.parameters_ready(bucket)
 
     async def _exchange_piece(self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None) -> None:
@@ -269,3 +270,21 @@ class ModelServerExchange:
         if caller in self._settings.servers:
             self._under_way.fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
         return None
+
+
+def _descriptions(bucket: Bucket) -> list[BucketDescription]:
+    """A bucket as servers know it: one for each row of the grid, where rows have different parts of the model."""
+    dtype, group = bucket.parameters.dtype, bucket.parameter_group
+    if bucket.rows is None:
+        return [BucketDescription(bucket.parameters.numel, dtype, group)]
+    rows = zip(bucket.rows.numels, bucket.rows.positions, strict=True)
+    return [BucketDescription(numel, dtype, group, positions) for numel, positions in rows]
+
+
+def _numbers(buckets: Sequence[Bucket]) -> list[int]:
+    """The number of each of this worker's buckets among those that servers know."""
+    found, before = [], 0
+    for bucket in buckets:
+        found.append(before + (0 if bucket.rows is None else bucket.rows.own))
+        before += 1 if bucket.rows is None else len(bucket.rows.numels)
+    return found

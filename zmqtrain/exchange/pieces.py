@@ -17,6 +17,8 @@ class BucketSize:
 
     numel: int
     itemsize: int
+    positions: tuple[int, ...] | None = None
+    """The workers of each group that exchange it, by their places; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ def pieces(buckets: Sequence[BucketSize], group_size: int, servers: int, split_b
     result: list[Piece] = []
     for index, bucket in enumerate(buckets):
         most = max(1, split_bytes // bucket.itemsize)
-        for position, (start, stop) in enumerate(bounds(bucket.numel, group_size)):
+        positions = range(group_size) if bucket.positions is None else bucket.positions
+        for position, (start, stop) in zip(positions, bounds(bucket.numel, len(positions)), strict=True):
             count = -(-(stop - start) // most)
             # An even cut, since one small remainder costs a message as large ones do.
             for first, last in bounds(stop - start, count) if count else []:

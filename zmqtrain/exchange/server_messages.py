@@ -4,7 +4,7 @@
 message               from, to                 tag (or method)                                carries
 ====================  =======================  =============================================  ==============================
 configure (request)   worker 0 to servers      ``configure``                                  `Configuration`
-initial               worker 0 to servers      ``("initial", piece)``                         a piece's first values
+initial               group 0 to servers       ``("initial", piece)``                         a piece's first values
 initial               server to workers        ``("initial", piece)``                         the values that all begin with
 push                  worker to server         ``("push", piece, step)``                      gradient, `PushMeta`
 parameters            server to worker         ``("parameters", piece, step)``                values for ``step``, `ReadMeta`
@@ -40,10 +40,26 @@ class BucketDescription:
     numel: int
     dtype: str
     parameter_group: int
+    positions: tuple[int, ...] | None = None
+    """The workers of each group that have it, by their places; ``None``: all."""
 
     @property
     def size(self) -> BucketSize:
-        return BucketSize(self.numel, dtype_named(self.dtype).itemsize)
+        return BucketSize(self.numel, dtype_named(self.dtype).itemsize, self.positions)
+
+    @property
+    def first(self) -> int:
+        """The place of the worker whose values of it all begin with."""
+        return self.positions[0] if self.positions else 0
+
+    def to_value(self) -> Value:
+        """As a row: a model may have a thousand buckets, and headers are limited."""
+        return [self.numel, self.dtype, self.parameter_group, *(self.positions or ())]
+
+    @classmethod
+    def from_value(cls, row: Sequence[Any]) -> BucketDescription:
+        numel, dtype, parameter_group, *positions = row
+        return cls(numel, dtype, parameter_group, tuple(positions) or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +90,7 @@ class Configuration:
     def to_value(self) -> Value:
         """As plain values; `from_value` gives an equal configuration."""
         values = asdict(self)
-        # Rows instead of dictionaries: a large model has a thousand buckets, and headers are limited.
-        values["buckets"] = [[bucket.numel, bucket.dtype, bucket.parameter_group] for bucket in self.buckets]
+        values["buckets"] = [bucket.to_value() for bucket in self.buckets]
         values["groups"] = [list(members) for members in self.groups]
         values["servers"] = list(self.servers)
         values["optimizer"] = {"name": self.optimizer.name, "groups": [dict(group) for group in self.optimizer.groups]}
@@ -86,7 +101,7 @@ class Configuration:
         """Raises `ProtocolError` where ``value`` is none of `to_value`."""
         try:
             values: dict[str, Any] = dict(cast(Mapping[str, Any], value))
-            values["buckets"] = tuple(BucketDescription(*row) for row in values["buckets"])
+            values["buckets"] = tuple(BucketDescription.from_value(row) for row in values["buckets"])
             values["groups"] = tuple(tuple(members) for members in values["groups"])
             values["servers"] = tuple(values["servers"])
             optimizer = values["optimizer"]

@@ -63,7 +63,7 @@ class NetworkSums:
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
         # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
         # matter that workers finish them in different orders.
-        await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
+        await all_reduce(bucket.sharers(self.group), bucket.gradients, tag, priority=bucket.index)
 
     def abort(self, error: BaseException) -> None:
         return None

@@ -181,8 +181,8 @@ class ModelServer:
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
             return restore_pieces(self._held, tensors, sidecar)
-        source = configuration.groups[0][0]
         for held in self._held.values():
+            source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
             await in_time(wait, source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s)
         return 0

@@ -101,7 +101,7 @@ async def spread_of_replicas(replica: TorchReplica, group: Group, tag: str) -> f
         assert isinstance(payload, TensorPayload)
         first = payload.empty_like()
         first.copy_(payload)
-        await broadcast(group, first, (tag, "spread", bucket.index))
+        await broadcast(bucket.sharers(group), first, (tag, "spread", bucket.index))
         largest = max(largest, float((payload.tensor - first.tensor).abs().max()))
         payload.copy_(first)
         replica.parameters_ready(bucket)

@@ -16,11 +16,11 @@ async def mean_of_replicas(replica: Replica, group: Group, tag: str) -> float:
     """Give all members the mean of their parameters. Returns the largest difference of any of this worker's from it."""
     largest = 0.0
     for bucket in replica.buckets:
-        payload = bucket.parameters
+        payload, sharers = bucket.parameters, bucket.sharers(group)
         mean = payload.empty_like()
         mean.copy_(payload)
-        await all_reduce(group, mean, (tag, "mean", bucket.index))
-        mean.scale_(1.0 / group.size)
+        await all_reduce(sharers, mean, (tag, "mean", bucket.index))
+        mean.scale_(1.0 / sharers.size)
         largest = max(largest, _difference(payload, mean))
         payload.copy_(mean)
         replica.parameters_ready(bucket)

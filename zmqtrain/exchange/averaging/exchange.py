@@ -210,7 +210,7 @@ class AveragingExchange:
         return self._apply(bucket, step, self._flights.pop(bucket.index))
 
     async def _apply(self, bucket: Bucket, step: int, flight: _Flight) -> None:
-        group = self._groups.group
+        group = bucket.sharers(self._groups.group)
         with self._recorder.span(f"wait for the average of bucket {bucket.index}", "wait", step=step):
             await asyncio.wait({flight.task})
         flight.task.result()
@@ -229,7 +229,7 @@ class AveragingExchange:
 
     def _part(self, bucket: Bucket) -> Payload:
         """What of the bucket this worker deals with."""
-        group = self._groups.group
+        group = bucket.sharers(self._groups.group)
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])
 
     def _abort(self, error: BaseException) -> None:

@@ -206,9 +206,9 @@ class GossipExchange:
         return self._exchange(bucket, step, self._partners, self._distance)
 
     async def _exchange(self, bucket: Bucket, step: int, partners: _Peers | None, distance: Distance | None) -> None:
-        group, weights = self._group, self._settings.exchange == "weights"
+        group, weights = bucket.sharers(self._group), self._settings.exchange == "weights"
         payload = bucket.parameters if weights else bucket.gradients
-        if self._early and group.size > 1:
+        if self._early and self._group.size > 1:
             await self._sum.sums.sum(bucket, ("gradients", step, bucket.index))
         if partners is not None:
             part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
