@@ -102,6 +102,15 @@ async def barrier(group: Group, tag: Tag, *, priority: int = 0) -> None:
             await call.receive(source, nothing)
 
 
+def sent_by_all_reduce(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
+    """Messages and bytes that a rank sends in an `all_reduce` of so many elements. Pure."""
+    if size == 1 or not numel:
+        return 0, 0
+    steps = _ALL_REDUCE[choose_all_reduce(numel * itemsize, size)](numel, size, rank)
+    sizes = [sum(stop - start for start, stop in step.out) * itemsize for step in steps]
+    return sum(map(bool, sizes)), sum(sizes)
+
+
 async def _run(
     name: str, group: Group, payload: Payload, tag: Tag, priority: int, schedule: Callable[[int, int, int], Schedule]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
 
@@ -26,14 +28,15 @@ class Traffic:
     messages: Counter[Label] = field(default_factory=Counter)
     nbytes: Counter[Label] = field(default_factory=Counter)
 
-    def count(self, label: Label, tensor: Tensor) -> None:
-        """One message."""
-        self.messages[label] += 1
-        self.nbytes[label] += tensor.numel() * tensor.element_size()
+    def count(self, label: Label, nbytes: int, messages: int = 1) -> None:
+        """Something was sent."""
+        if nbytes:
+            self.messages[label] += messages
+            self.nbytes[label] += nbytes
 
 
 class ThreadWorld:
-    """The ranks of one process. ``traffic[rank]`` counts what each has sent: all-reduces and gathers as rings would."""
+    """The ranks of one process. ``traffic[rank]`` counts what each has sent: what the collectives of real endpoints would."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -109,7 +112,7 @@ class ThreadCommunicator:
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Expected], label: Label) -> Pending:
         for to, tensor in sends:
             if tensor.numel():
-                self._count(label, tensor)
+                self._count(label, tensor.nbytes)
                 self._world.post(self._key(self.rank, to, label), tensor)
 
         def finish() -> list[Tensor]:
@@ -123,7 +126,7 @@ class ThreadCommunicator:
         operation = self._begin(label, [part] * self.size)
         for hop in range(self.size - 1):  # a ring sends on every part but that of the next member
             shape = shapes[(self.rank - hop) % self.size]
-            self._count(label, part.new_empty(shape))
+            self._count(label, math.prod(shape) * part.element_size())
 
         def finish() -> list[Tensor]:
             return self._gather(operation, shapes, label)
@@ -132,10 +135,8 @@ class ThreadCommunicator:
 
     def all_reduce(self, tensor: Tensor, label: Label) -> Pending:
         operation = self._begin(label, [tensor] * self.size)
-        flat = tensor.reshape(-1)
-        for _ in range(2):
-            for hop in range(self.size - 1):
-                self._count(label, flat.tensor_split(self.size)[(self.rank - hop) % self.size])
+        messages, nbytes = sent_by_all_reduce(tensor.numel(), tensor.element_size(), self.size, self.rank)
+        self._count(label, nbytes, messages)
 
         def finish() -> list[Tensor]:
             return [_sum(self._gather(operation, [tuple(tensor.shape)] * self.size, label))]
@@ -145,7 +146,7 @@ class ThreadCommunicator:
     def reduce_scatter(self, parts: Sequence[Tensor], label: Label) -> Pending:
         operation = self._begin(label, parts)
         for hop in range(1, self.size):
-            self._count(label, parts[(self.rank - hop) % self.size])
+            self._count(label, parts[(self.rank - hop) % self.size].nbytes)
         shape = tuple(parts[self.rank].shape)
 
         def finish() -> list[Tensor]:
@@ -182,9 +183,8 @@ class ThreadCommunicator:
     def _key(self, source: int, to: int, label: Label) -> tuple[Any, ...]:
         return (self._members, source, to, label)
 
-    def _count(self, label: Label, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._world.traffic[self._members[self.rank]].count(label, tensor)
+    def _count(self, label: Label, nbytes: int, messages: int = 1) -> None:
+        self._world.traffic[self._members[self.rank]].count(label, nbytes, messages)
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

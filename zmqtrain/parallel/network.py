@@ -1,0 +1,297 @@
+"""The `Fabric` of a real compute group: layers in a compute thread, messages on the event loop, over an endpoint.
+
+An operation is begun by handing a coroutine to the loop, and waited for at a condition of the device's: so it runs on real threads
+as it does on virtual time. Within a host tensors pass through shared memory (`zmqtrain.net.shared`); nothing here knows of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce, sent_by_all_reduce
+from zmqtrain.data.background import Condition
+from zmqtrain.errors import ConnectivityError, PeerTimeoutError, ProtocolError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class NetworkFabric:
+    """This worker's connections to the others of its compute group. Made on the event loop; layers use it in the compute thread."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peers: tuple[PeerId, ...],
+        name: str,
+        *,
+        condition: Condition,
+        clock: Callable[[], float],
+        timeout_s: float,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``peers``: the group's workers, by rank. ``name`` begins all tags. ``condition`` and ``clock``: the device's."""
+        self.rank, self.size = peers.index(endpoint.peer), len(peers)
+        self.messages: Counter[Label] = Counter()
+        """Messages that this worker has sent, by label."""
+        self.nbytes: Counter[Label] = Counter()
+        """Bytes of tensors in them."""
+        self._group = Group(endpoint, peers, self.rank, name, timeout_s=timeout_s)
+        self._loop = asyncio.get_running_loop()
+        self._changed, self._clock, self._timeout_s = condition, clock, timeout_s
+        self._recorder: Recorder = recorder or NullRecorder()
+        self._communicators: dict[tuple[int, ...], NetworkCommunicator] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    def among(self, members: tuple[int, ...]) -> Communicator:
+        if members not in self._communicators:
+            self._communicators[members] = NetworkCommunicator(self, self._group.part(members))
+        return self._communicators[members]
+
+    def abort(self, error: BaseException) -> None:
+        """Every wait, now and later, raises ``error``. From any thread."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        self.abort(ConnectivityError("the connections of the divided model are closed"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # For communicators, in the compute thread.
+
+    def begin(self, work: Coroutine[Any, Any, list[Tensor]], label: Label, peers: str) -> Pending:
+        """Let the loop do ``work``; ``peers`` are waited for."""
+        operation = _Operation(self, label, peers)
+        self._loop.call_soon_threadsafe(self._start, work, operation)
+        return operation
+
+    def count(self, label: Label, nbytes: int, messages: int = 1) -> None:
+        """Something is being sent."""
+        if nbytes:
+            self.messages[label] += messages
+            self.nbytes[label] += nbytes
+
+    def wait(self, operation: _Operation) -> list[Tensor]:
+        """Block until the operation has ended."""
+        if operation.result is None and operation.error is None:
+            with self._recorder.span(f"wait for {operation.label}", "wait"), self._changed:
+                ended = self._changed.wait_for(
+                    lambda: operation.result is not None or operation.error is not None or self._error is not None,
+                    # The loop's own time-outs are first; this is for a loop that is gone.
+                    2 * self._timeout_s,
+                )
+            if not ended:
+                raise PeerTimeoutError(operation.peers, str(operation.label), 2 * self._timeout_s)
+        error = operation.error or (self._error if operation.result is None else None)
+        if error is not None:
+            raise error
+        assert operation.result is not None
+        return operation.result
+
+    # On the loop.
+
+    def _start(self, work: Coroutine[Any, Any, list[Tensor]], operation: _Operation) -> None:
+        task = self._loop.create_task(self._run(work, operation), name=str(operation.label))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Coroutine[Any, Any, list[Tensor]], operation: _Operation) -> None:
+        start_s, result = self._clock(), None
+        error: BaseException | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await work
+        except TimeoutError:
+            error = PeerTimeoutError(operation.peers, str(operation.label), self._timeout_s)
+        except Exception as raised:  # noqa: BLE001 - it is raised where the operation is waited for
+            error = raised
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+        self._recorder.add_span(str(operation.label), "receive", start_s, self._clock())
+        with self._changed:
+            operation.result, operation.error = result, error
+            self._changed.notify_all()
+
+
+class _Operation:
+    """Implements `Pending`."""
+
+    def __init__(self, fabric: NetworkFabric, label: Label, peers: str) -> None:
+        self._fabric, self.label, self.peers = fabric, label, peers
+        self.result: list[Tensor] | None = None
+        self.error: BaseException | None = None
+
+    def wait(self) -> list[Tensor]:
+        return self._fabric.wait(self)
+
+
+class _Done:
+    """Implements `Pending` for what needed nobody."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        self._result = result
+
+    def wait(self) -> list[Tensor]:
+        return self._result
+
+
+class NetworkCommunicator:
+    """Implements `zmqtrain.parallel.communicator.Communicator` among some workers of a group."""
+
+    def __init__(self, fabric: NetworkFabric, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._fabric, self._group = fabric, group
+        self._operations = 0
+        self._sent: defaultdict[int, int] = defaultdict(int)  # member -> messages to it, point to point
+        self._expected: defaultdict[int, int] = defaultdict(int)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Expected], label: Label) -> Pending:
+        outgoing = [(to, self._tag(label, to, self._sent), _copied(part)) for to, part in sends if part.numel()]
+        incoming: list[tuple[Tag | None, Expected, Tensor]] = []
+        for due in receives:
+            tag = self._tag(label, due.source, self._expected) if math.prod(due.shape) else None
+            incoming.append((tag, due, _memory(due.shape, due.dtype)))
+        for _, _, part in outgoing:
+            self._fabric.count(label, part.nbytes)
+
+        async def work() -> list[Tensor]:
+            async with asyncio.TaskGroup() as tasks:
+                for to, tag, part in outgoing:
+                    tasks.create_task(self._send(to, tag, part))
+                for due_tag, due, memory in incoming:
+                    if due_tag is not None:
+                        tasks.create_task(self._receive(due.source, due_tag, memory, label))
+            return [memory.view(due.shape) for _, due, memory in incoming]
+
+        return self._begin(work, label, [sends[0][1].device] if sends else [])
+
+    def all_gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]], label: Label) -> Pending:
+        if tuple(part.shape) != tuple(shapes[self.rank]):
+            raise ProtocolError(f"{label}: this rank's part has shape {tuple(part.shape)}, all others expect {shapes[self.rank]}")
+        if self.size == 1:
+            return _Done([part])
+        number = self._next()
+        parts = [_memory(shape, part.dtype) for shape in shapes]
+        parts[self.rank] = _copied(part)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for hop in range(self.size - 1):
+            self._fabric.count(label, parts[(self.rank - hop) % self.size].nbytes)
+
+        async def work() -> list[Tensor]:
+            # Around the ring: each sends on what it has received last.
+            for hop in range(self.size - 1):
+                out, come = parts[(self.rank - hop) % self.size], parts[(self.rank - hop - 1) % self.size]
+                tag = self._group.tag((str(label), number, hop))
+                async with asyncio.TaskGroup() as tasks:
+                    if out.numel():
+                        tasks.create_task(self._send(after, tag, out))
+                    if come.numel():
+                        tasks.create_task(self._receive(before, tag, come, label))
+            return [each.view(shape) for each, shape in zip(parts, shapes, strict=True)]
+
+        return self._begin(work, label, [part.device])
+
+    def all_reduce(self, tensor: Tensor, label: Label) -> Pending:
+        if self.size == 1:
+            return _Done([tensor.clone()])
+        number, flat = self._next(), _copied(tensor)
+        self._fabric.count(label, *reversed(sent_by_all_reduce(flat.numel(), flat.element_size(), self.size, self.rank)))
+
+        async def work() -> list[Tensor]:
+            if flat.numel():
+                await all_reduce(self._group, TensorPayload.of(flat), (str(label), number))
+            return [flat.view(tensor.shape)]
+
+        return self._begin(work, label, [tensor.device])
+
+    def reduce_scatter(self, parts: Sequence[Tensor], label: Label) -> Pending:
+        own = parts[self.rank]
+        if self.size == 1:
+            return _Done([own.clone()])
+        number = self._next()
+        outgoing = {to: _copied(part) for to, part in enumerate(parts) if to != self.rank and part.numel()}
+        come = [_memory(own.shape, own.dtype) if source != self.rank else _copied(own) for source in range(self.size)]
+        for part in outgoing.values():
+            self._fabric.count(label, part.nbytes)
+
+        async def work() -> list[Tensor]:
+            tag = self._group.tag((str(label), number))
+            async with asyncio.TaskGroup() as tasks:
+                for to, part in outgoing.items():
+                    tasks.create_task(self._send(to, tag, part))
+                for source, memory in enumerate(come):
+                    if source != self.rank and memory.numel():
+                        tasks.create_task(self._receive(source, tag, memory, label))
+            total = come[0]
+            for memory in come[1:]:  # in the order of ranks, whoever was first
+                total.add_(memory)
+            return [total.view(own.shape)]
+
+        return self._begin(work, label, [own.device])
+
+    def _begin(
+        self, work: Callable[[], Coroutine[Any, Any, list[Tensor]]], label: Label, devices: Sequence[torch.device]
+    ) -> Pending:
+        peers = ", ".join(peer for rank, peer in enumerate(self._group.members) if rank != self.rank)
+        pending = self._fabric.begin(work(), label, peers)
+        device = next((device for device in devices if device.type != "cpu"), None)
+        return pending if device is None else _OnDevice(pending, device)
+
+    async def _send(self, to: int, tag: Tag, part: Tensor) -> None:
+        # The endpoint keeps the memory, which is ours alone, until it has arrived.
+        await self._group.endpoint.send(self._group.members[to], tag, TensorPayload.of(part))
+
+    async def _receive(self, source: int, tag: Tag, memory: Tensor, label: Label) -> None:
+        peer = self._group.members[source]
+        received = await self._group.endpoint.receive(peer, tag)
+        payload = TensorPayload.of(memory)
+        if received.numel != payload.numel or received.dtype != payload.dtype:
+            raise ProtocolError(
+                f"{label}: {peer} sent {received.numel} {received.dtype} where {payload.numel} {payload.dtype} were due: all "
+                "workers of a group must have the same model, plan and input sizes"
+            )
+        payload.copy_(received)
+
+    def _next(self) -> int:
+        self._operations += 1
+        return self._operations
+
+    def _tag(self, label: Label, peer: int, counts: dict[int, int]) -> Tag:
+        counts[peer] += 1
+        return self._group.tag((str(label), "to", counts[peer]))
+
+
+class _OnDevice:
+    """Results that are copied to another device when they are waited for."""
+
+    def __init__(self, pending: Pending, device: torch.device) -> None:
+        self._pending, self._device = pending, device
+
+    def wait(self) -> list[Tensor]:
+        return [each.to(self._device) for each in self._pending.wait()]
+
+
+def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(math.prod(shape), dtype=dtype)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Flat, in the host's memory, and nobody else's."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
