@@ -41,34 +41,40 @@ class HaloExchange:
                 f"but its strip has {own.shape[self.dim]}"
             )
         sends = [(part.member, self._cut(own, self.strip.own[0], part.rows)) for part in self.strip.sends]
-        return Arriving(self, own, self._exchange(sends, self.strip.receives, own, "forward"))
+        return Arriving(self, own, self._exchange(sends, self.strip.receives, tuple(own.shape), own.dtype, "forward"))
 
-    def begin_return(self, gradient_of: Callable[[Range], Tensor], like: Tensor) -> Returning:
+    def begin_return(self, gradient_of: Callable[[Range], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Returning:
         """Send the gradients of the rows that were received back to where those came from.
 
         Arguments:
             gradient_of: the gradient of a range of received rows.
-            like: a tensor whose shape (but for the divided dimension), type and device are those of gradients.
+            shape: of the strip, whose size along the divided dimension does not matter.
+            dtype: of gradients.
         """
         sends = [(part.member, gradient_of(part.rows)) for part in self.strip.receives]
-        return Returning(self, self._exchange(sends, self.strip.sends, like, "backward"))
+        return Returning(self, self._exchange(sends, self.strip.sends, shape, dtype, "backward"))
 
     def cut(self, own: Tensor, rows: Range) -> Tensor:
         """A view of rows of the image that lie in ``own``."""
         return self._cut(own, self.strip.own[0], rows)
 
+    def shape(self, like: tuple[int, ...], rows: Range) -> tuple[int, ...]:
+        """The shape ``like``, with so many rows."""
+        return (*like[: self.dim], length(rows), *like[self.dim + 1 :])
+
     def _cut(self, tensor: Tensor, first: int, rows: Range) -> Tensor:
         return tensor.narrow(self.dim, rows[0] - first if length(rows) else 0, length(rows))
 
     def _exchange(
-        self, sends: list[tuple[int, Tensor]], parts: tuple[Part, ...], like: Tensor, phase: Phase
+        self,
+        sends: list[tuple[int, Tensor]],
+        parts: tuple[Part, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        phase: Phase,
     ) -> tuple[Pending, tuple[Part, ...]] | None:
         """Begin it; ``None`` where there is nothing to exchange."""
-        shape = list(like.shape)
-        expected = []
-        for part in parts:
-            shape[self.dim] = length(part.rows)
-            expected.append(Expected(part.member, tuple(shape), like.dtype))
+        expected = [Expected(part.member, self.shape(shape, part.rows), dtype) for part in parts]
         if not sends and not expected:
             return None
         return self.communicator.exchange(sends, expected, Label(self.layer, "halo", phase)), parts
@@ -166,8 +172,10 @@ class _Begin(torch.autograd.Function):
         way: _Way = ctx.way
         gradient = gradients[0].clone()
         if way.returning is None:  # nothing that others sent was used: their rows' gradients are zero, and they wait for them
-            zeros = _zeros(gradient, way.exchange)
-            way.returning = way.exchange.begin_return(zeros, gradient)
+            exchange, shape = way.exchange, tuple(gradient.shape)
+            way.returning = exchange.begin_return(
+                lambda rows: gradient.new_zeros(exchange.shape(shape, rows)), shape, gradient.dtype
+            )
         way.returning.add_to(gradient)
         return gradient, None
 
@@ -188,10 +196,9 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         way: _Way = ctx.way
         exchange, strip, (gradient,) = way.exchange, way.exchange.strip, gradients
-        way.returning = exchange.begin_return(lambda rows: exchange._cut(gradient, strip.needed[0], rows), gradient)
-        shape = list(gradient.shape)
-        shape[exchange.dim] = length(strip.own)
-        own = gradient.new_zeros(shape)
+        shape = tuple(gradient.shape)
+        way.returning = exchange.begin_return(lambda rows: exchange._cut(gradient, strip.needed[0], rows), shape, gradient.dtype)
+        own = gradient.new_zeros(exchange.shape(shape, strip.own))
         kept = overlap(strip.own, strip.needed)
         if length(kept):
             exchange.cut(own, kept).copy_(exchange._cut(gradient, strip.needed[0], kept))
@@ -206,12 +213,3 @@ def _begin(own: Tensor, way: _Way) -> Tensor:
 def _wait(own: Tensor, way: _Way) -> Tensor:
     result: Tensor = _Wait.apply(own, way)  # type: ignore[no-untyped-call]
     return result
-
-
-def _zeros(like: Tensor, exchange: HaloExchange) -> Callable[[Range], Tensor]:
-    def zeros(rows: Range) -> Tensor:
-        shape = list(like.shape)
-        shape[exchange.dim] = length(rows)
-        return like.new_zeros(shape)
-
-    return zeros
