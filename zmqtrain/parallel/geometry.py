@@ -73,11 +73,9 @@ class Window:
     @property
     def outputs(self) -> int:
         room = self.length + self.before + self.after - self.extent
-        if room < 0:
-            return 0
         if not self.ceil:
-            return room // self.stride + 1
-        count = -(-room // self.stride) + 1
+            return max(0, room // self.stride + 1)
+        count = max(0, -(-room // self.stride) + 1)
         # A window that would begin in the padding after the image, or beyond it, does not count.
         return count - 1 if (count - 1) * self.stride >= self.length + self.before else count
 

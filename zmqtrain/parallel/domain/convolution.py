@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.domain.axes import pad, pair
 from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.geometry import Range, Transposed, Window, length
 from zmqtrain.parallel.halo import HEIGHT
@@ -86,18 +87,6 @@ class DomainConvTranspose2d(DomainLayer):
         result = functional.conv_transpose2d(rows, weight, None, self.stride, padding, output_padding, self.groups, self.dilation)
         result = pad(result, axis, (start - outputs[0], outputs[1] - start - result.shape[self.dim]))
         return result if bias is None else result + bias[:, None, None]
-
-
-def pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    """A setting for height and width."""
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-def pad(tensor: Tensor, axis: int, rows: tuple[int, int], value: float = 0.0) -> Tensor:
-    """Rows before and after, along the height (0) or the width (1); negative numbers cut off."""
-    if rows == (0, 0):
-        return tensor
-    return functional.pad(tensor, (0, 0, *rows) if axis == 0 else rows, value=value)
 
 
 def conv_padding(module: nn.Conv2d, axis: int) -> tuple[int, int]:

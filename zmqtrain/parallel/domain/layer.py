@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,17 +165,13 @@ class _Step:
 
     def forward(self, own: Tensor) -> Tensor:
         layer = self.layer
-        if not (self.strip.sends or self.strip.receives):
+        with self._traced("halo", "send"):
             arriving = self.exchange.begin(own)
-        else:
-            with layer.span("halo", "send"):
-                arriving = self.exchange.begin(own)
         if length(self.strip.interior):
             with layer.span("interior", "compute"):
                 self.interior = [self._piece(arriving, self.strip.interior)]
-        if self.strip.sends or self.strip.receives:
-            with layer.span("wait for halo", "wait"):
-                arriving.wait()
+        with self._traced("wait for halo", "wait"):
+            arriving.wait()
         if self.strip.rims:
             with layer.span("rim", "compute"):
                 self.rims = [self._piece(arriving, outputs) for outputs in self.strip.rims]
@@ -183,6 +179,10 @@ class _Step:
         if not results:
             return self._nothing(own)
         return results[0] if len(results) == 1 else torch.cat(results, layer.dim)
+
+    def _traced(self, what: str, category: str, suffix: str = "") -> AbstractContextManager[object]:
+        """A span of communication, where there is any."""
+        return self.layer.span(what, category, suffix) if self.strip.sends or self.strip.receives else nullcontext()
 
     @property
     def pieces(self) -> list[_Piece]:
@@ -212,7 +212,8 @@ class _Step:
                 with layer.span("rim", "compute", suffix):
                     for piece in self.rims:
                         (piece.gradient,) = self._gradients([piece], parts, [piece.rows], again=any(self.wanted[1:]))
-            returning = self.exchange.begin_return(self._of_others, self.shape, self.dtype)
+            with self._traced("halo", "send", suffix):
+                returning = self.exchange.begin_return(self._of_others, self.shape, self.dtype)
         with layer.span("interior", "compute", suffix):
             weights = [weight for weight in self.weights if weight.requires_grad]
             inputs = [piece.rows for piece in self.interior] if self.wanted[0] else []
@@ -221,8 +222,8 @@ class _Step:
             if inputs:
                 self.interior[0].gradient = found[0]
             own = self._of_own() if self.wanted[0] else None
-        if returning is not None and own is not None and (self.strip.sends or self.strip.receives):
-            with layer.span("wait for halo", "wait", suffix):
+        if returning is not None and own is not None:
+            with self._traced("wait for halo", "wait", suffix):
                 returning.add_to(own)
         return [own, *(next(of_weights) if weight.requires_grad else None for weight in self.weights)]
 
