@@ -1,0 +1,181 @@
+"""A divided layer beside the plain one: outputs, gradients, messages, and what was computed before what arrived."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.events import NullRecorder
+from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.parallel.domain.layer import DomainLayer
+from zmqtrain.parallel.geometry import Count, Division, even, halo_traffic
+from zmqtrain.parallel.halo import HEIGHT
+from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def randomised(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> nn.Module:
+    """The module with weights that no symmetry can hide a fault behind."""
+    generator = torch.Generator().manual_seed(seed)
+    module = module.to(dtype)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=dtype, generator=generator) + 0.1
+    return module
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to the tolerance of their type, relative to the largest number."""
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    if not expected.numel():
+        return
+    error = float((actual - expected).abs().max())
+    scale = max(float(expected.abs().max()), 1.0)
+    assert error <= TOLERANCE[expected.dtype] * scale, f"{what}: off by {error} of {scale}"
+
+
+class Trace(NullRecorder):
+    """The spans of a layer, as a list of their begins and ends; ``on_end(name)`` is called at each end."""
+
+    def __init__(self, on_end: Callable[[str], None] = lambda _: None) -> None:
+        self.moments: list[str] = []
+        self._on_end = on_end
+
+    @contextmanager
+    def span(self, name: str, category: str, /, *, step: int | None = None) -> Iterator[None]:  # type: ignore[override]
+        self.moments.append(f"begin {name}")
+        yield
+        self.moments.append(f"end {name}")
+        self._on_end(name)
+
+
+@dataclass
+class Held:
+    """A communicator whose messages arrive only once they may: ``allow`` is a member's word that they may arrive at it."""
+
+    inner: Communicator
+    may: dict[str, threading.Event] = field(default_factory=lambda: {"forward": threading.Event(), "backward": threading.Event()})
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Expected], label: Label) -> Pending:
+        pending, may = self.inner.exchange(sends, receives, label), self.may[label.phase]
+
+        class Later:
+            def wait(self) -> list[Tensor]:
+                assert may.wait(10), f"{label}: waited for before the interior was computed"
+                return pending.wait()
+
+        return Later()
+
+    def all_gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]], label: Label) -> Pending:
+        return self.inner.all_gather(part, shapes, label)
+
+    def all_reduce(self, tensor: Tensor, label: Label) -> Pending:
+        return self.inner.all_reduce(tensor, label)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], label: Label) -> Pending:
+        return self.inner.reduce_scatter(parts, label)
+
+
+def check_layer(
+    make: type[DomainLayer],
+    module: nn.Module,
+    shape: tuple[int, int, int, int],
+    members: int,
+    *,
+    division: Division | None = None,
+    outputs: Division | None = None,
+    dim: int = HEIGHT,
+    dtype: torch.dtype = torch.float64,
+    input_gradient: bool = True,
+    image: Tensor | None = None,
+) -> ThreadWorld:
+    """Output, dX and summed gradients of parameters against the plain layer's, and messages against the geometry's prediction."""
+    module = randomised(module, dtype)
+    division = division or even(shape[dim], members)
+    generator = torch.Generator().manual_seed(2)
+    image = torch.randn(shape, dtype=dtype, generator=generator) if image is None else image
+    plain_input = image.clone().requires_grad_(input_gradient)
+    expected = module(plain_input)
+    gradient = torch.randn(expected.shape, dtype=dtype, generator=generator)
+    if expected.requires_grad:
+        expected.backward(gradient)
+    plain_gradients = [parameter.grad for parameter in module.parameters()]
+    geometries = []
+
+    def run(fabric: ThreadFabric) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        own_module = copy.deepcopy(module)
+        own_module.zero_grad()
+        communicator = fabric.among(tuple(range(members)))
+        layer = make(own_module, "layer", communicator, division, outputs=outputs, dim=dim)
+        assert dict(layer.named_parameters()).keys() == dict(module.named_parameters()).keys()
+        geometries.append((layer.geometry, layer.out_division))
+        start, stop = division[fabric.rank]
+        own = image.narrow(dim, start, stop - start).clone().requires_grad_(input_gradient)
+        result = layer(own)
+        first, last = layer.out_division[fabric.rank]
+        if result.requires_grad:
+            result.backward(gradient.narrow(dim, first, last - first))
+        return result.detach(), own.grad, [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+
+    results, world = run_ranks(members, run)
+    close(torch.cat([result for result, _, _ in results], dim), expected.detach(), "output")
+    if input_gradient:
+        assert plain_input.grad is not None
+        close(torch.cat([gradient for _, gradient, _ in results if gradient is not None], dim), plain_input.grad, "dX")
+    for number, plain in enumerate(plain_gradients):
+        if plain is not None:
+            close(sum(gradients[number] for _, _, gradients in results), plain, f"gradient of parameter {number}")  # type: ignore[arg-type]
+    reach, out_division = geometries[0]
+    row_bytes = image.element_size() * image.numel() // shape[dim]
+    traffic = halo_traffic(reach, division, out_division, row_bytes, input_gradient=input_gradient)
+    for rank, sent in enumerate(world.traffic):
+        for phase in ("forward", "backward"):
+            label = Label("layer", "halo", phase)
+            assert Count(sent.messages[label], sent.nbytes[label]) == traffic[phase][rank], (rank, phase)
+        assert {label.term for label in sent.messages} <= {"halo"}
+    return world
+
+
+def check_overlap(make: type[DomainLayer], module: nn.Module, shape: tuple[int, int, int, int], members: int = 3) -> None:
+    """Nothing arrives before the interior is computed, forward and backward; and so the layer must end nevertheless."""
+    division = even(shape[2], members)
+
+    def run(fabric: ThreadFabric) -> list[str]:
+        held = Held(fabric.among(tuple(range(members))))
+
+        def on_end(name: str) -> None:
+            if name == "interior of layer":
+                held.may["forward"].set()
+            if name == "interior of layer (backward)":
+                held.may["backward"].set()
+
+        trace = Trace(on_end)
+        layer = make(copy.deepcopy(module), "layer", held, division, recorder=trace)
+        start, stop = division[fabric.rank]
+        own = torch.randn(*shape[:2], stop - start, shape[3], requires_grad=True)
+        layer(own).sum().backward()
+        return trace.moments
+
+    results, _ = run_ranks(members, run)
+    for moments in results:
+        for suffix in ("", " (backward)"):
+            order = [f"end halo of layer{suffix}", f"begin interior of layer{suffix}", f"begin wait for halo of layer{suffix}"]
+            assert sorted(order, key=moments.index) == order
+        if "begin rim of layer" in moments:
+            assert moments.index("end wait for halo of layer") < moments.index("begin rim of layer")
+            assert moments.index("end rim of layer (backward)") < moments.index("begin halo of layer (backward)")
+    assert any("begin rim of layer" in moments for moments in results)
