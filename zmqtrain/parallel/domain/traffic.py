@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.parallel.communicator import Phase
 from zmqtrain.parallel.geometry import Count, Division
 
@@ -18,6 +19,12 @@ class Collective:
     """Of the tensor that is summed, or of each member's part that is gathered."""
     element_size: int
     phase: Phase
+
+    def sent(self, members: int, rank: int) -> Count:
+        """What a member sends for it."""
+        if self.kind == "all_gather":
+            return Count(members - 1, (members - 1) * self.elements * self.element_size)
+        return Count(*sent_by_all_reduce(self.elements, self.element_size, members, rank))
 
 
 @dataclass(frozen=True, slots=True)
