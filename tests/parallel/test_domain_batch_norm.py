@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.parallel.domain_world import close, randomised
 from tests.parallel.test_geometry import divisions
+from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.geometry import Division, even
@@ -94,9 +95,10 @@ def test_one_gather_forward_and_one_sum_backward_but_none_for_the_first_layer() 
 
     for needed in (True, False):
         _, world = run_ranks(3, lambda fabric, needed=needed: (setattr(fabric.world, "needed", needed), run(fabric)))
-        for sent in world.traffic:
+        for rank, sent in enumerate(world.traffic):
+            expected = sent_by_all_reduce(2 * 4, 8, 3, rank)
             assert sent.nbytes[FORWARD] == 2 * 8 * (1 + 2 * 4)
-            assert sent.messages[BACKWARD] == (4 if needed else 0)
+            assert (sent.messages[BACKWARD], sent.nbytes[BACKWARD]) == (expected if needed else (0, 0))
 
 
 def test_local_statistics_are_those_of_the_strip() -> None:
