@@ -57,7 +57,7 @@ def part(whole: Tensor, placement: Placement, rank: int) -> Tensor:
 
 
 def momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1, momentum=0.9)
+    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.02, momentum=0.9)
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def steps(module: nn.Module, x: Tensor, weight_of: Callable[[Tensor], Tensor], n
     """A few steps of SGD with momentum, from inputs that change from one to the next."""
     run, optimizer = Run(), momentum(list(module.parameters()))
     for step in range(STEPS):
-        given = (x * (1 + step) if x.is_floating_point() else x).detach().clone().requires_grad_(needs)
+        given = (x * (1 + step / 8) if x.is_floating_point() else x).detach().clone().requires_grad_(needs)
         optimizer.zero_grad(set_to_none=True)
         output = call(module, given)
         (output * weight_of(output)).sum().backward()

@@ -15,7 +15,7 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import gather, gather_traffic, gathered
-from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, product
+from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, lowered, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions, Range, scaled
@@ -100,7 +100,7 @@ class Convolution(Divided):
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, channels, ...), the channels whole or divided as the layer was made."""
-        site, given = self.site, None
+        site, x, given = self.site, lowered(x), None
         if x.dim() != len(self._operation.stride) + 2:
             raise UsageError(f"layer {site.layer}: a divided convolution needs a dimension of samples, not shape {tuple(x.shape)}")
         if self._pad is not None:

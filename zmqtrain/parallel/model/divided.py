@@ -22,22 +22,29 @@ class Divided(nn.Module):
         self._shards: dict[str, Shard] = {}
         self.training = original.training
 
-    def hold(self, name: str, whole: Tensor | None, dimension: int | None = None, pieces: Pieces = ()) -> None:
-        """Register this process's part of a parameter or buffer of the original. ``None`` stays ``None``, as without a bias."""
+    def hold(
+        self,
+        name: str,
+        whole: Tensor | None,
+        dimension: int | None = None,
+        pieces: Pieces = (),
+        summed_over: tuple[int, ...] | None = None,
+    ) -> None:
+        """Register this process's part of a parameter or buffer of the original. ``None`` stays ``None``, as without a bias.
+
+        ``summed_over``: the ranks whose gradients of it are to be summed, if they are not the row.
+        """
         if whole is None:
             self.register_parameter(name, None)
             return
-        shard = self._shards[name] = self.shard(whole, dimension, pieces)
+        grid, rank = self.site.grid, self.site.rank
+        ranks = grid.row(rank) if summed_over is None else summed_over
+        shard = self._shards[name] = Shard(self.site.layer, tuple(whole.shape), grid.column(rank), ranks, dimension, pieces)
         part = shard.cut(whole, self.site.row)
         if isinstance(whole, nn.Parameter):
             self.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
         else:
             self.register_buffer(name, part)
-
-    def shard(self, whole: Tensor, dimension: int | None = None, pieces: Pieces = ()) -> Shard:
-        """How a tensor of this layer is divided, and its gradient summed: over the row, as that of all weights here."""
-        grid, rank = self.site.grid, self.site.rank
-        return Shard(self.site.layer, tuple(whole.shape), grid.column(rank), grid.row(rank), dimension, pieces)
 
     def shards(self) -> Mapping[str, Shard]:
         """How this module's own parameters and buffers are divided."""

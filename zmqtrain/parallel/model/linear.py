@@ -11,7 +11,7 @@ from torch.nn import functional
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import add_up, gather, gather_traffic, gathered, sum_traffic
-from zmqtrain.parallel.model.product import Scattered, Summed, product
+from zmqtrain.parallel.model.product import Scattered, Summed, lowered, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions
@@ -89,7 +89,7 @@ class Linear(Divided):
         if self.input_divided:
             result = add_up(functional.linear(x, self.weight), self.site)
             return result if self.bias is None else result + self.bias
-        given = None
+        x, given = lowered(x), None
         if self.input_divisions is not None:
             given = gathered(x.detach(), -1, self.input_divisions, self.site, self.site.label("all_gather"))
         result = product(x, self.weight, self.bias, self._operation, self._meeting, given)

@@ -56,7 +56,16 @@ def product(
 
     ``meeting`` makes the gradient of ``x`` of that of what was given.
     """
+    weight, bias = lowered(weight), None if bias is None else lowered(bias)
     return cast(Tensor, _Product.apply(x, given, weight, bias, operation, meeting))  # type: ignore[no-untyped-call]
+
+
+def lowered(tensor: Tensor) -> Tensor:
+    """In autocast's precision, where a product is to be computed in that, and what is sent is smaller; with its gradient."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _Product(torch.autograd.Function):
