@@ -1,0 +1,134 @@
+"""Dropout whose masks do not depend on the grid: any grid drops what a single process would.
+
+Whether an element is dropped is a hash of the seed, the layer, the step, how often the layer has been called in the step, the
+sample's index in the whole batch, and the element's position in the whole sample. Every process computes the masks of the elements
+that it holds, and nothing else.
+
+The hash: BLAKE2 makes a key of 64 bits of the first four; the sample's index and the key become two numbers, and two rounds of a
+32-bit integer mixer (shifts, exclusive or, multiplication) on these and the position a number below 2^32, whose size decides. It is
+integer arithmetic on int64 without overflow, so that all devices and releases of torch agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.model.site import Site
+from zmqtrain.parallel.placement import Block, Placement
+
+AnyDropout: TypeAlias = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
+
+_32_BITS = (1 << 32) - 1
+#: Odd numbers below 2^31, so that their product with a number below 2^32 is one below 2^63.
+_MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
+
+
+@dataclass(slots=True)
+class Batch:
+    """The batch that a group works on. One object for all layers of a model; whoever runs the steps keeps it up to date."""
+
+    size: int
+    """Samples of the whole group."""
+    step: int = 0
+
+
+class Masks:
+    """The masks of one layer."""
+
+    def __init__(self, site: Site, batch: Batch, seed: int) -> None:
+        self.site, self.batch, self.seed = site, batch, seed
+        self._step, self._calls = -1, 0
+
+    def begin(self) -> int:
+        """The number of a new call: its masks differ from those of the calls before in this step."""
+        if self.batch.step != self._step:
+            self._step, self._calls = self.batch.step, 0
+        self._calls += 1
+        return self._calls
+
+    def drop(self, x: Tensor, probability: float, placement: Placement, call: int | None = None) -> Tensor:
+        """``x``, which lies as ``placement`` says, with elements set to zero and the others scaled. Raises `UsageError`."""
+        shape = placement.whole_shape(x.shape, self.batch.size)
+        return x * self.scale(shape, probability, placement, x, call)
+
+    def drop_channels(self, x: Tensor, probability: float, placement: Placement) -> Tensor:
+        """The same for whole channels: dimension 1 of ``x``."""
+        if placement.divided is not None and placement.divided % x.dim() != 1:
+            placement = placement.whole()  # what lies in other dimensions shares the channel's fate
+        shape = placement.whole_shape(x.shape[:2], self.batch.size)
+        scale = self.scale(shape, probability, placement, x.new_empty(x.shape[:2]))
+        return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
+
+    def scale(
+        self, shape: tuple[int, ...], probability: float, placement: Placement, like: Tensor, call: int | None = None
+    ) -> Tensor:
+        """What to multiply this process's part of an activation of whole ``shape`` with: 0 or 1 / (1 - probability)."""
+        block = placement.block(shape, self.site.rank)
+        if any(stop - start != length for (start, stop), length in zip(block, like.shape, strict=True)):
+            raise UsageError(
+                f"layer {self.site.layer}: a part of shape {tuple(like.shape)}, where a batch of {self.batch.size} samples has "
+                f"{placement.local_shape(shape, self.site.rank)}"
+            )
+        key = f"{self.seed}/{self.site.layer}/{self.batch.step}/{self.begin() if call is None else call}"
+        kept = keep(key, probability, block, shape, placement.sample_dimension, like.device)
+        return kept.to(like.dtype).div_(max(1 - probability, 1e-30))
+
+
+def keep(key: str, probability: float, block: Block, shape: tuple[int, ...], sample_dimension: int, device: torch.device) -> Tensor:
+    """Which elements of a block of an activation of ``shape`` are kept: true with 1 - ``probability``."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    sample = torch.arange(*block[sample_dimension], dtype=torch.int64, device=device)
+    first = _mix((sample + keys[0]) & _32_BITS)
+    second = _mix((first + keys[1]) & _32_BITS)
+    along = [1] * len(shape)
+    along[sample_dimension] = -1
+    numbers = torch.zeros([1] * len(shape), dtype=torch.int64, device=device)
+    stride = 1
+    for dimension in reversed(range(len(shape))):
+        if dimension != sample_dimension:
+            index = torch.arange(*block[dimension], dtype=torch.int64, device=device) * stride
+            numbers = numbers + index.reshape([-1 if each == dimension else 1 for each in range(len(shape))])
+            stride *= shape[dimension]
+    numbers = _mix(numbers ^ first.reshape(along))
+    numbers = _mix(numbers.add_(second.reshape(along)).bitwise_and_(_32_BITS))
+    return numbers < round((1 - probability) * (1 << 32))
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """Another 32-bit number for each; in place."""
+    numbers ^= numbers >> 16
+    numbers.mul_(_MULTIPLIERS[0]).bitwise_and_(_32_BITS)
+    numbers ^= numbers >> 15
+    numbers.mul_(_MULTIPLIERS[1]).bitwise_and_(_32_BITS)
+    numbers ^= numbers >> 15
+    return numbers
+
+
+class Dropout(nn.Module):
+    """`torch.nn.Dropout`, or one that drops whole channels, of an activation that lies as ``placement`` says.
+
+    Without one it is whole on the column. It has no messages.
+    """
+
+    def __init__(self, original: AnyDropout, masks: Masks, placement: Placement | None = None) -> None:
+        super().__init__()
+        self.p, self.masks, self.training = original.p, masks, original.training
+        self.placement = placement or Placement(masks.site.grid)
+        self._channels = isinstance(original, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape; outside of training the same."""
+        if not self.training or self.p == 0:
+            return x
+        drop = self.masks.drop_channels if self._channels else self.masks.drop
+        return drop(x, self.p, self.placement)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

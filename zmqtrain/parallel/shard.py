@@ -1,0 +1,163 @@
+"""Which part of a parameter a process holds, and whose gradients it is to be summed with.
+
+A divided layer's parameters keep their names and hold this process's part; a `Shard` says which. So an ordinary state dict is cut
+for any grid (`cut_state`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
+
+=============================================  =============================================================================
+a parameter of                                 its gradient is to be summed over
+=============================================  =============================================================================
+a model-parallel layer, divided over the rows  the row, which holds the same part and has other samples
+one that is whole within a column, where each  the row: a column's processes have the same gradient already
+process computes the same
+a domain- or batch-parallel layer              all processes: each has its own strip of the image, or its own samples
+=============================================  =============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.communicator import Fabric, Label, Pending
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.placement import Divisions, Range
+
+#: The ranges along the divided dimension that each row holds, in the order in which they lie in its part: several where a parameter
+#: has several parts in one, as the gates of an LSTM.
+Pieces: TypeAlias = tuple[tuple[Range, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a parameter or buffer is divided among the processes of a column."""
+
+    layer: str
+    """The module's name in the model."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    members: tuple[int, ...]
+    """The column's ranks, by row."""
+    summed_over: tuple[int, ...]
+    """The ranks whose contributions to its gradient are to be summed, its own among them."""
+    dimension: int | None = None
+    """Which dimension is divided; ``None``: every process holds the whole."""
+    pieces: Pieces = ()
+
+    def local_shape(self, row: int) -> tuple[int, ...]:
+        """The shape of a row's part."""
+        if self.dimension is None:
+            return self.shape
+        held = sum(stop - start for start, stop in self.pieces[row])
+        return (*self.shape[: self.dimension], held, *self.shape[self.dimension + 1 :])
+
+    def cut(self, whole: Tensor, row: int) -> Tensor:
+        """A row's part of the whole tensor, in memory of its own. Raises `UsageError` if it is the tensor of another layer."""
+        if tuple(whole.shape) != self.shape:
+            raise UsageError(f"layer {self.layer}: a tensor of shape {tuple(whole.shape)} where the whole one has {self.shape}")
+        if self.dimension is None:
+            return whole.detach().clone()
+        return torch.cat(
+            [whole.detach().narrow(self.dimension, start, stop - start) for start, stop in self.pieces[row]], self.dimension
+        )
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of all rows' parts."""
+        assert self.dimension is not None
+        whole = parts[0].new_empty(self.shape)
+        for part, pieces in zip(parts, self.pieces, strict=True):
+            begin = 0
+            for start, stop in pieces:
+                whole.narrow(self.dimension, start, stop - start).copy_(part.narrow(self.dimension, begin, stop - start))
+                begin += stop - start
+        return whole
+
+
+@runtime_checkable
+class HasShards(Protocol):
+    """A module whose own parameters and buffers (not those of its children) are divided."""
+
+    def shards(self) -> Mapping[str, Shard]:
+        """By the names of parameters and buffers in this module."""
+        ...
+
+
+def one_range(divisions: Divisions) -> Pieces:
+    """The pieces of a dimension of which each row holds one range."""
+    return tuple((each,) for each in divisions)
+
+
+def shards_of(
+    model: nn.Module, grid: Grid, rank: int, summed_over: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Shard]:
+    """The shards of all parameters and buffers of a model, by their names in its state dict.
+
+    Modules without shards of their own are whole, and sum over the row; ``summed_over`` names those that sum over other ranks (all
+    of them, for batch- and domain-parallel layers), themselves or by a module that they are in.
+    """
+    found: dict[str, Shard] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        own = module.shards() if isinstance(module, HasShards) else {}
+        ranks = _nearest(name, summed_over or {}, grid.row(rank))
+        for kind in (module.named_parameters, module.named_buffers):
+            for each, tensor in kind(recurse=False):
+                found[prefix + each] = own.get(each) or Shard(name, tuple(tensor.shape), grid.column(rank), ranks)
+    return found
+
+
+def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[int, ...]) -> tuple[int, ...]:
+    """What is said of a module, or of the nearest one around it."""
+    while name:
+        if name in named:
+            return named[name]
+        name = name.rpartition(".")[0]
+    return named.get("", otherwise)
+
+
+def cut_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], rank: int) -> dict[str, Tensor]:
+    """This process's part of an ordinary state dict. What ``shards`` does not name stays as it is. Raises `UsageError`."""
+    return {
+        name: shards[name].cut(tensor, shards[name].members.index(rank)) if name in shards else tensor
+        for name, tensor in state.items()
+    }
+
+
+def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric) -> dict[str, Tensor]:
+    """The ordinary state dict of which this process holds ``state``. All processes of its column must call it."""
+    pending: dict[str, Pending] = {}
+    for name, tensor in state.items():
+        shard = shards.get(name)
+        if shard is not None and shard.dimension is not None and len(shard.members) > 1:
+            shapes = [shard.local_shape(row) for row in range(len(shard.members))]
+            label = Label(shard.layer, "redistribute")
+            pending[name] = fabric.among(shard.members).all_gather(tensor.detach(), shapes, label)
+    return {
+        name: shards[name].join(pending[name].wait()) if name in pending else tensor.detach().clone()
+        for name, tensor in state.items()
+    }
+
+
+def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
+    """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
+
+    All processes of the group must call it. A parameter that two modules share is summed once. One without a gradient contributes
+    nothing, and receives what others have.
+    """
+    begun: list[tuple[nn.Parameter, Pending]] = []
+    for name, parameter in model.named_parameters():
+        shard = shards[name]
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if len(shard.summed_over) > 1:
+            label = Label(shard.layer, "dw", "backward")
+            begun.append((parameter, fabric.among(shard.summed_over).all_reduce(parameter.grad, label)))
+    for parameter, pending in begun:
+        (gradient,) = pending.wait()
+        parameter.grad = gradient
