@@ -1,7 +1,7 @@
-"""What a process sends in a collective: messages and bytes, by the part of a ring. Pure.
+"""What a process sends in a collective: messages and bytes. Pure.
 
-The smallest volume there is, and the one that the cost model counts: an all-gather and a reduce-scatter send all parts but one, an
-all-reduce is one of each. Empty parts cost no message.
+An all-gather and a reduce-scatter send all parts but one, the smallest volume there is and the one that the cost model counts; an
+all-reduce what its algorithm for that size does. Empty parts cost no message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zmqtrain.collectives.group import bounds
+from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.parallel.communicator import Label
 
 
@@ -52,9 +52,8 @@ def reduce_scatter(sizes: Sequence[int], rank: int) -> Sent:
 
 
 def all_reduce(numel: int, itemsize: int, size: int, rank: int) -> Sent:
-    """A tensor of ``numel`` elements: a reduce-scatter and an all-gather of its slices."""
-    slices = [(stop - start) * itemsize for start, stop in bounds(numel, size)]
-    return all_gather(slices, rank) * 2
+    """A tensor of ``numel`` elements."""
+    return Sent(*sent_by_all_reduce(numel, itemsize, size, rank))
 
 
 def total(parts: Iterable[Mapping[Label, Sent]]) -> Traffic:
