@@ -130,7 +130,7 @@ def test_what_cannot_be_says_why() -> None:
     assert problem.options(small()[2]).excluded["domain"] == "its input is no image"
     other = LayerShape("mystery", "other", (4,), (4,), 10)
     assert "kind other" in problem.options(stages([other])[0]).excluded["model"]
-    assert "free" in Problem(small(), 2, 2, LINK).options(small()[0]).excluded["whole"]
+    assert "times are not known" in Problem(small(), 2, 2, LINK).options(small()[0]).excluded["whole"]
 
 
 def test_no_plan_at_all() -> None:

@@ -75,7 +75,7 @@ class Problem:
         divided = [one for one in placed if one.choice != "whole"]
         if divided and not any(stage.seconds(self.flops_per_s)):
             placed = divided
-            excluded["whole"] = "computing all of it everywhere would seem free, as nothing says how long that takes"
+            excluded["whole"] = "its price is compute, whose times are not known"
         return Options(tuple(placed), excluded)
 
     def obstacle(self, stage: Stage, placed: Placed) -> Obstacle | None:

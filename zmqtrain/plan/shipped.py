@@ -89,5 +89,13 @@ def shipped_table(name: str) -> Alexnet:
 
 
 def before_pooling(layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-    """The same layers where activations travel before they are pooled: pools are taken as part of the next layer."""
-    return tuple(replace(layer, outputs=layer.inputs) if layer.kind == "pool" else layer for layer in layers)
+    """The same layers where activations travel before they are pooled: d_i is what a layer gives, and the next one is given."""
+    found: list[LayerShape] = []
+    for layer in layers:
+        if layer.kind == "pool":
+            found.append(replace(layer, outputs=layer.inputs))
+        elif found:
+            found.append(replace(layer, inputs=found[-1].outputs))
+        else:
+            found.append(layer)
+    return tuple(found)
