@@ -51,6 +51,9 @@ def run_plan(
     samples = _numbers(batches, "--batch") or [topology.compute.batch_size]
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot {plot}: charts are written as SVG; give a file that ends in .svg")
+    for option, target in (("--plot", plot), ("--save", save)):
+        if target is not None and not target.absolute().parent.is_dir():
+            raise UsageError(f"{option} {target} cannot be written: there is no folder {target.absolute().parent}")
     if (given is not None or save is not None) and len(sizes) * len(samples) > 1:
         raise UsageError("a plan is for one group size and one batch: give one of each with --processes and --batch")
     source = source_of(topology, data)

@@ -158,6 +158,7 @@ def sweep_row(point: Point) -> dict[str, Any]:
         "batch": point.batch,
         "pure_batch_s": point.batch_s,
         "pure_model_s": point.model_s,
+        "domain_s": point.domain_s,
         "planned_s": None if price is None else price.step_s,
         "exposed_s": None if price is None else price.exposed_s,
         "compute_s": None if price is None else price.compute_s,

@@ -17,6 +17,8 @@ from zmqtrain.topology.units import format_rate
 TERMS = (("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw"), ("halo", "halo"), ("redist.", "redistribute"))
 #: Layers of a table; there may be hundreds.
 MOST_LAYERS = 60
+#: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.
+LEAST_WIDTH = 200
 _SCALINGS = {
     "strong": "Strong scaling: more processes for the same batch",
     "weak": "Weak scaling: the batch grows with the processes",
@@ -28,13 +30,12 @@ class Tables:
     """Prints rows of `zmqtrain.cli.plan_rows`."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = Console(width=max(LEAST_WIDTH, Console().width))
 
     def head(self, row: dict[str, Any]) -> None:
         """What is planned for."""
-        by = (
-            "the paper's equations" if row["pricing"] == "paper" else f"what this runtime sends, {row['per_host']} processes a host"
-        )
+        ours = f"what this runtime sends, {row['per_host']} of the group's processes on each host"
+        by = "the paper's equations" if row["pricing"] == "paper" else ours
         overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
         speed = f"{row['flops'] / 1e9:g} GFLOP/s a process where no time is known" if row["flops"] else "communication alone"
         self._print(f"[bold]{escape(row['layers'])}[/]: {row['weights']:,} weights")
@@ -80,19 +81,8 @@ class Tables:
         self._show(table, len(layers))
 
     def _totals(self, totals: Sequence[dict[str, Any]]) -> None:
-        headings = [
-            ">messages",
-            ">sent",
-            ">latency",
-            ">volume",
-            ">exposed",
-            ">compute",
-            ">step",
-            ">unoverlapped",
-            ">memory",
-            ">gain",
-        ]
-        table = _table("", *headings, "")
+        headings = (">messages", ">sent", ">latency", ">volume", ">exposed", ">compute", ">step", ">unoverlapped")
+        table = _table("", *headings, ">memory", ">gain", "")
         for row in totals:
             times = [_time(row[f"{key}_s"]) for key in ("latency", "volume", "exposed", "compute", "step", "step_without_overlap")]
             note = f"cannot be: {row['obstacle']}" if row["obstacle"] else ""
@@ -140,12 +130,13 @@ class Tables:
     def sweep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Steps over processes and batches."""
         for scaling, title in _SCALINGS.items():
-            table = _table(">P", ">batch", ">pure batch", ">pure model", ">planned", ">exposed", ">samples/s", "plan")
+            headings = (">pure batch", ">pure model", ">images by domain", ">planned", ">exposed", ">samples/s")
+            table = _table(">P", ">batch", *headings, "plan")
             for row in rows:
                 if row["scaling"] == scaling:
                     seconds = row["planned_s"]
                     speed = f"{row['batch'] / seconds:,.0f}" if seconds else "-"
-                    times = [_time(row[f"{key}_s"]) for key in ("pure_batch", "pure_model", "planned", "exposed")]
+                    times = [_time(row[f"{key}_s"]) for key in ("pure_batch", "pure_model", "domain", "planned", "exposed")]
                     table.add_row(str(row["processes"]), str(row["batch"]), *times, speed, escape(row["plan"]))
             self._print(f"\n[bold]{title}[/]")
             self._console.print(table)
@@ -179,13 +170,14 @@ def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
         return "no other way"
     parts = []
     if flip["batch"] is not None:
-        parts.append(f"batch {'>=' if flip['batch'] > batch else '<='} {flip['batch']:,}")
+        parts.append(f"B {'>=' if flip['batch'] > batch else '<='} {flip['batch']:,}")
     if flip["bandwidth"] is not None:
-        parts.append(f"{'>=' if flip['bandwidth'] > bandwidth else '<='} {_rate(flip['bandwidth'])}")
-    return f"{flip['to']}, at {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next)"
+        parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {_rate(flip['bandwidth'])}")
+    return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next)"
 
 
 def _rate(bits: float) -> str:
+    bits = float(f"{bits:.4g}")  # 1e9 that went through its inverse is a little less
     for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= factor:
             number = bits / factor
@@ -196,5 +188,6 @@ def _rate(bits: float) -> str:
 def _size(nbytes: float) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
+            number = nbytes / factor
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return f"{nbytes:.0f} B"

@@ -39,7 +39,7 @@ class Panel:
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """The SVG's text."""
-    width = max(420, *(LEFT + len(panel.bars) * (BAR + GAP) + 24 for panel in panels))
+    width = max(520, *(LEFT + len(panel.bars) * (BAR + GAP) + 24 for panel in panels))
     each = TOP + HEIGHT + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {40 + each * len(panels)}" '
@@ -97,7 +97,7 @@ def shown(seconds: float) -> str:
     """A time with three digits and the unit that suits it."""
     if seconds == 0:
         return "0"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
+    for unit, factor in (("us", 1e-6), ("ms", 1e-3)):
+        if seconds < 0.9995e3 * factor:
             return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: ``conv``, ``linear``, ``embedding``, ``recurrent`` and ``attention`` can be divided by their outputs; ``norm``, ``pool`` and
-#: ``other`` work on whatever part of the activations they are given, and follow the layer before them.
-Kind = Literal["conv", "linear", "embedding", "recurrent", "attention", "norm", "pool", "other"]
+#: ``own`` (parameters of a module that has layers inside) work on whatever part of the activations they are given, and follow the
+#: layer before them. ``other`` can be divided by samples alone.
+Kind = Literal["conv", "linear", "embedding", "recurrent", "attention", "norm", "pool", "own", "other"]
 #: Kinds whose weights can be divided by outputs (channels, features, gates, heads).
 DIVISIBLE: tuple[Kind, ...] = ("conv", "linear", "embedding", "recurrent", "attention")
 
@@ -136,7 +137,7 @@ def stages(layers: Sequence[LayerShape]) -> tuple[Stage, ...]:
     """Layers with those that follow each. Layers without weights in front of all others take no part."""
     found: list[tuple[LayerShape, list[LayerShape]]] = []
     for layer in layers:
-        if layer.weights and (layer.kind != "norm" or not found):
+        if layer.weights and (layer.kind not in ("norm", "own") or not found):
             found.append((layer, []))
         elif found:
             found[-1][1].append(layer)

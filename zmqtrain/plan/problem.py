@@ -90,9 +90,9 @@ class Problem:
         if placed.choice == "model" and grid.rows > head.units:
             return Obstacle(f"more rows than its {head.units} outputs")
         if placed.choice == "domain":
-            least = min(min(layer.inputs[1], layer.outputs[1]) for layer in (head, *_spatial(stage)))
+            least = min(head.inputs[1], head.outputs[1])
             if grid.rows > least:
-                return Obstacle(f"more rows than the {least} of its smallest image")
+                return Obstacle(f"more rows than the {least} of its image")
         return None
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:

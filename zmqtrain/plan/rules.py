@@ -34,6 +34,12 @@ def grid_for_connected(problem: Problem, grid: Grid) -> list[Placed]:
     return [batch if stage.head.image else _model_or_whole(problem, index, grid) for index, stage in enumerate(problem.layers)]
 
 
+def domain_for_images(problem: Problem, grid: Grid) -> list[Placed]:
+    """Images in strips over the rows, all other layers model divided over them."""
+    strips = Placed.of("domain", grid)
+    return [strips if stage.head.image else _model_or_whole(problem, index, grid) for index, stage in enumerate(problem.layers)]
+
+
 def ruled(problem: Problem, name: str, grid: Grid, placed: Sequence[Placed]) -> Ruled:
     """A plan with its price, and the first obstacle to it."""
     obstacle = None

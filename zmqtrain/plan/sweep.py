@@ -10,7 +10,7 @@ from typing import Literal
 from zmqtrain.errors import UsageError
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.problem import Problem
-from zmqtrain.plan.rules import pure
+from zmqtrain.plan.rules import domain_for_images, every_grid, pure
 
 Scaling = Literal["strong", "weak", "beyond"]
 #: How far beyond the batch size a sweep goes: so many processes a sample.
@@ -31,6 +31,8 @@ class Point:
     """A step by pure batch parallelism; none where there are more processes than samples."""
     model_s: float | None
     """By pure model parallelism; none where it cannot be."""
+    domain_s: float | None
+    """With all images in strips and all other layers model-parallel, on the best grid; none where there is none."""
 
     @property
     def summary(self) -> str:
@@ -43,17 +45,17 @@ class Point:
 def sweep(make: Callable[[int, int], Problem], processes: Sequence[int], batches: Sequence[int], *, part: int) -> Iterator[Point]:
     """All points. ``make(processes, batch)`` gives the problem; ``part``: a process's samples in weak scaling.
 
-    Strong: each batch on all numbers of processes. Weak: ``part`` samples a process. Beyond: as many samples as the fewest
-    processes of which there are more than one, and up to `BEYOND` as many processes.
+    Strong: each batch on all numbers of processes. Weak: ``part`` samples a process. Beyond: as many samples as the
+    most of the processes, and more processes still, by `BEYOND`.
     """
     for batch in batches:
         for size in processes:
             yield _point("strong", make, size, batch)
     for size in processes:
         yield _point("weak", make, size, part * size)
-    least = min((size for size in processes if size > 1), default=2)
+    most = max(processes)
     for factor in BEYOND:
-        yield _point("beyond", make, least * factor, least)
+        yield _point("beyond", make, most * factor, most)
 
 
 def powers_up_to(most: int) -> list[int]:
@@ -70,4 +72,6 @@ def _point(scaling: Scaling, make: Callable[[int, int], Problem], processes: int
     except UsageError as error:  # other points may have a plan
         obstacle = str(error)
     seconds = [None if each.obstacle else each.price.step_s for each in pure(problem)]
-    return Point(scaling, processes, batch, planned, obstacle, seconds[0], seconds[1])
+    strips = [each for each in every_grid(problem, "domain", domain_for_images) if each.obstacle is None and each.grid.rows > 1]
+    domain_s = min((each.price.step_s for each in strips), default=None)
+    return Point(scaling, processes, batch, planned, obstacle, seconds[0], seconds[1], domain_s)

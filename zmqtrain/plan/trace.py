@@ -110,7 +110,8 @@ def _layer(call: _Call) -> LayerShape:
         matrices = 0
     if isinstance(module, _ConvTransposeNd):  # each input is multiplied by all weights, rather than each output made of them
         positions = shape.numel_in // call.inputs[0]
-    shape = replace(shape, flops=2 * matrices * positions if shape.kind in _MULTIPLIES else shape.numel_out)
+    elementwise = 0 if shape.kind == "own" else shape.numel_out
+    shape = replace(shape, flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise)
     if isinstance(module, nn.RNNBase):
         return replace(shape, rounds=call.outputs[0] * module.num_layers)
     if shape.image and isinstance(module, _AdaptiveAvgPoolNd | _AdaptiveMaxPoolNd):
@@ -147,7 +148,7 @@ def _kind(module: nn.Module, weights: int) -> Kind:
         return "norm"
     if isinstance(module, _POOLS):
         return "pool"
-    return "other"
+    return "own" if any(True for _ in module.children()) else "other"
 
 
 @contextmanager
