@@ -133,7 +133,7 @@ def plan(
 ) -> None:
     """Choose how each layer is divided over FILE's compute group (by model, domain or batch, on which grid), and show why.
 
-    Computed from a cost model: nothing is trained or measured. FILE needs a task, a profile, or a table of layers in its section plan.
+    Computed from a cost model: nothing is trained or measured. FILE needs a task, a profile, or a table of layers (plan.layers).
     """
     from zmqtrain.cli.plan import run_plan
 
