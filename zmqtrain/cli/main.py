@@ -115,6 +115,44 @@ def simulate(
 
 
 @app.command()
+def plan(
+    file: File,
+    json_lines: Json = False,
+    batch: Annotated[str | None, typer.Option(help="Samples a step, instead of the file's; several with commas between.")] = None,
+    processes: Annotated[
+        str | None, typer.Option(help="Processes of the group, instead of the file's; several with commas between.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Scale: strong, weak, and beyond the batch size.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw what a step of each grid consists of, to FILE.svg.")] = None,
+    price: Annotated[Path | None, typer.Option(help="Price this plan (JSON, as --save writes it) instead of planning.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Choose how each layer is divided over FILE's compute group (by model, domain or batch, on which grid), and show why.
+
+    Computed from a cost model: nothing is trained or measured. FILE needs a task, a profile, or a table of layers (plan.layers).
+    """
+    from zmqtrain.cli.plan import run_plan
+
+    code = run_plan(
+        file,
+        json_lines=json_lines,
+        plot=plot,
+        sweep_it=sweep,
+        batches=batch,
+        processes=processes,
+        given=price,
+        save=save,
+        data=data,
+        settings=settings or (),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema

@@ -12,6 +12,7 @@ from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
 from zmqtrain.topology.network import LinkRule, Network, NetworkHost, Rack
+from zmqtrain.topology.plan import PlanSection
 from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
 from zmqtrain.topology.section import Section, _tuple
@@ -20,7 +21,7 @@ from zmqtrain.topology.world import Data, EngineSection, Observe, Optimizer
 
 __all__ = [
     "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Fault", "Host", "Job", "LinkRule", "Network", "NetworkHost",
-    "Observe", "Optimizer", "Rack", "Simulation", "Topology", "Until",
+    "Observe", "Optimizer", "PlanSection", "Rack", "Simulation", "Topology", "Until",
 ]  # fmt: skip
 
 #: pydantic's error type under which `Topology` reports broken rules, all of them in ``ctx["rules"]``.
@@ -49,6 +50,7 @@ class Topology(Section):
         default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
+    plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 
     @model_validator(mode="after")
     def _complete(self) -> Topology:

@@ -1,0 +1,176 @@
+"""The planner against all plans there are, within memory, and in time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.networks import LINK, alexnet, conv, linear, small
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.plan import Plan
+from zmqtrain.plan.costs import Paper
+from zmqtrain.plan.layers import LayerShape, stages
+from zmqtrain.plan.link import Link
+from zmqtrain.plan.memory import memory
+from zmqtrain.plan.ours import Ours
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.planner import plan
+from zmqtrain.plan.price import PlanPrice, price
+from zmqtrain.plan.problem import Problem, placed_of, plan_of
+
+
+def brute_force(problem: Problem) -> PlanPrice | None:
+    """The best of all plans that fit."""
+    every = itertools.product(*(problem.options(stage).placed for stage in problem.layers))
+    prices = (price(problem, placed) for placed in every)
+    fitting = [each for each in prices if problem.memory_bytes is None or each.memory.total <= problem.memory_bytes]
+    return min(fitting, key=lambda each: each.step_s, default=None)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([1, 2, 4, 6]),
+    st.sampled_from([3, 16, 200]),
+    st.sampled_from([Paper(), Ours(), Ours(per_host=2)]),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.floats(1e7, 1e12),
+    st.sampled_from([1e-7, 1e-4]),
+    st.floats(0, 1),
+    st.booleans(),
+)
+def test_the_same_optimum_as_brute_force(
+    processes: int, batch: int, pricing: Paper | Ours, overlap: float, flops: float, alpha: float, tight: float, limited: bool
+) -> None:
+    link = Link(alpha, 1e-8, 1e-10)
+    layers = small()[1:]
+    problem = Problem(layers, batch, processes, link, pricing, overlap, flops)
+    if limited:  # between what the thriftiest plan needs and what the fastest does
+        each = [[problem.memory(stage, how).total for how in problem.options(stage).placed] for stage in layers]
+        least, most = (sum(function(row) for row in each) for function in (min, max))
+        problem = replace(problem, memory_bytes=least + tight * (most - least) + 1)
+    found, expected = plan(problem), brute_force(problem)
+    assert expected is not None
+    assert found.price.step_s == pytest.approx(expected.step_s, rel=1e-12)
+    if problem.memory_bytes is not None:
+        assert found.price.memory.total <= problem.memory_bytes
+
+
+def test_all_four_layers_too() -> None:
+    problem = Problem(small(), 64, 4, LINK, overlap=0.7, flops_per_s=1e9)
+    expected = brute_force(problem)
+    assert expected is not None
+    assert plan(problem).price.step_s == pytest.approx(expected.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_150_layers_and_4096_processes_in_2_seconds(overlap: float) -> None:
+    layers = [replace(layer.head, name=f"{layer.name}.{number}") for number in range(19) for layer in alexnet()][:150]
+    problem = Problem(stages(layers), 8192, 4096, LINK, overlap=overlap, flops_per_s=1e12)
+    assert len(problem.layers) == 150
+    began = time.process_time()
+    found = plan(problem)
+    assert time.process_time() - began < 2
+    assert price(problem, found.placed).step_s == found.price.step_s
+    assert len({how.grid for how in found.placed}) > 1
+
+
+def test_the_trivial_ends() -> None:
+    """Many weights: model; many activations: batch; images larger than batches: domain."""
+    heavy = stages([linear(name, 2000, 2000) for name in "abc"])
+    assert {how.choice for how in plan(Problem(heavy, 8, 8, LINK)).placed} == {"model"}
+    light = stages([linear(name, 8, 8) for name in "abc"])
+    assert {how.choice for how in plan(Problem(light, 4096, 8, LINK)).placed} == {"batch"}
+    images = stages([conv(name, 4, 4, 64) for name in "abc"])
+    found = plan(Problem(images, 2, 8, LINK))
+    assert {str(how) for how in found.placed} == {"domain 4x2"}
+
+
+def test_perfect_overlap_hides_weight_gradients_under_the_backward_of_the_layers_before() -> None:
+    layers = stages([conv("conv", 8, 8, 32), linear("fc", 1000, 1000)])
+    placed = [Placed("batch", Grid(1, 4))] * 2
+    slow = Problem(layers, 64, 4, Link(0, 1e-9), flops_per_s=1e9)
+    none, half, perfect = (price(replace(slow, overlap=share), placed) for share in (0.0, 0.5, 1.0))
+    fc_s, conv_s = (2 * 3 / 4 * 4 * stage.weights * 1e-9 for stage in reversed(layers))
+    assert none.exposed_s == pytest.approx(fc_s + conv_s)
+    backward_s = none.layers[0].backward_s
+    assert fc_s < backward_s / 2
+    assert half.exposed_s == perfect.exposed_s == pytest.approx(conv_s)  # the first layer's has nothing to hide under
+    assert none.without_overlap_s == perfect.without_overlap_s == pytest.approx(none.step_s)
+    fast = price(replace(slow, overlap=1.0, flops_per_s=1e12), placed)
+    assert fast.exposed_s == pytest.approx(fc_s + conv_s - fast.layers[0].backward_s)
+
+
+def test_memory_by_choice() -> None:
+    stage = stages([conv("c", 4, 8, 16)])[0]
+
+    def of(choice: str, rows: int, columns: int) -> tuple[float, float]:
+        found = memory(stage, Placed(choice, Grid(rows, columns)), 32, word_bytes=4, optimizer_words=2)  # type: ignore[arg-type]
+        assert (found.gradients, found.optimizer) == (found.weights, 2 * found.weights)
+        return found.weights, found.activations
+
+    weights, inputs, outputs = 4 * 288, 4 * 32 * 4 * 256, 4 * 32 * 8 * 256
+    assert of("batch", 1, 4) == (weights, (inputs + outputs) / 4)
+    assert of("model", 2, 2) == (weights / 2, inputs / 2 + outputs / 4)
+    assert of("domain", 2, 2) == (weights, (inputs + outputs) / 4)
+    assert of("whole", 2, 2) == (weights, (inputs + outputs) / 2)
+
+
+def test_what_cannot_be_says_why() -> None:
+    problem = Problem(small(), 2, 16, LINK, flops_per_s=1e9)
+    first = problem.options(small()[0]).excluded
+    assert first["batch"] == "16 parts of a batch of 2 samples"
+    assert first["model 16x1"] == "more rows than its 8 outputs"
+    assert first["domain 16x1"] == "more rows than the 8 of its image"
+    assert "domain 8x2" not in first
+    assert problem.options(small()[2]).excluded["domain"] == "its input is no image"
+    other = LayerShape("mystery", "other", (4,), (4,), 10)
+    assert "kind other" in problem.options(stages([other])[0]).excluded["model"]
+    assert "times are not known" in Problem(small(), 2, 2, LINK).options(small()[0]).excluded["whole"]
+
+
+def test_no_plan_at_all() -> None:
+    with pytest.raises(UsageError, match="no layer with weights"):
+        Problem((), 4, 4, LINK)
+    with pytest.raises(UsageError, match=r"least one sample and one process, not 0 and 4"):
+        Problem(small(), 0, 4, LINK)
+    tight = Problem(small(), 64, 4, LINK, memory_bytes=1000)
+    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1000 B"):
+        plan(tight)
+    with pytest.raises(
+        UsageError,
+        match=r"no grid of 13 processes divides any layer for a batch of 2.*fc2: batch: 13 parts of .*more rows than its 10",
+    ):
+        plan(Problem(small()[3:], 2, 13, LINK))
+
+
+def test_a_plan_goes_out_and_comes_back() -> None:
+    problem = Problem(alexnet(), 2048, 32, LINK)
+    found = plan(problem)
+    again = Plan.read(found.plan.values())
+    assert placed_of(problem, again) == list(found.placed)
+    assert price(problem, placed_of(problem, again)).exposed_s == found.price.exposed_s
+    assert plan_of(problem, found.placed) == found.plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": "fc9"}, r"another model.*no layer 'fc9' \(did you mean 'fc\d'\?\); the plan says nothing about fc8"),
+        ({"grid": "2x8"}, "must have the same number of processes"),
+        ({"choice": "domain", "grid": "32x1"}, "domain 32x1 of layer fc8 cannot be: its input is no image"),
+    ],
+)
+def test_plans_that_do_not_fit(change: dict[str, str], message: str) -> None:
+    problem = Problem(alexnet(), 2048, 32, LINK)
+    values = plan(problem).plan.values()
+    values[-1].update(change)
+    with pytest.raises(UsageError, match=message):
+        placed_of(problem, Plan.read(values))
+    with pytest.raises(UsageError, match="for 32 processes, and the group has 16"):
+        placed_of(replace(problem, processes=16), plan(problem).plan)

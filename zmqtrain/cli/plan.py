@@ -1,0 +1,158 @@
+"""``zmqtrain plan FILE``: how a compute group's layers would best be divided, what that costs, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.cli.overrides import load_with
+from zmqtrain.cli.plan_rows import layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
+from zmqtrain.cli.plan_tables import Tables
+from zmqtrain.errors import UsageError
+from zmqtrain.observe.strict_json import dumps
+from zmqtrain.parallel.plan import Plan
+from zmqtrain.plan.bars import panels
+from zmqtrain.plan.chart import draw
+from zmqtrain.plan.planner import Planned, plan
+from zmqtrain.plan.price import price
+from zmqtrain.plan.problem import Problem, placed_of
+from zmqtrain.plan.setup import Source, problem_of, source_of
+from zmqtrain.plan.study import check_study, compare, readings
+from zmqtrain.plan.sweep import powers_up_to, sweep
+from zmqtrain.topology.schema import Topology
+
+#: A plan's file is small; anything larger is another file.
+LARGEST_PLAN = 4 * 2**20
+
+
+def run_plan(
+    file: Path,
+    *,
+    json_lines: bool = False,
+    plot: Path | None = None,
+    sweep_it: bool = False,
+    batches: str | None = None,
+    processes: str | None = None,
+    given: Path | None = None,
+    save: Path | None = None,
+    data: str | None = None,
+    settings: Sequence[str] = (),
+) -> int:
+    """Plan for a topology file and print the plan. Returns the exit code.
+
+    ``batches``, ``processes``: numbers with commas between, instead of the file's. ``given``: a plan to price instead of planning.
+    ``save``: where to write the plan, as JSON. Raises `UsageError` where something cannot be, `TaskError` where the task's own code
+    fails.
+    """
+    topology = load_with(file, settings)
+    sizes = _numbers(processes, "--processes") or list(topology.plan.processes) or [topology.compute.group_size]
+    samples = _numbers(batches, "--batch") or [topology.compute.batch_size]
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot}: charts are written as SVG; give a file that ends in .svg")
+    for option, target in (("--plot", plot), ("--save", save)):
+        if target is not None and not target.absolute().parent.is_dir():
+            raise UsageError(f"{option} {target} cannot be written: there is no folder {target.absolute().parent}")
+    if (given is not None or save is not None) and len(sizes) * len(samples) > 1:
+        raise UsageError("a plan is for one group size and one batch: give one of each with --processes and --batch")
+    source = source_of(topology, data)
+    tables = None if json_lines else Tables()
+    problems = [problem_of(topology, source.stages, processes=size, batch=batch) for size in sizes for batch in samples]
+    if topology.plan.study:
+        check_study(topology.plan.layers, problems[0].pricing)
+    _head(tables, source, problems[0])
+    if sweep_it:
+        _sweep(topology, source, sizes, samples, tables)
+        planned = []
+    else:
+        planned = [_one(problem, given, tables, why=len(problems) == 1) for problem in problems]
+    if topology.plan.study and not sweep_it:
+        _study(problems, tables)
+    if save is not None and planned:
+        _write(save, json.dumps(planned[0].plan.values(), indent=1) + "\n", "--save")
+    if plot is not None:
+        shown = planned or [plan(problem) for problem in problems]
+        _write(plot, draw(f"{topology.job.name}: {source.what}", panels(shown)), "--plot")
+    return 0
+
+
+def _head(tables: Tables | None, source: Source, problem: Problem) -> None:
+    row = link_row(source.what, problem)
+    if tables is None:
+        print(dumps(row))
+    else:
+        tables.head(row)
+
+
+def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bool) -> Planned:
+    """The best plan, or the price of the given one."""
+    if given is None:
+        planned = plan(problem)
+    else:
+        placed = placed_of(problem, _read(given))
+        options = tuple(problem.options(stage) for stage in problem.layers)
+        planned = Planned(problem, tuple(placed), price(problem, placed), options)
+    layers, totals = list(layer_rows(planned)), total_rows(planned, "given" if given else "planned")
+    if tables is None:
+        for row in [*layers, *totals]:
+            print(dumps(row))
+    else:
+        tables.plan(problem, layers, totals, given=given is not None, why=why)
+    return planned
+
+
+def _study(problems: Sequence[Problem], tables: Tables | None) -> None:
+    rules, read = list(study_rows([compare(problem) for problem in problems])), list(reading_rows(readings(problems[0])))
+    if tables is None:
+        for row in [*rules, *read]:
+            print(dumps(row))
+    else:
+        tables.study(rules, read)
+
+
+def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Sequence[int], tables: Tables | None) -> None:
+    def make(processes: int, batch: int) -> Problem:
+        return problem_of(topology, source.stages, processes=processes, batch=batch)
+
+    processes = list(sizes) if len(sizes) > 1 else powers_up_to(sizes[0])
+    part = max(1, batches[0] // max(processes))
+    rows: list[dict[str, Any]] = []
+    for point in sweep(make, processes, batches, part=part):
+        rows.append(sweep_row(point))
+        if tables is None:
+            print(dumps(rows[-1]), flush=True)
+    if tables is not None:
+        tables.sweep(rows)
+
+
+def _numbers(text: str | None, option: str) -> list[int]:
+    if text is None:
+        return []
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if any(number < 1 or number > 2**31 for number in numbers):
+        raise UsageError(f"{option} {text}: write numbers from 1 with commas between, like 8,32,128")
+    return numbers
+
+
+def _read(file: Path) -> Plan:
+    """A plan as `--save` writes it."""
+    try:
+        if file.stat().st_size > LARGEST_PLAN:
+            raise UsageError(f"--price {file}: it is larger than {LARGEST_PLAN} bytes, which is no plan")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--price {file} cannot be read as a plan: {error}") from error
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise UsageError(f'--price {file}: a plan is a list of {{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}}')
+    return Plan.read(values)
+
+
+def _write(file: Path, text: str, option: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {file} cannot be written: {error}") from error

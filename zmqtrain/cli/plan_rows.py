@@ -1,0 +1,166 @@
+"""A plan as rows of plain values: what `zmqtrain plan --json` prints a line each, and the tables show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zmqtrain.plan.alternatives import Alternative, Flip, alternatives, flip
+from zmqtrain.plan.costs import Paper
+from zmqtrain.plan.planner import Planned
+from zmqtrain.plan.price import PlanPrice
+from zmqtrain.plan.problem import Problem
+from zmqtrain.plan.rules import pure
+from zmqtrain.plan.study import STATED, STATED_GRID, STATED_PROCESSES, Compared, Reading
+from zmqtrain.plan.sweep import Point
+
+
+def link_row(what: str, problem: Problem) -> dict[str, Any]:
+    """What all that follows is computed from."""
+    by = problem.pricing
+    return {
+        "row": "input",
+        "layers": what,
+        "weights": sum(stage.weights for stage in problem.layers),
+        "pricing": "paper" if isinstance(by, Paper) else "ours",
+        "per_host": getattr(by, "per_host", None),
+        "alpha_s": problem.link.alpha_s,
+        "bandwidth": 8 / problem.link.byte_s,
+        "word_bytes": by.word_bytes,
+        "overlap": problem.overlap,
+        "flops": problem.flops_per_s,
+        "memory": problem.memory_bytes,
+    }
+
+
+def layer_rows(planned: Planned) -> Iterator[dict[str, Any]]:
+    """Each layer's placement, its costs, the alternatives to it, and what would flip it."""
+    problem, placed = planned.problem, planned.placed
+    for index, layer in enumerate(planned.price.layers):
+        among = alternatives(problem, placed, index)
+        yield {
+            "row": "layer",
+            "processes": problem.processes,
+            "batch": problem.batch,
+            "layer": layer.stage.name,
+            "kind": layer.stage.head.kind,
+            "weights": layer.stage.weights,
+            "activations": layer.stage.numel_out,
+            "choice": layer.placed.choice,
+            "grid": str(layer.placed.grid),
+            "terms": layer.cost.values(problem.link),
+            "compute_s": layer.forward_s + layer.backward_s,
+            "memory_bytes": layer.memory.total,
+            "alternatives": [_alternative(each, problem) for each in among],
+            "excluded": planned.options[index].excluded,
+            "flip": _flip(flip(problem, placed, index, among)),
+        }
+
+
+def _alternative(each: Alternative, problem: Problem) -> dict[str, Any]:
+    return {
+        "choice": each.placed.choice,
+        "grid": str(each.placed.grid),
+        "seconds": each.seconds,
+        "terms": each.cost.values(problem.link),
+    }
+
+
+def _flip(found: Flip | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"to": str(found.runner_up.placed), "batch": found.batch, "bandwidth": found.bandwidth}
+
+
+def total_rows(planned: Planned, name: str) -> list[dict[str, Any]]:
+    """The plan's totals beside those of pure batch and pure model."""
+    problem = planned.problem
+    rows = [_total(problem, name, planned.price, None)]
+    rows += [_total(problem, each.name, each.price, each.obstacle) for each in pure(problem)]
+    base = rows[1]["step_s"]
+    for row in rows:
+        row["gain"] = base / row["step_s"] if row["step_s"] else 1.0
+    return rows
+
+
+def _total(problem: Problem, name: str, price: PlanPrice, obstacle: str | None) -> dict[str, Any]:
+    link, total = problem.link, price.cost.total
+    return {
+        "row": "total",
+        "processes": problem.processes,
+        "batch": problem.batch,
+        "plan": name,
+        "obstacle": obstacle,
+        "messages": total.messages,
+        "bytes": total.nbytes,
+        "latency_s": link.latency_s(total),
+        "volume_s": link.volume_s(total),
+        "communication_s": price.communication_s,
+        "exposed_s": price.exposed_s,
+        "compute_s": price.compute_s,
+        "step_s": price.step_s,
+        "step_without_overlap_s": price.without_overlap_s,
+        "memory_bytes": price.memory.total,
+        "terms": price.cost.values(link),
+    }
+
+
+def study_rows(compared: Sequence[Compared]) -> Iterator[dict[str, Any]]:
+    """The rules on each number of processes."""
+    for each in compared:
+        row: dict[str, Any] = {
+            "row": "study",
+            "processes": each.problem.processes,
+            "batch": each.problem.batch,
+            "pure_batch_s": each.batch.price.exposed_s,
+        }
+        for name, ruled in (("same_grid", each.same), ("connected_only", each.connected)):
+            seconds = ruled.price.exposed_s
+            row[name] = {"grid": str(ruled.grid), "seconds": seconds, "gain": each.gain(seconds)}
+        row["connected_only"]["gain_with_eq6"] = each.gain(each.connected_charged.price.exposed_s)
+        seconds = each.free.price.exposed_s
+        row["free"] = {
+            "plan": each.free.plan.values(),
+            "seconds": seconds,
+            "gain": each.gain(seconds),
+            "gain_with_eq6": each.gain(each.free_charged.price.exposed_s),
+        }
+        if each.problem.processes == STATED_PROCESSES:
+            row["stated"] = {"same_grid": STATED["same grid"], "grid": str(STATED_GRID), "connected_only": STATED["connected only"]}
+        yield row
+
+
+def reading_rows(found: Sequence[Reading]) -> Iterator[dict[str, Any]]:
+    """All readings of the paper, by rule, the nearest to what it states first."""
+    for each in found:
+        yield {
+            "row": "reading",
+            "rule": each.rule,
+            "network": each.network,
+            "activations": each.activations,
+            "dx": each.dx,
+            "grid": str(each.best.grid),
+            "gain": each.gain,
+            "stated_grid": str(STATED_GRID),
+            "gain_on_stated_grid": each.stated_grid_gain,
+            "stated": STATED[each.rule],
+            "off": each.distance,
+        }
+
+
+def sweep_row(point: Point) -> dict[str, Any]:
+    """One point of a sweep."""
+    price = point.planned.price if point.planned else None
+    return {
+        "row": "sweep",
+        "scaling": point.scaling,
+        "processes": point.processes,
+        "batch": point.batch,
+        "pure_batch_s": point.batch_s,
+        "pure_model_s": point.model_s,
+        "domain_s": point.domain_s,
+        "planned_s": None if price is None else price.step_s,
+        "exposed_s": None if price is None else price.exposed_s,
+        "compute_s": None if price is None else price.compute_s,
+        "plan": point.summary,
+    }

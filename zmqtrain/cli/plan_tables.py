@@ -1,0 +1,193 @@
+"""A plan as people see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zmqtrain.plan.chart import shown
+from zmqtrain.plan.problem import Problem
+from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
+from zmqtrain.topology.units import format_rate
+
+TERMS = (("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw"), ("halo", "halo"), ("redist.", "redistribute"))
+#: Layers of a table; there may be hundreds.
+MOST_LAYERS = 60
+#: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.
+LEAST_WIDTH = 200
+_SCALINGS = {
+    "strong": "Strong scaling: more processes for the same batch",
+    "weak": "Weak scaling: the batch grows with the processes",
+    "beyond": "Beyond the batch size: more processes than samples",
+}
+
+
+class Tables:
+    """Prints rows of `zmqtrain.cli.plan_rows`."""
+
+    def __init__(self) -> None:
+        self._console = Console(width=max(LEAST_WIDTH, Console().width))
+
+    def head(self, row: dict[str, Any]) -> None:
+        """What is planned for."""
+        ours = f"what this runtime sends, {row['per_host']} of the group's processes on each host"
+        by = "the paper's equations" if row["pricing"] == "paper" else ours
+        overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
+        speed = f"{row['flops'] / 1e9:g} GFLOP/s a process where no time is known" if row["flops"] else "communication alone"
+        self._print(f"[bold]{escape(row['layers'])}[/]: {row['weights']:,} weights")
+        network = f"{shown(row['alpha_s'])} a message, {_rate(row['bandwidth'])}"
+        limit = f"; at most {_size(row['memory'])} a process" if row["memory"] else ""
+        self._print(f"priced by {by}: {network}; {overlap}; {speed}{limit}")
+
+    def plan(
+        self, problem: Problem, layers: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]], *, given: bool, why: bool
+    ) -> None:
+        """Layers and totals; the alternatives to each layer where ``why``."""
+        verb = "The given plan" if given else "Plan"
+        self._print(f"\n[bold]{verb} for {problem.processes} processes and a batch of {problem.batch}[/]")
+        self._layers(problem, layers)
+        if why:
+            self._print("\nWhat each layer would cost otherwise, its neighbours as planned and without overlap")
+            self._alternatives(layers)
+        self._totals(totals)
+
+    def _layers(self, problem: Problem, layers: Sequence[dict[str, Any]]) -> None:
+        table = _table("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would flip it")
+        for row in layers[:MOST_LAYERS]:
+            terms = [_term(row["terms"], key) for _, key in TERMS]
+            flip = _flip(row["flip"], row["batch"], 8 / problem.link.byte_s)
+            cells = (row["layer"], row["choice"], row["grid"], *terms, _time(row["compute_s"]), _size(row["memory_bytes"]), flip)
+            table.add_row(*map(escape, cells))
+        self._show(table, len(layers))
+
+    def _alternatives(self, layers: Sequence[dict[str, Any]]) -> None:
+        table = _table("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">total", "")
+        for row in layers[:MOST_LAYERS]:
+            name = row["layer"]
+            for each in row["alternatives"]:
+                chosen = (each["choice"], each["grid"]) == (row["choice"], row["grid"])
+                terms = [_term(each["terms"], key) for _, key in TERMS]
+                cells = (name, each["choice"], each["grid"], *terms, _time(each["seconds"]), "planned" if chosen else "")
+                table.add_row(*map(escape, cells), style="bold" if chosen else None)
+                name = ""
+            reasons = {what: why for what, why in row["excluded"].items() if " " not in what}
+            for what, why in reasons.items():
+                table.add_row(escape(name), f"[dim]{what}[/]", "-", *[""] * len(TERMS), "", f"[dim]{escape(why)}[/]")
+                name = ""
+        self._show(table, len(layers))
+
+    def _totals(self, totals: Sequence[dict[str, Any]]) -> None:
+        headings = (">messages", ">sent", ">latency", ">volume", ">exposed", ">compute", ">step", ">unoverlapped")
+        table = _table("", *headings, ">memory", ">gain", "")
+        for row in totals:
+            times = [_time(row[f"{key}_s"]) for key in ("latency", "volume", "exposed", "compute", "step", "step_without_overlap")]
+            note = f"cannot be: {row['obstacle']}" if row["obstacle"] else ""
+            cells = (row["plan"], f"{row['messages']:,.0f}", _size(row["bytes"]), *times, _size(row["memory_bytes"]))
+            table.add_row(*map(escape, cells), f"{row['gain']:.2f}x", f"[dim]{escape(note)}[/]")
+        self._print("\nA step of one process, beside pure batch and pure model")
+        self._console.print(table)
+
+    def study(self, rules: Sequence[dict[str, Any]], readings: Sequence[dict[str, Any]]) -> None:
+        """The paper's rules, and what readings of it give."""
+        self._print("\n[bold]The paper's rules, by its printed equations: communication against pure batch[/]")
+        headings = (">pure batch", ">one grid for all", ">", ">grid for connected only", ">", ">with Eq. 6", ">free", ">with Eq. 6")
+        table = _table(">P", *headings)
+        for row in rules:
+            same, connected, free = row["same_grid"], row["connected_only"], row["free"]
+            table.add_row(
+                str(row["processes"]),
+                f"{row['pure_batch_s'] * 1e3:.2f} ms",
+                same["grid"],
+                f"{same['gain']:.2f}x",
+                connected["grid"],
+                f"{connected['gain']:.2f}x",
+                f"{connected['gain_with_eq6']:.2f}x",
+                f"{free['gain']:.2f}x",
+                f"{free['gain_with_eq6']:.2f}x",
+            )
+        self._console.print(table)
+        last = next((row for row in rules if row["processes"] == STATED_PROCESSES), None)
+        if last is not None:
+            same, connected = last["same_grid"], last["connected_only"]
+            self._print(
+                f"The paper states {STATED['same grid']:g} times on {STATED_GRID} and {STATED['connected only']:g} times at "
+                f"P = {STATED_PROCESSES}. Its printed equations do not give that: they give {same['gain']:.2f} times on "
+                f"{same['grid']}, and {connected['gain']:.2f} times on {connected['grid']} for the connected layers only."
+            )
+        self._print(f"\nReadings that come nearest to what it states, P = {STATED_PROCESSES}")
+        table = _table("rule", "network", "activations", "sums", ">best grid", ">", f">on {STATED_GRID}", ">stated")
+        for rule in STATED:
+            for row in [each for each in readings if each["rule"] == rule][:NEAREST]:
+                sums = "all" if row["dx"] else "without dX"
+                gains = (f"{row['gain']:.2f}x", f"{row['gain_on_stated_grid']:.2f}x", f"{row['stated']:g}x")
+                table.add_row(rule, row["network"], row["activations"], sums, row["grid"], *gains)
+        self._console.print(table)
+
+    def sweep(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Steps over processes and batches."""
+        for scaling, title in _SCALINGS.items():
+            headings = (">pure batch", ">pure model", ">images by domain", ">planned", ">exposed", ">samples/s")
+            table = _table(">P", ">batch", *headings, "plan")
+            for row in rows:
+                if row["scaling"] == scaling:
+                    seconds = row["planned_s"]
+                    speed = f"{row['batch'] / seconds:,.0f}" if seconds else "-"
+                    times = [_time(row[f"{key}_s"]) for key in ("pure_batch", "pure_model", "domain", "planned", "exposed")]
+                    table.add_row(str(row["processes"]), str(row["batch"]), *times, speed, escape(row["plan"]))
+            self._print(f"\n[bold]{title}[/]")
+            self._console.print(table)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def _show(self, table: Table, layers: int) -> None:
+        self._console.print(table)
+        if layers > MOST_LAYERS:
+            self._print(f"and {layers - MOST_LAYERS} more layers (all with --json)")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="dim")
+    for heading in headings:
+        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _term(terms: dict[str, Any], key: str) -> str:
+    return _time(terms[key]["seconds"]) if key in terms else "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else shown(seconds)
+
+
+def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
+    if flip is None:
+        return "no other way"
+    parts = []
+    if flip["batch"] is not None:
+        parts.append(f"B {'>=' if flip['batch'] > batch else '<='} {flip['batch']:,}")
+    if flip["bandwidth"] is not None:
+        parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {_rate(flip['bandwidth'])}")
+    return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next)"
+
+
+def _rate(bits: float) -> str:
+    bits = float(f"{bits:.4g}")  # 1e9 that went through its inverse is a little less
+    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= factor:
+            number = bits / factor
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+    return format_rate(round(bits))
+
+
+def _size(nbytes: float) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            number = nbytes / factor
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+    return f"{nbytes:.0f} B"

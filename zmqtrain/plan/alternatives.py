@@ -1,0 +1,111 @@
+"""Why a layer was placed so: what every alternative would have cost, and what would flip the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zmqtrain.parallel.plan import Choice
+from zmqtrain.plan.link import LayerCost, Link
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.price import redistribution
+from zmqtrain.plan.problem import Problem
+
+#: How far a batch size or bandwidth is followed, as a factor; further away nobody would go.
+FARTHEST = 1024.0
+#: Steps of a factor, and how finely the place between two steps is then found.
+STEP = 2**0.5
+HALVINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A layer placed in one way, with all others as planned. Without overlap."""
+
+    placed: Placed
+    cost: LayerCost
+    """With redistribution, of its input and of the next layer's."""
+    seconds: float
+    """Communication, and compute where its time is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """What would have to change for the runner-up to win, everything else being equal. None: nothing within a factor of 1024."""
+
+    runner_up: Alternative
+    batch: int | None
+    bandwidth: float | None
+    """bit/s"""
+
+
+def alternatives(problem: Problem, placed: Sequence[Placed], index: int) -> list[Alternative]:
+    """The best grid of every choice of a layer, cheapest first; the planned placement among them, whatever it costs."""
+    best: dict[Choice, Alternative] = {placed[index].choice: _alternative(problem, placed, index, placed[index])}
+    for how in problem.options(problem.layers[index]).placed:
+        if how.choice != placed[index].choice:
+            found = _alternative(problem, placed, index, how)
+            if how.choice not in best or found.seconds < best[how.choice].seconds:
+                best[how.choice] = found
+    return sorted(best.values(), key=lambda each: each.seconds)
+
+
+def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence[Alternative]) -> Flip | None:
+    """What would flip the planned choice of a layer to the next best of ``among``; none where there is no other."""
+    planned = placed[index]
+    others = [each for each in among if each.placed != planned]
+    if not others:
+        return None
+    runner_up = others[0]
+
+    def wins(changed: Problem) -> bool:
+        if changed.obstacle(problem.layers[index], runner_up.placed) or changed.obstacle(problem.layers[index], planned):
+            return False
+        one, other = (_alternative(changed, placed, index, how).seconds for how in (runner_up.placed, planned))
+        return one < other
+
+    def larger_batch(factor: float) -> bool:
+        return wins(replace(problem, batch=max(1, round(problem.batch * factor))))
+
+    def faster_network(factor: float) -> bool:
+        link = problem.link
+        return wins(replace(problem, link=Link(link.alpha_s, link.byte_s / factor, link.memory_byte_s)))
+
+    batch, bandwidth = _nearest(larger_batch), _nearest(faster_network)
+    return Flip(
+        runner_up,
+        None if batch is None else max(1, round(problem.batch * batch)),
+        None if bandwidth is None else 8 / problem.link.byte_s * bandwidth,
+    )
+
+
+def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> Alternative:
+    """The layer itself, and the changes on both sides of it."""
+    stage = problem.layers[index]
+    cost = problem.pricing.layer(stage, how, problem.batch, first=index == 0)
+    there = back = LayerCost().all_gather
+    if index:
+        there, back = redistribution(problem, problem.layers[index - 1], placed[index - 1], how)
+    if index + 1 < len(placed):
+        on, returned = redistribution(problem, stage, how, placed[index + 1])
+        there, back = there + on, back + returned
+    cost = replace(cost, redistribute=there, redistribute_back=back)
+    return Alternative(how, cost, problem.link.seconds(cost.total) + sum(problem.seconds(stage, how)))
+
+
+def _nearest(wins: Callable[[float], bool]) -> float | None:
+    """The factor nearest to 1, up or down, from which on the runner-up wins."""
+    lower = upper = 1.0
+    while upper < FARTHEST:
+        for nearer, farther in ((upper, upper * STEP), (lower, lower / STEP)):
+            if wins(farther):
+                return _between(wins, nearer, farther)
+        upper, lower = upper * STEP, lower / STEP
+    return None
+
+
+def _between(wins: Callable[[float], bool], loses: float, won: float) -> float:
+    for _ in range(HALVINGS):
+        middle = (loses * won) ** 0.5
+        loses, won = (loses, middle) if wins(middle) else (middle, won)
+    return won

@@ -1,0 +1,49 @@
+"""Plans as bars, like the paper's figures 6 to 10: one grid for all layers, a grid for the connected ones only, and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.plan.chart import Bar, Panel
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.planner import Planned
+from zmqtrain.plan.price import PlanPrice
+from zmqtrain.plan.problem import Problem
+from zmqtrain.plan.rules import every_grid, grid_for_connected, same_grid
+
+#: Bars of a rule. Of more grids, those that can be carried out come first.
+MOST_BARS = 32
+
+
+def panels(planned: Sequence[Planned]) -> list[Panel]:
+    """Two for each plan: the two rules, each beside the plan. Without overlap."""
+    found = []
+    for each in planned:
+        rules: list[tuple[str, Callable[[Problem, Grid], list[Placed]]]] = [("one grid for all layers", same_grid)]
+        if any(stage.head.image for stage in each.problem.layers):
+            rules.append(("images by batch, all other layers on the grid", grid_for_connected))
+        for title, rule in rules:
+            found.append(_panel(each, title, rule))
+    return found
+
+
+def _panel(planned: Planned, title: str, rule: Callable[[Problem, Grid], list[Placed]]) -> Panel:
+    problem = planned.problem
+    plans = [each for each in every_grid(problem, title, rule) if each.obstacle is None][:MOST_BARS]
+    least = min((each.price.without_overlap_s for each in plans), default=0.0)
+    bars = [Bar(str(each.grid), _segments(problem, each.price), each.price.without_overlap_s == least) for each in plans]
+    bars.append(Bar("planned", _segments(problem, planned.price)))
+    return Panel(f"{problem.processes} processes, batch {problem.batch}: {title}", tuple(bars))
+
+
+def _segments(problem: Problem, price: PlanPrice) -> dict[str, float]:
+    cost, seconds = price.cost.terms(), problem.link.seconds
+    return {
+        "compute": price.compute_s,
+        "all-gather": seconds(cost["all_gather"]),
+        "dX": seconds(cost["dx"]),
+        "dW": seconds(cost["dw"]),
+        "halo": seconds(cost["halo"]),
+        "redistribute": seconds(cost["redistribute"]),
+    }

@@ -1,0 +1,151 @@
+"""The paper's cost model: Eq. 3 to 9 of Gholami et al., "Integrated Model, Batch, and Domain Parallelism in Training Neural
+Networks" (SPAA 2018), with its logarithms to the base of 2.
+
+P = Pr x Pc processes, batch B; a layer takes d_(i-1) elements of a sample and gives d_i, and has |W_i| weights. A message takes
+alpha, and a word of ``word_bytes`` takes beta. Every function gives a `LayerCost` for each layer, whose costs become seconds by a
+`Link`; the equations are their sums. A layer here is a `Stage`: one with weights, and the pools behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.plan.layers import Stage
+from zmqtrain.plan.link import NOTHING, Cost, LayerCost
+from zmqtrain.plan.placed import Placed, change
+
+WORD_BYTES = 4
+
+
+class Pricing(Protocol):
+    """What communication is priced by."""
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of an element."""
+        ...
+
+    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool) -> LayerCost:
+        """A layer's own communication. ``first``: nobody needs the gradient of its input."""
+        ...
+
+    def change(self, source: Placed, target: Placed) -> tuple[float, Cost]:
+        """To redistribute activations: messages, and the cost beside them of one byte of the whole batch's activations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The paper's equations as a `Pricing`."""
+
+    word_bytes: int = WORD_BYTES
+    dx: bool = True
+    """Whether the sums of input gradients are counted. They must be made; the paper's stated figures are nearer without."""
+
+    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool) -> LayerCost:
+        grid, size = placed.grid, placed.grid.size
+        samples = batch / grid.columns
+        match placed.choice:
+            case "batch":
+                return LayerCost(dw=self._all_reduce(size, stage.weights))
+            case "whole":  # every process of a column does the same: the paper has no such layers
+                return LayerCost(dw=self._all_reduce(grid.columns, stage.weights))
+            case "model":
+                return LayerCost(
+                    all_gather=self._all_gather(grid.rows, samples * stage.numel_out),
+                    dx=NOTHING if first or not self.dx else self._all_reduce(grid.rows, samples * stage.numel_in),
+                    dw=self._all_reduce(grid.columns, stage.weights / grid.rows),
+                )
+            case "domain":
+                rows, head = stage.head.kernel[0] // 2, stage.head
+                halo, back = (samples * rows * row for row in (head.row_numel, head.output_row_numel))
+                sends = rows > 0 and grid.rows > 1  # 1x1 convolutions send nothing
+                return LayerCost(
+                    halo=self._sent(1, halo) if sends else NOTHING,
+                    halo_back=self._sent(1, back) if sends else NOTHING,
+                    dw=self._all_reduce(size, stage.weights),
+                )
+
+    def change(self, source: Placed, target: Placed) -> tuple[float, Cost]:
+        """Eq. 6, and the same for other changes, by what lacks to a process."""
+        lacking = change(source, target)
+        return float(_log(lacking.pieces)), Cost.sent(0, lacking.share)
+
+    def _all_gather(self, size: int, words: float) -> Cost:
+        """alpha ceil(log p) + beta (p-1)/p n (Bruck)."""
+        return self._sent(_log(size), (size - 1) / size * words)
+
+    def _all_reduce(self, size: int, words: float) -> Cost:
+        """2 (alpha ceil(log p) + beta (p-1)/p n): a reduce-scatter and an all-gather."""
+        return self._all_gather(size, words).times(2)
+
+    def _sent(self, messages: float, words: float) -> Cost:
+        return Cost.sent(messages, words * self.word_bytes)
+
+
+def pure_model(layers: Sequence[Stage], batch: int, processes: int, pricing: Pricing | None = None) -> list[LayerCost]:
+    """Eq. 3, pure model parallelism: all-gathers of Y for i = 1..L, all-reduces of dX for i = 2..L.
+
+    sum_i (alpha ceil(log P) + beta B (P-1)/P d_i) + 2 sum_(i>1) (alpha ceil(log P) + beta B (P-1)/P d_(i-1))
+    """
+    return integrated(layers, batch, [Placed("model", Grid(processes, 1))] * len(layers), pricing)
+
+
+def pure_batch(layers: Sequence[Stage], batch: int, processes: int, pricing: Pricing | None = None) -> list[LayerCost]:
+    """Eq. 4, pure batch parallelism: all-reduces of dW. Does not depend on the batch.
+
+    2 sum_i (alpha ceil(log P) + beta (P-1)/P |W_i|)
+    """
+    return integrated(layers, batch, [Placed("batch", Grid(1, processes))] * len(layers), pricing)
+
+
+def batch_over_model(layer: Stage, batch: float) -> float:
+    """Eq. 5: the volume of batch parallelism over that of model parallelism, 2 |W_i| / (3 B d_i). For a convolution between images
+    of the same size, that is 2 kh kw X_C / (3 B Y_H Y_W). Above 1, model parallelism sends less."""
+    return 2 * layer.weights / (3 * batch * layer.numel_out)
+
+
+def break_even_batch(layer: Stage) -> float:
+    """The batch (a column's, B/Pc) at which Eq. 5 is 1: below it model parallelism sends less, above it batch parallelism does."""
+    return batch_over_model(layer, 1)
+
+
+def redistribution(layer: Stage, batch: int, processes: int, word_bytes: int = WORD_BYTES) -> Cost:
+    """Eq. 6: a layer's activations from batch to model parallelism, alpha ceil(log P) + beta B (P-1)/P d_i.
+
+    As much as the model-parallel layer's own all-gather, so that the sum is of the same order without it.
+    """
+    messages, rest = Paper(word_bytes).change(Placed("batch", Grid(1, processes)), Placed("model", Grid(processes, 1)))
+    return Cost(messages) + rest.times(batch * layer.numel_out * word_bytes)
+
+
+def pure_domain(layers: Sequence[Stage], batch: int, processes: int, pricing: Pricing | None = None) -> list[LayerCost]:
+    """Eq. 7, domain parallelism: halos forward and backward, and all-reduces of dW, whose weights every process has whole.
+
+    sum_i (alpha + beta B X_W X_C floor(kh/2)) + sum_i (alpha + beta B Y_W Y_C floor(kh/2)) + Eq. 4
+    """
+    return integrated(layers, batch, [Placed("domain", Grid(processes, 1))] * len(layers), pricing)
+
+
+def model_and_batch(layers: Sequence[Stage], batch: int, grid: Grid, pricing: Pricing | None = None) -> list[LayerCost]:
+    """Eq. 8, integrated model and batch parallelism on one grid.
+
+    sum_i (alpha ceil(log Pr) + beta B/Pc (Pr-1)/Pr d_i) + 2 sum_(i>1) (alpha ceil(log Pr) + beta B/Pc (Pr-1)/Pr d_(i-1))
+    + 2 sum_i (alpha ceil(log Pc) + beta (Pc-1)/Pc |W_i|/Pr)
+    """
+    return integrated(layers, batch, [Placed("model", grid)] * len(layers), pricing)
+
+
+def integrated(layers: Sequence[Stage], batch: int, placed: Sequence[Placed], pricing: Pricing | None = None) -> list[LayerCost]:
+    """Eq. 9, integrated model, batch and domain parallelism: model layers take the terms of Eq. 8, domain layers those of Eq. 7
+    with B/Pc samples, batch layers those of Eq. 4. Changes of placement between layers (Eq. 6) are not in it."""
+    by = pricing or Paper()
+    return [by.layer(stage, how, batch, first=index == 0) for index, (stage, how) in enumerate(zip(layers, placed, strict=True))]
+
+
+def _log(size: int) -> int:
+    """ceil(log2)."""
+    return (size - 1).bit_length()

@@ -1,0 +1,216 @@
+"""The best plan: dynamic programming over layers, whose states are a choice on a grid, and whose edges are redistributions.
+
+Layers are taken in the order of the backward, from the last to the first. Without overlap and without a limit of memory the best
+way to each state is one number. Otherwise several ways may lead to the best end: one that took longer but left fewer weight
+gradients waiting for the network, or needs less memory. So each state keeps the ways that no other beats in all of that:
+
+* the time so far, A;
+* the time so far if everything that waits for the network were waited for now, A + Q. (A way that is no later in both can never
+  become later in the end: of a queue Q, later compute takes away at most Q, and no less from a longer one.)
+* the memory so far, where it is limited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.plan import Plan
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.price import PlanPrice, Times, price
+from zmqtrain.plan.problem import Options, Problem, plan_of
+from zmqtrain.topology.units import format_size
+
+Array: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.int64]
+
+#: Ways that all states of all layers may keep together, which bounds the planner's time; and the fewest that a state may keep.
+MOST_WAYS = 400_000
+FEWEST_WAYS = 48
+#: Of the ways of a state, so many are compared with each other in time, queue and memory; more, in two of the three at a time.
+MOST_COMPARED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The best plan, and what it was chosen from."""
+
+    problem: Problem
+    placed: tuple[Placed, ...]
+    price: PlanPrice
+    options: tuple[Options, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """As `zmqtrain.parallelize` takes it."""
+        return plan_of(self.problem, self.placed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The ways from the last layer to a layer: their state there, what they have cost, and which way they go on from."""
+
+    state: Indices
+    time: Array
+    until: Array
+    """A + Q"""
+    memory: Array
+    origin: Indices
+
+    def only(self, which: Any) -> _Ways:
+        return _Ways(self.state[which], self.time[which], self.until[which], self.memory[which], self.origin[which])
+
+
+def plan(problem: Problem) -> Planned:
+    """The plan with the shortest step. Raises `UsageError` where nothing can be divided, or no plan fits in memory.
+
+    Exact, unless memory is limited and more ways lead to a state than `MOST_WAYS` allows; then those are kept that are spread over
+    the memory that they need, the smallest always among them.
+    """
+    options = tuple(problem.options(stage) for stage in problem.layers)
+    if problem.processes > 1 and not any(how.choice != "whole" or how.samples > 1 for option in options for how in option.placed):
+        stage, option = problem.layers[0], options[0]
+        reasons = "; ".join(f"{what}: {why}" for what, why in option.excluded.items() if what != "whole")
+        raise UsageError(
+            f"no grid of {problem.processes} processes divides any layer for a batch of {problem.batch}: "
+            f"take another number of processes, or a larger batch. Layer {stage.name}: {reasons}"
+        )
+    found = _search(problem, options)
+    if problem.memory_bytes is not None and _memory(problem, found) > problem.memory_bytes:
+        found = _search(problem, options, limit=problem.memory_bytes)
+    return Planned(problem, tuple(found), price(problem, found), options)
+
+
+def _memory(problem: Problem, placed: Sequence[Placed]) -> float:
+    return sum(problem.memory(stage, how).total for stage, how in zip(problem.layers, placed, strict=True))
+
+
+def _search(problem: Problem, options: Sequence[Options], limit: float | None = None) -> list[Placed]:
+    bound_s = math.inf
+    if problem.overlap > 0:  # a good plan, whose step bounds how long any way may take
+        plain = _search(replace(problem, overlap=0.0), options, limit)
+        bound_s = price(problem, plain).step_s * (1 + 1e-9)
+    every = sorted({how for option in options for how in option.placed}, key=str)
+    number = {how: index for index, how in enumerate(every)}
+    messages_s, unit_s = _edges(problem, every)
+    times = [
+        [Times.of(problem, stage, how, first=index == 0) for how in option.placed]
+        for index, (stage, option) in enumerate(zip(problem.layers, options, strict=True))
+    ]
+    least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each
+    if limit is not None and least[-1] > limit:
+        raise UsageError(
+            f"no plan fits in memory: a process needs at least {_shown(least[-1])}, and may take {_shown(limit)}. "
+            "Take more processes, a smaller batch, or raise [plan] memory"
+        )
+    ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])
+    most = max(FEWEST_WAYS, MOST_WAYS // (len(options) * len(every)))
+    trail: list[_Ways] = []
+    for index in reversed(range(len(options))):
+        here = [number[how] for how in options[index].placed]
+        nbytes = problem.batch * problem.layers[index].numel_out * problem.pricing.word_bytes
+        edges_s = messages_s + unit_s * nbytes
+        before = trail[-1] if trail else None
+        steps = []
+        for state, own in zip(here, times[index], strict=True):
+            ways = _arrive(before, state, edges_s, own)
+            if bound_s < math.inf:
+                ways = ways.only(ways.time + ahead_s[index] <= bound_s)
+            if limit is None:
+                ways = replace(ways, memory=np.zeros_like(ways.memory))
+            else:
+                ways = ways.only(ways.memory + least[index] <= limit)
+            ways = ways.only(_unbeaten(ways, problem.overlap > 0, limit is not None))
+            steps.append(ways.only(_spread(ways, most)))
+        trail.append(_joined(steps))
+    return _back(trail, every)
+
+
+def _edges(problem: Problem, every: Sequence[Placed]) -> tuple[Array, Array]:
+    """Of every change, there in the forward and back in the backward: seconds of messages, and of each byte of activations."""
+    size = len(every)
+    messages_s, unit_s = np.zeros((size, size)), np.zeros((size, size))
+    if problem.charge_changes:
+        for one, source in enumerate(every):
+            for other, target in enumerate(every):
+                if one != other:
+                    messages, unit = problem.pricing.change(source, target)
+                    messages_s[one, other] = messages * problem.link.alpha_s
+                    unit_s[one, other] = problem.link.volume_s(unit)
+    return messages_s + messages_s.T, unit_s + unit_s.T
+
+
+def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Ways:
+    """All ways to this state of a layer, from those to any state of the layer behind it."""
+    if before is None:
+        time = np.array([own.waits_s])
+        zero = np.zeros(1, np.int64)
+        return _Ways(zero + state, time, time + own.queues_s, np.array([own.memory]), zero - 1)
+    queue = np.maximum(0.0, before.until - before.time - own.drains_s) + own.queues_s
+    time = before.time + edges_s[state, before.state] + own.waits_s
+    return _Ways(
+        np.full(len(time), state, np.int64),
+        time,
+        time + queue,
+        before.memory + own.memory,
+        np.arange(len(time), dtype=np.int64),
+    )
+
+
+def _unbeaten(ways: _Ways, overlaps: bool, limited: bool) -> Indices:
+    """Those that no other way beats. Without overlap, all that counts of the time is when everything is through."""
+    time = ways.time if overlaps else ways.until
+    if not limited:
+        order = np.lexsort((ways.until, time))
+        return order[_lower(ways.until[order])]
+    order = np.lexsort((ways.until, time, ways.memory))
+    keep = _lower(time[order]) | _lower(ways.until[order])
+    if not overlaps or len(order) > MOST_COMPARED:
+        return order[keep]
+    for place, way in enumerate(order):  # in the order of memory: only ways before it can beat it
+        if not keep[place]:
+            others = order[:place]
+            beaten = (time[others] <= time[way]) & (ways.until[others] <= ways.until[way])
+            keep[place] = not beaten.any()
+    return order[keep]
+
+
+def _lower(values: Array) -> NDArray[np.bool_]:
+    """Which values are lower than all before them."""
+    keep = np.ones(len(values), np.bool_)
+    keep[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    return keep
+
+
+def _spread(ways: _Ways, most: int) -> Indices:
+    """At most so many of them, evenly spread over the memory that they need (over the time, where it is not limited)."""
+    count = len(ways.time)
+    if count <= most:
+        return np.arange(count)
+    order = np.lexsort((ways.time, ways.memory))
+    return order[np.unique(np.linspace(0, count - 1, most).astype(np.int64))]
+
+
+def _joined(steps: Sequence[_Ways]) -> _Ways:
+    names = ("state", "time", "until", "memory", "origin")
+    return _Ways(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
+
+
+def _back(trail: Sequence[_Ways], every: Sequence[Placed]) -> list[Placed]:
+    """From the first layer's best way to the last layer."""
+    at = int(np.argmin(trail[-1].until))
+    found = []
+    for ways in reversed(trail):
+        found.append(every[ways.state[at]])
+        at = int(ways.origin[at])
+    return found
+
+
+def _shown(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else format_size(int(nbytes))

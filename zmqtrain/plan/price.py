@@ -1,0 +1,120 @@
+"""What a plan costs: each layer's communication, compute and memory, and what of the communication a step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from zmqtrain.plan.layers import Stage
+from zmqtrain.plan.link import Cost, LayerCost
+from zmqtrain.plan.memory import Memory
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """One layer of a plan."""
+
+    stage: Stage
+    placed: Placed
+    cost: LayerCost
+    """With the redistribution of its input."""
+    forward_s: float
+    backward_s: float
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPrice:
+    """A whole plan's price."""
+
+    layers: tuple[LayerPrice, ...]
+    communication_s: float
+    """All of it, one after another."""
+    exposed_s: float
+    """What of it a step waits for, by the problem's overlap."""
+    compute_s: float
+
+    @property
+    def step_s(self) -> float:
+        """A step: compute, and the communication that it waits for."""
+        return self.compute_s + self.exposed_s
+
+    @property
+    def without_overlap_s(self) -> float:
+        """A step in which nothing goes on beside anything."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def cost(self) -> LayerCost:
+        """The sum of all layers' communication."""
+        return sum((layer.cost for layer in self.layers), LayerCost())
+
+    @property
+    def memory(self) -> Memory:
+        """What a process needs."""
+        return sum((layer.memory for layer in self.layers), Memory())
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A layer's times that do not depend on its neighbours, as the overlap model sees them."""
+
+    waits_s: float
+    """Compute, and communication that nothing goes on beside: added to the step."""
+    drains_s: float
+    """Compute time in the backward beside which older weight gradients travel."""
+    queues_s: float
+    """Its own weight gradients, which travel from the end of its backward on."""
+    memory: float
+
+    @classmethod
+    def of(cls, problem: Problem, stage: Stage, placed: Placed, *, first: bool) -> Times:
+        """Halos travel while the interior is computed; input gradients while the weight gradients of their layer are computed (half
+        of the backward); weight gradients while the layers before are. All-gathers and redistributions are waited for."""
+        link, overlap = problem.link, problem.overlap
+        cost = problem.pricing.layer(stage, placed, problem.batch, first=first)
+        forward_s, backward_s = problem.seconds(stage, placed)
+        halo_s, halo_back_s, dx_s = (link.seconds(each) for each in (cost.halo, cost.halo_back, cost.dx))
+        hidden_s = min(halo_back_s + dx_s, overlap * backward_s / 2)
+        waits_s = forward_s + backward_s + link.seconds(cost.all_gather)
+        waits_s += max(0.0, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
+        drains_s = overlap * backward_s - hidden_s
+        return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)
+
+
+def redistribution(problem: Problem, before: Stage, source: Placed, target: Placed) -> tuple[Cost, Cost]:
+    """Between two layers: the activations in the forward, and their gradient in the backward."""
+    if not problem.charge_changes or source == target:
+        return Cost(), Cost()
+    nbytes = problem.batch * before.numel_out * problem.pricing.word_bytes
+    found = []
+    for one, other in ((source, target), (target, source)):
+        messages, each = problem.pricing.change(one, other)
+        found.append(Cost(messages) + each.times(nbytes))
+    return found[0], found[1]
+
+
+def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
+    """The price of placing each layer so, in the order of the problem's layers."""
+    layers = []
+    pairs = [(None, problem.layers[0]), *pairwise(problem.layers)]
+    for index, ((before, stage), how) in enumerate(zip(pairs, placed, strict=True)):
+        cost = problem.pricing.layer(stage, how, problem.batch, first=index == 0)
+        if before is not None:
+            there, back = redistribution(problem, before, placed[index - 1], how)
+            cost = replace(cost, redistribute=there, redistribute_back=back)
+        forward_s, backward_s = problem.seconds(stage, how)
+        layers.append(LayerPrice(stage, how, cost, forward_s, backward_s, problem.memory(stage, how)))
+    seconds = problem.link.seconds
+    compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    waits_s = queue_s = 0.0  # in the order of the backward: weight gradients queue for the network, and compute lets them pass
+    for index in reversed(range(len(layers))):
+        cost = layers[index].cost
+        times = Times.of(problem, layers[index].stage, placed[index], first=index == 0)
+        waits_s += times.waits_s + seconds(cost.redistribute + cost.redistribute_back)
+        queue_s = max(0.0, queue_s - times.drains_s) + times.queues_s
+    communication_s = sum(seconds(layer.cost.total) for layer in layers)
+    return PlanPrice(tuple(layers), communication_s, waits_s + queue_s - compute_s, compute_s)

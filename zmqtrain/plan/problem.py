@@ -1,0 +1,158 @@
+"""What a plan is made for: the model, the batch, the processes, the network; and which choices each layer has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
+from zmqtrain.plan.costs import Paper, Pricing
+from zmqtrain.plan.layers import DIVISIBLE, LayerShape, Stage
+from zmqtrain.plan.link import Link
+from zmqtrain.plan.memory import Memory, memory
+from zmqtrain.plan.placed import Placed
+from zmqtrain.topology.suggest import did_you_mean
+
+#: Choices that divide a layer over rows.
+ROW_CHOICES: tuple[Choice, ...] = ("model", "domain", "whole")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be done with a layer, and why the rest may not."""
+
+    placed: tuple[Placed, ...]
+    excluded: dict[str, str] = field(default_factory=dict)
+    """A choice, or a choice on some grids -> the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """All that a plan depends on."""
+
+    layers: tuple[Stage, ...]
+    batch: int
+    """Samples a step, over all processes."""
+    processes: int
+    link: Link
+    pricing: Pricing = field(default_factory=Paper)
+    overlap: float = 0.0
+    """The share of compute time during which what may go on beside it really does: 0 none, 1 perfect."""
+    flops_per_s: float = 0.0
+    """Of a process, for layers whose times are not known; 0: those take no time."""
+    memory_bytes: float | None = None
+    """The most that a process may need."""
+    optimizer_words: int = 1
+    charge_changes: bool = True
+    """Whether changes of placement between layers cost what Eq. 6 says."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError("there is nothing to plan: the model has no layer with weights")
+        if self.batch < 1 or self.processes < 1:
+            raise UsageError(f"a plan needs at least one sample and one process, not {self.batch} and {self.processes}")
+
+    def grids(self) -> list[Grid]:
+        """All shapes of the group, from 1xP to Px1."""
+        return [Grid(rows, self.processes // rows) for rows in range(1, self.processes + 1) if self.processes % rows == 0]
+
+    def options(self, stage: Stage) -> Options:
+        """The choices of a layer on all grids."""
+        placed: list[Placed] = []
+        excluded: dict[str, str] = {}
+        every = [Placed.of("batch", Grid(1, self.processes))]
+        every += [Placed(choice, grid) for choice in ROW_CHOICES for grid in self.grids() if grid.rows > 1]
+        for one in every:
+            reason = self.obstacle(stage, one)
+            if reason is None:
+                placed.append(one)
+            else:
+                key = one.choice if reason.always else str(one)
+                excluded.setdefault(key, reason.text)
+        divided = [one for one in placed if one.choice != "whole"]
+        if divided and not any(stage.seconds(self.flops_per_s)):
+            placed = divided
+            excluded["whole"] = "its price is compute, whose times are not known"
+        return Options(tuple(placed), excluded)
+
+    def obstacle(self, stage: Stage, placed: Placed) -> Obstacle | None:
+        """Why a layer cannot be placed so; none where it can."""
+        head, grid = stage.head, placed.grid
+        if placed.choice == "model" and head.kind not in DIVISIBLE:
+            return Obstacle(f"a layer of kind {head.kind} has no outputs by which its weights could be divided", always=True)
+        if placed.choice == "domain" and not all(layer.image for layer in (head, *_spatial(stage))):
+            return Obstacle("its input is no image", always=True)
+        if placed.samples > self.batch:
+            return Obstacle(f"{placed.samples} parts of a batch of {self.batch} samples", always=placed.choice == "batch")
+        if placed.choice == "model" and grid.rows > head.units:
+            return Obstacle(f"more rows than its {head.units} outputs")
+        if placed.choice == "domain":
+            least = min(head.inputs[1], head.outputs[1])
+            if grid.rows > least:
+                return Obstacle(f"more rows than the {least} of its image")
+        return None
+
+    def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
+        """What the slowest process computes: forward and backward."""
+        forward, backward = stage.seconds(self.flops_per_s)
+        grid = placed.grid
+        share = math.ceil(self.batch / placed.samples)
+        if placed.choice == "model":
+            work = share * math.ceil(stage.head.units / grid.rows) / stage.head.units
+        elif placed.choice == "domain":
+            work = share * math.ceil(stage.head.outputs[1] / grid.rows) / stage.head.outputs[1]
+        else:
+            work = share
+        return forward * work, backward * work
+
+    def memory(self, stage: Stage, placed: Placed) -> Memory:
+        """Of one process."""
+        return memory(stage, placed, self.batch, word_bytes=self.pricing.word_bytes, optimizer_words=self.optimizer_words)
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why something cannot be."""
+
+    text: str
+    always: bool = False
+    """On whatever grid."""
+
+
+def plan_of(problem: Problem, placed: Sequence[Placed]) -> Plan:
+    """As `zmqtrain.parallelize` takes it."""
+    return Plan(tuple(LayerPlan(stage.name, how.choice, how.grid) for stage, how in zip(problem.layers, placed, strict=True)))
+
+
+def placed_of(problem: Problem, plan: Plan) -> list[Placed]:
+    """A plan's placement of each layer. Raises `UsageError` where the plan is for another model, or cannot be carried out."""
+    names = [stage.name for stage in problem.layers]
+    unknown = [layer.layer for layer in plan if layer.layer not in names]
+    missing = [name for name in names if plan.of(name) is None]
+    if unknown or missing:
+        meant = did_you_mean(unknown[0], names) if unknown else None
+        parts = [
+            f"it has no layer {unknown[0]!r}" + (f" (did you mean {meant!r}?)" if meant else "") if unknown else "",
+            f"the plan says nothing about {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "") if missing else "",
+        ]
+        raise UsageError(f"the plan is for another model than this one: {'; '.join(filter(None, parts))}")
+    if plan.size != problem.processes:
+        raise UsageError(f"the plan is for {plan.size} processes, and the group has {problem.processes}")
+    found = []
+    for stage in problem.layers:
+        layer = plan.of(stage.name)
+        assert layer is not None
+        one = Placed.of(layer.choice, layer.grid)
+        reason = problem.obstacle(stage, one)
+        if reason is not None:
+            raise UsageError(f"the plan's {layer.choice} {layer.grid} of layer {stage.name} cannot be: {reason.text}")
+        found.append(one)
+    return found
+
+
+def _spatial(stage: Stage) -> list[LayerShape]:
+    """Followers that look at neighbouring rows."""
+    return [layer for layer in stage.followers if layer.kind == "pool"]

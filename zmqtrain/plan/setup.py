@@ -1,0 +1,125 @@
+"""From a topology file to what a plan is made for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zmqtrain.collectives.choose import ALPHA_S, BETA_S
+from zmqtrain.data.loader import Fetch
+from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.plan.costs import Paper, Pricing
+from zmqtrain.plan.layers import LayerShape, Stage, stages
+from zmqtrain.plan.link import Link
+from zmqtrain.plan.ours import Ours
+from zmqtrain.plan.problem import Problem
+from zmqtrain.plan.profiled import profile_layers, with_times
+from zmqtrain.plan.shipped import before_pooling, shipped_table
+from zmqtrain.plan.trace import SAMPLES, trace_layers
+from zmqtrain.topology.links import links_of
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.task import build_model, load_task, user_code
+
+#: Seconds to read or write a byte of a host's memory: as sums of 100 MB in shared memory were measured, 20 GB/s.
+MEMORY_BYTE_S = 1 / 20e9
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The layers to plan for, and where they come from."""
+
+    layers: tuple[LayerShape, ...]
+    what: str
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What a plan chooses for."""
+        return stages(self.layers)
+
+
+def source_of(topology: Topology, data: str | None = None) -> Source:
+    """The layers of ``[plan] layers``, else of the task's model, else of the profile. ``data``: as ``--data`` says.
+
+    Raises `UsageError` where there is none of them or they do not fit together, `TaskError` where the task's code fails.
+    """
+    settings, compute = topology.plan, topology.compute
+    profile = None if compute.profile is None else Profile.load(compute.profile)
+    part = max(1, compute.batch_size // compute.group_size)
+    if settings.layers is not None:
+        table = shipped_table(settings.layers)
+        layers = table.layers(biases=settings.biases)
+        if settings.activations == "before_pooling":
+            layers = before_pooling(layers)
+        return Source(layers, f"the table {table.name}")
+    if topology.job.task is not None:
+        layers = _traced(topology, data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path)
+        what = f"the model of {topology.job.task}"
+        if profile is None:
+            return Source(layers, what)
+        return Source(with_times(layers, profile, part), f"{what}, with the times of profile {compute.profile}")
+    if profile is not None:
+        return Source(profile_layers(profile, part), f"profile {compute.profile}")
+    raise UsageError(
+        'there is no model to plan for: set [job] task, [plan] layers = "alexnet", or [compute] device = "modelled" with a profile'
+    )
+
+
+def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | None = None, batch: int | None = None) -> Problem:
+    """The problem of planning a compute group. ``processes``, ``batch``: instead of the file's."""
+    settings, compute = topology.plan, topology.compute
+    processes = processes or compute.group_size
+    return Problem(
+        tuple(layers),
+        batch or compute.batch_size,
+        processes,
+        link_of(topology),
+        pricing_of(topology, processes),
+        settings.overlap_share,
+        settings.flops,
+        settings.memory,
+        settings.optimizer_words,
+    )
+
+
+def pricing_of(topology: Topology, processes: int) -> Pricing:
+    """As ``[plan] pricing`` says. Of hosts with different numbers of slots, the smallest counts."""
+    settings = topology.plan
+    if settings.pricing == "paper":
+        return Paper(settings.word_bytes, settings.dx)
+    slots = min(host.slots for host in topology.hosts)
+    return Ours(settings.word_bytes, min(slots, processes) if topology.compute.shared_memory else 1)
+
+
+def link_of(topology: Topology) -> Link:
+    """alpha and beta of ``[network]``, its slowest card; where it says nothing, of this runtime over a 10 Gbit/s link.
+
+    Handing a message over takes time beside the network's, which the paper's pricing does not count.
+    """
+    model = links_of(topology)
+    cards = [card for host in topology.hosts if (card := model.host(host.name).bandwidth) is not None]
+    byte_s = 8 / min(cards) if cards else BETA_S
+    delay_s = max((model.host(host.name).latency for host in topology.hosts), default=0.0)
+    alpha_s = model.way.latency + 2 * delay_s
+    if topology.plan.pricing == "ours" or topology.network.latency is None:
+        alpha_s += ALPHA_S
+    return Link(alpha_s, byte_s, MEMORY_BYTE_S)
+
+
+def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
+    job = topology.job
+    assert job.task is not None
+    task = load_task(job.task, job.args, data, folders=(".", *job.python_path))
+    torch.manual_seed(job.seed)
+    model = build_model(task)
+    with user_code("reading samples of Task.train_data"):
+        samples = min(SAMPLES, len(task.train_data))
+        batch = Fetch(task.train_data, collate=task.collate, transform=task.transform)(np.arange(samples), (job.seed,))
+    try:
+        return trace_layers(model, batch.inputs)
+    except UsageError as error:
+        raise TaskError(f"the model of {job.task} cannot be traced: {error}") from error

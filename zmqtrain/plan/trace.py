@@ -1,0 +1,206 @@
+"""The layers of any model: one forward on tensors without content, watched by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
+from torch.utils.hooks import RemovableHandle
+
+from zmqtrain.errors import UsageError
+from zmqtrain.plan.layers import Kind, LayerShape
+
+#: Samples of the traced forward: as few as batch norm allows in training.
+SAMPLES = 2
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_POOLS = (_AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd)
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str
+    module: nn.Module
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, ...]:
+    """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: of a batch, samples first.
+
+    Names are those of `named_modules`. A layer that is called more than once is one layer. What is not a module (functions, sums of
+    branches) is not seen: activations are counted as modules leave them. Nothing is computed where the model can run on torch's
+    meta tensors; else two samples run for real. Raises `UsageError` where the forward fails, or no layer with weights is called.
+    """
+    training = model.training
+    try:
+        calls = _run(model, inputs, SAMPLES)
+    finally:
+        model.train(training)
+    found: dict[str, LayerShape] = {}
+    for call in calls:
+        if call.name in found:
+            found[call.name] = replace(found[call.name], calls=found[call.name].calls + 1)
+        else:
+            found[call.name] = _layer(call)
+    if not any(layer.weights for layer in found.values()):
+        raise UsageError(f"the forward of {type(model).__name__} calls no layer with weights, so there is nothing to plan")
+    return tuple(found.values())
+
+
+def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
+    first = [_map(one, lambda tensor: tensor[:samples]) for one in inputs]
+    error: Exception | None = None
+    for device in ("meta", "cpu"):
+        # Parameters are put back afterwards, the very same ones.
+        with _on(model, device), torch.no_grad():
+            calls: list[_Call] = []
+            watches = list(_watch(model, calls))
+            try:
+                model(*[_map(one, lambda tensor, to=device: tensor.to(to)) for one in first])
+                return calls
+            except Exception as failed:  # noqa: BLE001 - the model's own code; some needs values, so it is run for real once more
+                error = failed
+            finally:
+                for watch in watches:
+                    watch.remove()
+    assert error is not None
+    raise UsageError(f"the forward of {type(model).__name__} raised {type(error).__name__}: {error}") from error
+
+
+def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
+    """Hooks on the modules that are layers: those with weights of their own, and those without modules inside."""
+
+    def hook(name: str, module: nn.Module) -> RemovableHandle:
+        def called(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            source, target = _first(given), _first(output)
+            if source is not None and target is not None:
+                turned = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+                calls.append(_Call(name, module, _sample(source, turned), _sample(target, turned)))
+
+        return module.register_forward_hook(called)
+
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, nn.MultiheadAttention):  # it uses its output's weights without calling the layer
+            inside.update(module.modules())
+        elif any(True for _ in module.children()) and not any(True for _ in module.parameters(recurse=False)):
+            continue
+        yield hook(name, module)
+
+
+def _layer(call: _Call) -> LayerShape:
+    module = call.module
+    whole = isinstance(module, nn.MultiheadAttention)
+    weights = sum(parameter.numel() for parameter in module.parameters(recurse=whole))
+    shape = LayerShape(call.name, _kind(module, weights), call.inputs, call.outputs, weights)
+    matrices = sum(parameter.numel() for parameter in module.parameters(recurse=whole) if parameter.dim() > 1)
+    positions = 1
+    for size in call.outputs[1:] if isinstance(module, _ConvNd) else call.outputs[:-1]:
+        positions *= size
+    if isinstance(module, nn.Embedding):
+        matrices = 0
+    if isinstance(module, _ConvTransposeNd):  # each input is multiplied by all weights, rather than each output made of them
+        positions = shape.numel_in // call.inputs[0]
+    elementwise = 0 if shape.kind == "own" else shape.numel_out
+    shape = replace(shape, flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise)
+    if isinstance(module, nn.RNNBase):
+        return replace(shape, rounds=call.outputs[0] * module.num_layers)
+    if shape.image and isinstance(module, _AdaptiveAvgPoolNd | _AdaptiveMaxPoolNd):
+        window = (call.inputs[1] // call.outputs[1], call.inputs[2] // call.outputs[2])
+        return replace(shape, kernel=window, stride=window)
+    if shape.image and isinstance(module, _ConvNd | _AvgPoolNd | _MaxPoolNd):
+        return replace(
+            shape,
+            kernel=_pair(module.kernel_size),
+            stride=_pair(module.stride),
+            padding=(0, 0) if isinstance(module.padding, str) else _pair(module.padding),
+            dilation=_pair(getattr(module, "dilation", 1)),
+            transposed=isinstance(module, _ConvTransposeNd),
+        )
+    return shape
+
+
+_MULTIPLIES: tuple[Kind, ...] = ("conv", "linear", "recurrent", "attention")
+
+
+def _kind(module: nn.Module, weights: int) -> Kind:
+    match module:
+        case nn.Linear():
+            return "linear"
+        case nn.Embedding():
+            return "embedding"
+        case nn.RNNBase():
+            return "recurrent"
+        case nn.MultiheadAttention():
+            return "attention"
+    if isinstance(module, _ConvNd):
+        return "conv"
+    if isinstance(module, _NORMS):
+        return "norm"
+    if isinstance(module, _POOLS):
+        return "pool"
+    return "own" if any(True for _ in module.children()) else "other"
+
+
+@contextmanager
+def _on(model: nn.Module, device: str) -> Iterator[None]:
+    """The model's parameters and buffers on another device for a while; layers see them as their own."""
+    if device == "cpu":
+        yield
+        return
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    kept.append((table, name, tensor))
+    flat = {id(tensor): tensor.detach().to(device) for _, _, tensor in kept}
+    try:
+        for table, name, tensor in kept:
+            moved = flat[id(tensor)]
+            table[name] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+        yield
+    finally:
+        for table, name, tensor in kept:
+            table[name] = tensor
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, function) for key, item in value.items()}
+    return value
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first tensor in it."""
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((tensor for item in items if (tensor := _first(item)) is not None), None)
+
+
+def _sample(tensor: Tensor, turned: bool) -> tuple[int, ...]:
+    """The shape of one sample. ``turned``: positions come before samples."""
+    shape = tuple(tensor.shape)
+    rest = (shape[0], *shape[2:]) if turned and len(shape) > 2 else shape[1:]
+    return rest or (1,)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """Of height and width."""
+    if isinstance(value, tuple):
+        return (int(value[0]), int(value[-1]))
+    return (int(value), int(value))

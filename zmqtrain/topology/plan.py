@@ -1,0 +1,80 @@
+"""``[plan]``: what `zmqtrain plan` takes into account, beside the job itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from zmqtrain.topology import units
+from zmqtrain.topology.section import Section, Written, _tuple
+
+#: What a process may need: from one MiB to 16 TiB.
+Memory = Annotated[
+    int, BeforeValidator(units.size(2**20, 2**44)), PlainSerializer(units.format_size), Written(("16 GiB", "800 MB"))
+]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+
+
+def _overlap(value: Any) -> Any:
+    if value in ("none", "perfect"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError('must be "none", "perfect", or a share from 0 to 1')
+    return float(value)
+
+
+class PlanSection(Section):
+    """How plans are priced and compared."""
+
+    layers: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Plan for a shipped table of layers instead of the task's model or the profile: `alexnet` or "
+        "`alexnet-grouped`, with `-224` or `-224-padded` behind it for images of 224.",
+    )
+    pricing: Literal["ours", "paper"] = Field(
+        default="ours",
+        description="ours: the messages and bytes that this runtime sends, sums in memory within a host. paper: Eq. 3 to 9 of "
+        "Gholami et al.",
+    )
+    overlap: Annotated[Literal["none", "perfect"] | float, BeforeValidator(_overlap)] = Field(
+        default="none",
+        description="How much communication goes on beside compute: `none`, `perfect`, or the share (0 to 1) of the compute time "
+        "that was measured to hide any.",
+    )
+    word_bytes: int = Field(default=4, ge=1, le=16, description="Bytes of a weight, and of an element of activations.")
+    memory: Memory | None = Field(default=None, description="The most that a process may need. Left out: no limit.")
+    optimizer_words: int = Field(
+        default=1, ge=0, le=16, description="Numbers that the optimizer keeps for each weight: 1 for momentum, 2 for Adam."
+    )
+    flops: float = Field(
+        default=20e9,
+        ge=0,
+        le=1e18,
+        description="Multiplications and additions a second of a process, for layers that no profile gives a time. 0: these take "
+        "no time, so that communication alone is compared.",
+    )
+    activations: Literal["after_pooling", "before_pooling"] = Field(
+        default="after_pooling",
+        description="A table of layers: whether outputs travel as they are after pooling, or before.",
+    )
+    biases: bool = Field(default=False, description="A table of layers: whether biases count as weights.")
+    dx: bool = Field(
+        default=True,
+        description="pricing = paper: whether the sums of input gradients are counted, as the equations have them.",
+    )
+    processes: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="Group sizes to plan for, one after another. Empty: `[compute] group_size`."
+    )
+    study: bool = Field(
+        default=False,
+        description="Compare the rules that Gholami et al. study for AlexNet, and readings of their equations, with their figures.",
+    )
+
+    @property
+    def overlap_share(self) -> float:
+        """The share of compute time that hides communication."""
+        if isinstance(self.overlap, float):
+            return self.overlap
+        return 1.0 if self.overlap == "perfect" else 0.0
