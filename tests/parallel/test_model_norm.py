@@ -79,10 +79,11 @@ def test_group_norm_with_cuts_between_groups_and_within(
     channels = groups * each
     divisions: Divisions | None = data.draw(st.sampled_from([None, Placement.over_rows(grid, 1, channels).divisions]))
     placement = Placement(grid, "columns", 1, divisions or _whole_groups(grid, groups, each))
+    dtype = data.draw(st.sampled_from(DTYPES))
     world = compare(
-        randomised(nn.GroupNorm(groups, channels, affine=affine)),
+        randomised(nn.GroupNorm(groups, channels, affine=affine), dtype),
         lambda layer, site: GroupNorm(layer, site, divisions=divisions),
-        random(batch, channels, *data.draw(st.sampled_from([(), (3,), (2, 2)]))),
+        random(batch, channels, *data.draw(st.sampled_from([(3,), (2, 2)])), dtype=dtype),
         grid,
         source=placement,
         target=placement,
