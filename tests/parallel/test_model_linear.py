@@ -159,6 +159,34 @@ def watch(layer: Linear, fabric: ThreadFabric, order: list[str]) -> None:
     layer._operation = Watched()  # type: ignore[assignment]
 
 
+def test_autocast_computes_and_sends_in_half_the_bytes() -> None:
+    grid, x = Grid(2, 2), random(4, 6, dtype=torch.float32)
+    plain = randomised(nn.Linear(6, 4), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        due = plain(x)
+
+    def rank(fabric: ThreadFabric) -> torch.Tensor:
+        layer = Linear(plain, Site("layer", grid, fabric))  # type: ignore[arg-type]
+        column = fabric.rank % 2
+        here = x[2 * column : 2 * column + 2].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output: torch.Tensor = layer(here)
+        output.sum().backward()
+        assert here.grad is not None
+        assert here.grad.dtype == layer.weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+        predicted = layer.traffic((2, 6), 2)
+        assert {label: fabric.traffic.nbytes[label] for label in predicted} == {
+            label: sent.nbytes for label, sent in predicted.items()
+        }
+        return output.detach()
+
+    results, _ = run_ranks(4, rank)
+    for number, found in enumerate(results):
+        column = number % 2
+        assert found.dtype == torch.bfloat16
+        assert torch.allclose(found.float(), due[2 * column : 2 * column + 2].float(), rtol=2e-2)
+
+
 def test_bad_input() -> None:
     site = Site("fc6", Grid(4, 1), ThreadFabric(ThreadWorld(4), 0))
     with pytest.raises(UsageError, match="fc6 has 3 outputs, which cannot be divided over 4 rows"):

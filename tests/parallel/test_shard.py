@@ -166,6 +166,17 @@ def test_the_nearest_module_says_over_whom_to_sum() -> None:
     assert set(shards_of(model, Grid(2, 2), 3, {"": (0, 1, 2, 3)})) == set(model.state_dict())
 
 
+def test_a_copy_of_a_divided_model_has_weights_of_its_own_and_the_same_connections() -> None:
+    def rank(fabric: ThreadFabric) -> bool:
+        layer = Linear(nn.Linear(3, 4), Site("0", Grid(2, 1), fabric))
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight += 1
+        return other.site is layer.site and bool((other.weight != layer.weight).all()) and other(torch.ones(2, 3)).shape == (2, 4)
+
+    assert run_ranks(2, rank)[0] == [True, True]
+
+
 def test_a_state_of_another_model_is_refused() -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(UsageError, match=r"layer fc: a tensor of shape \(3, 3\) where the whole one has \(3, 2\)"):

@@ -15,7 +15,8 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import gather, gather_traffic, gathered
-from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, lowered, product
+from zmqtrain.parallel.model.precision import lowered
+from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions, Range, scaled

@@ -11,7 +11,8 @@ from torch.nn import functional
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import add_up, gather, gather_traffic, gathered, sum_traffic
-from zmqtrain.parallel.model.product import Scattered, Summed, lowered, product
+from zmqtrain.parallel.model.precision import lowered
+from zmqtrain.parallel.model.product import Scattered, Summed, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions
