@@ -28,7 +28,7 @@ def test_by_outputs_on_every_grid(grid: Grid, dtype: torch.dtype) -> None:
 
 
 @given(st.data(), grids, st.integers(1, 9), st.integers(4, 11), st.integers(1, 9), st.booleans(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_by_outputs_of_any_size(
     data: st.DataObject, grid: Grid, batch: int, outputs: int, inputs: int, bias: bool, first: bool
 ) -> None:

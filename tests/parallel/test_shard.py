@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -105,6 +105,7 @@ def test_a_model_of_several_kinds_trains_like_the_plain_one(grid: Grid) -> None:
 
 
 @given(grids, grids)
+@settings(max_examples=20)
 def test_a_state_moves_between_grids(before: Grid, after: Grid) -> None:
     """Gathered from one grid and cut for another, also 1x1: nobody sees a difference."""
     original = randomised(nn.Sequential(nn.Conv2d(3, 6, 2), nn.BatchNorm2d(6), nn.Linear(5, 7)))
