@@ -97,21 +97,21 @@ def shards_of(
     """The shards of all parameters and buffers of a model, by their names in its state dict.
 
     Modules without shards of their own are whole, and sum over the row; ``summed_over`` names those that sum over other ranks (all
-    of them, for batch- and domain-parallel layers), themselves or by a module that they are in.
+    of them, for batch- and domain-parallel layers): parameters, or modules that they are in.
     """
     found: dict[str, Shard] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         own = module.shards() if isinstance(module, HasShards) else {}
-        ranks = _nearest(name, summed_over or {}, grid.row(rank))
         for kind in (module.named_parameters, module.named_buffers):
             for each, tensor in kind(recurse=False):
+                ranks = _nearest(prefix + each, summed_over or {}, grid.row(rank))
                 found[prefix + each] = own.get(each) or Shard(name, tuple(tensor.shape), grid.column(rank), ranks)
     return found
 
 
 def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    """What is said of a module, or of the nearest one around it."""
+    """What is said of a parameter, or of the nearest module around it."""
     while name:
         if name in named:
             return named[name]

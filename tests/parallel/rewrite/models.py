@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+_SEEDING = threading.Lock()
 
 
 def alexnet() -> nn.Module:
@@ -127,11 +130,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
-def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model with the same weights every time."""
-    torch.manual_seed(1)
-    model = MODELS[name][0]().to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+def made(name: str, dtype: torch.dtype = torch.float64, *, dropout: bool = True) -> nn.Module:
+    """The model with the same weights every time. From any thread."""
+    with _SEEDING:
+        torch.manual_seed(1)
+        model = MODELS[name][0]().to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif isinstance(module, nn.LSTM | nn.MultiheadAttention):
+                module.dropout = 0.0
     return model

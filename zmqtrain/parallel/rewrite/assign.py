@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.convolution import Convolution
+from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.placement import Divisions
 from zmqtrain.parallel.plan import Plan
@@ -28,15 +29,28 @@ class Layer:
     """Whether its plan decides how it is computed; layers without weights take activations as they come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """How a model is computed."""
+
+    layers: Mapping[str, Layer]
+    """All modules that the forward calls, by name."""
+    parameters: Mapping[str, Assigned]
+    """The parameters and buffers that it uses by themselves, by name: how what uses them is computed."""
+
+    def over_all(self) -> list[str]:
+        """The names of modules and parameters of which each process's gradient is of other samples, or of another strip."""
+        layers = [name for name, layer in self.layers.items() if not isinstance(layer.module, Divided) and layer.assigned.apart]
+        return layers + [name for name, assigned in self.parameters.items() if assigned.apart]
+
+
 def main_grid(plan: Plan | None, grid: Grid) -> Grid:
     """The grid whose columns say which samples a process is given: the first one that divides a layer."""
     return next((each.grid for each in plan or () if each.grid.rows > 1 and each.choice in ("model", "domain")), grid)
 
 
-def assign(
-    model: nn.Module, graph: fx.Graph, grid: Grid, plan: Plan | None, maker: Maker, whole: Iterable[str]
-) -> dict[str, Layer]:
-    """Replace the model's layers by divided ones, in place. Returns all layers that the graph calls, by name.
+def assign(model: nn.Module, graph: fx.Graph, grid: Grid, plan: Plan | None, maker: Maker, whole: Iterable[str]) -> Assignment:
+    """Replace the model's layers by divided ones, in place.
 
     A layer that the plan does not name follows the one that its input comes from. Raises `UsageError` for a plan of another model.
     """
@@ -44,10 +58,14 @@ def assign(
     first = next(iter(plan or ()), None)
     start = _normal(Assigned(first.choice, first.grid) if first else Assigned("model", grid), main)
     layers: dict[str, Layer] = {}
+    parameters: dict[str, Assigned] = {}
     state: dict[fx.Node, tuple[Assigned, Divisions | None]] = {}  # how a node is computed, and how it leaves its channels divided
     for node in graph.nodes:
-        inputs = [state[source] for source in node.all_input_nodes]
+        inputs = [state[source] for source in node.all_input_nodes if source.op != "get_attr"]
         own, channels = inputs[0] if inputs else (start, None)
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                parameters.setdefault(str(source.target), own)
         if node.op == "call_module":
             name = str(node.target)
             if name not in layers:
@@ -72,13 +90,13 @@ def assign(
             elif type(layer.module) not in ELEMENTWISE_LAYERS and isinstance(layer.module, nn.Flatten):
                 channels = None
         state[node] = own, channels
-    return layers
+    return Assignment(layers, parameters)
 
 
 def _normal(assigned: Assigned, main: Grid) -> Assigned:
     """Batch parallelism takes samples as the main grid has them, so that fewer need to move."""
-    if (assigned.choice != "whole" and assigned.grid.rows == 1) or assigned.choice == "batch":
-        return Assigned("batch", main)
+    if assigned.choice == "batch" or (assigned.grid.rows == 1 and main.rows > 1):
+        return Assigned("whole" if assigned.choice == "whole" else "batch", main)
     return assigned
 
 

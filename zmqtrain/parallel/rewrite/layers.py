@@ -39,6 +39,11 @@ class Assigned:
     grid: Grid
 
     @property
+    def apart(self) -> bool:
+        """Whether all processes have different samples, or different strips of them."""
+        return self.choice in ("batch", "domain")
+
+    @property
     def samples(self) -> Literal["columns", "all"]:
         return "all" if self.choice == "batch" else "columns"
 

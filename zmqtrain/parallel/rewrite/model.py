@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.dropout import Batch
 from zmqtrain.parallel.placement import Placement, Range
 from zmqtrain.parallel.plan import Plan
@@ -60,16 +59,10 @@ def parallelize(
     batch = Batch(0)
     maker = Maker(fabric, batch, seed, statistics, strict)
     graph = traced(model, whole)
-    layers = assign(model, graph, grid, plan, maker, whole)
+    assignment = assign(model, graph, grid, plan, maker, whole)
     mover = Mover(fabric, batch)
-    everybody = tuple(range(fabric.size))
-    over_all = {
-        name: everybody
-        for name, layer in layers.items()
-        if layer.assigned.choice in ("batch", "domain") and not isinstance(layer.module, Divided)
-    }
-    forward = Forward(graph, layers, mover, Rules(mover, seed))
-    return ParallelModel(model, main_grid(plan, grid), mover, forward, over_all, maker.left_whole)
+    forward = Forward(graph, assignment.layers, mover, Rules(mover, seed))
+    return ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.over_all(), maker.left_whole)
 
 
 class ParallelModel(nn.Module):
@@ -81,7 +74,7 @@ class ParallelModel(nn.Module):
         grid: Grid,
         mover: Mover,
         forward: Forward,
-        over_all: Mapping[str, tuple[int, ...]],
+        over_all: Iterable[str],
         left_whole: Mapping[str, str],
     ) -> None:
         """Not to be called from outside."""
@@ -94,7 +87,8 @@ class ParallelModel(nn.Module):
         """Layers that could not be divided as planned, and why."""
         self.output_samples: Literal["columns", "all"] = "columns"
         """Whether the last output is of the column's samples, or of this process's own share of them."""
-        self._mover, self._forward, self._over_all = mover, forward, over_all
+        self._mover, self._forward = mover, forward
+        self._over_all = dict.fromkeys(over_all, tuple(range(mover.fabric.size)))
         for name, child in model.named_children():
             self.add_module(name, child)
         for name, parameter in model.named_parameters(recurse=False):

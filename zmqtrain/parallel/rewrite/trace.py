@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
 
 from zmqtrain.errors import UsageError
+
+#: While it traces, torch.fx replaces methods of all modules; workers that are threads of one process must take turns.
+_TRACING = threading.Lock()
 
 
 class _Tracer(fx.Tracer):
@@ -28,11 +32,15 @@ def traced(model: nn.Module, whole: Iterable[str] = ()) -> fx.Graph:
     """
     if _is_layer(model):
         return _one_layer()
-    tracer = _Tracer(frozenset(whole))
+    with _TRACING:
+        return _traced(model, frozenset(whole))
+
+
+def _traced(model: nn.Module, whole: frozenset[str]) -> fx.Graph:
     try:
-        return tracer.trace(model)
+        return _Tracer(whole).trace(model)
     except Exception as error:
-        name, reason = _culprit(model, frozenset(whole), error)
+        name, reason = _culprit(model, whole, error)
         where = f"its module {name!r} ({type(model.get_submodule(name)).__name__})" if name else "its forward"
         advice = f'leave that module whole (whole=("{name}",), or [compute] whole), or ' if name else ""
         raise UsageError(
