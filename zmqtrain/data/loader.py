@@ -36,6 +36,13 @@ class Batch:
             for c in cuts
         ]  # fmt: skip
 
+    def part(self, rows: slice) -> Batch:
+        """Some of the samples, as views."""
+        start, stop, _ = rows.indices(self.samples)
+        if (start, stop) == (0, self.samples):
+            return self
+        return Batch(_rows(self.inputs, rows, self.samples), _rows(self.target, rows, self.samples), stop - start)
+
     def to(self, device: torch.device) -> Batch:
         return self if device.type == "cpu" else Batch(_move(self.inputs, device), _move(self.target, device), self.samples)
 

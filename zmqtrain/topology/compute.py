@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from zmqtrain.topology.section import ByteSize, Section, not_yet
 
-_GRID = re.compile(r"(\d{1,4})x(\d{1,4})")
+#: A grid, like ``2x4``.
+GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
 
 
 def _not_auto(value: Any) -> Any:
@@ -19,16 +20,15 @@ def _not_auto(value: Any) -> Any:
 
 
 def _grid(value: Any) -> Any:
-    if value == "auto":
-        raise not_yet('"auto"', "leave grid out, or give 1xN with N the group's size")
-    if not isinstance(value, str):
-        return value
-    match = _GRID.fullmatch(value)
-    if match is None or int(match[1]) < 1 or int(match[2]) < 1:
-        raise ValueError('is no grid: write "PRxPC", like "1x2"')
-    if int(match[1]) > 1:
-        raise not_yet(f"a grid that divides the model ({value})", "leave grid out, or give 1xN with N the group's size")
+    if isinstance(value, str) and value != "auto" and re.match(GRID, value) is None:
+        raise ValueError('is no grid: write "PRxPC", like "1x2", or "auto"')
     return value
+
+
+def rows_and_columns(grid: str) -> tuple[int, int]:
+    """Pr and Pc."""
+    rows, columns = grid.split("x")
+    return int(rows), int(columns)
 
 
 class Noise(Section):
@@ -61,7 +61,8 @@ class Compute(Section):
     )
     grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
         default=None,
-        description="The group's shape Pr x Pc. Now only 1xN, N the group's size (data parallelism).",
+        description="The group's shape Pr x Pc: Pr divides the model, or the images, as `[parallel]` says; Pc divides the batch. "
+        "Left out: 1xN, N the group's size (data parallelism). auto: the grid and the plan that `zmqtrain plan` finds.",
     )
     device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
         default="auto",
@@ -93,6 +94,16 @@ class Compute(Section):
     def bucket_bytes(self) -> int:
         """Size of a bucket in bytes."""
         return self.bucket_size
+
+    @property
+    def rows(self) -> int:
+        """Pr, the workers that divide the model among them. (``auto`` is decided before a run.)"""
+        return 1 if self.grid in (None, "auto") else rows_and_columns(self.grid)[0]
+
+    @property
+    def columns(self) -> int:
+        """Pc, the workers that divide the batch among them."""
+        return self.group_size // self.rows
 
     @property
     def workers(self) -> int:

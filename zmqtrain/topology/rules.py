@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
+from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.network_rules import network_rules
@@ -123,12 +125,51 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
 
 
 def _grid(topology: Topology) -> Iterator[BrokenRule]:
-    compute = topology.compute
-    if compute.grid is not None and int(compute.grid.split("x")[1]) != compute.group_size:
+    compute, parallel = topology.compute, topology.parallel
+    places = math.prod(rows_and_columns(compute.grid)) if compute.grid not in (None, "auto") else compute.group_size
+    if places != compute.group_size:
         yield rule(
-            f"this grid does not have group_size = {compute.group_size} places: write 1x{compute.group_size}, or leave it out",
+            f"this grid has {places} places, and group_size is {compute.group_size}: write 1x{compute.group_size} or another grid "
+            "of so many, or leave it out",
             ("compute", "grid"),
             ("compute", "group_size"),
+        )
+    for what in ("plan", "layers"):
+        if getattr(parallel, what) and (compute.grid is None or compute.grid == "auto" or compute.rows == 1):
+            yield rule(
+                f'{what} is for a grid that divides the model: set [compute] grid, like "2x{max(1, compute.group_size // 2)}"',
+                ("parallel", what),
+                ("compute", "grid"),
+            )
+    if parallel.plan and parallel.layers:
+        yield rule("plan and layers are both given: keep one", ("parallel", "layers"), ("parallel", "plan"))
+    if other := sorted(parallel.sizes() - {compute.group_size}):
+        yield rule(
+            f"a layer's grid has {other[0]} places, and group_size is {compute.group_size}",
+            ("parallel", "layers"),
+            ("compute", "group_size"),
+        )
+    if compute.grid == "auto" or compute.rows > 1:
+        yield from _divided(topology)
+
+
+def _divided(topology: Topology) -> Iterator[BrokenRule]:
+    """What a divided model cannot be combined with."""
+    path: Path = ("compute", "grid")
+    if topology.data.shuffle == "ring":
+        yield rule('a divided model needs shuffle = "global" or "none": the sample ring knows no rows', ("data", "shuffle"), path)
+    if topology.optimizer.clip_norm and topology.exchange.kind != "model_server":
+        yield rule(
+            'the gradients of a divided model are clipped by model servers only: set kind = "model_server", or leave clip_norm out',
+            ("optimizer", "clip_norm"),
+            ("exchange", "kind"),
+            path,
+        )
+    if topology.compute.device == "modelled":
+        yield rule(
+            "modelled devices do not compute divided models: set another device; `zmqtrain plan` predicts what they would take",
+            ("compute", "device"),
+            path,
         )
 
 

@@ -12,6 +12,7 @@ from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
 from zmqtrain.topology.network import LinkRule, Network, NetworkHost, Rack
+from zmqtrain.topology.parallel import Parallel
 from zmqtrain.topology.plan import PlanSection
 from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
@@ -50,6 +51,7 @@ class Topology(Section):
         default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How the model is divided over the rows of `[compute] grid`.")
     plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 
     @model_validator(mode="after")

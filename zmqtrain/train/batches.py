@@ -47,7 +47,9 @@ class OrderedBatches:
     def __init__(self, context: RoleContext, partition: Partition, fetch: Fetch, thread: Background) -> None:
         role, seed = context.role, context.topology.job.seed
         self._partition = partition
-        self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, role.position), (seed, role.index), thread)
+        column = role.position % context.topology.compute.columns  # those that divide the model have the same samples
+        key = (seed, role.index - role.position + column)  # and the same random augmentation
+        self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, column), key, thread)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -17,6 +17,8 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload
@@ -36,21 +38,27 @@ class Saver:
     position: int
     timeout_s: float
 
-    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: torch.device) -> None:
-        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile."""
+    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
+        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
+
+        All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
+        parts = Parts.of(replica.model)
+        state = await device.run(lambda: parts.whole(_state(replica)))
         if self.rank == 0:
-            await self._send(step, "model", _state(replica), values)
-        if self._keeps_group:
-            tensors = _optimizer_state(replica)
-            if self._apart:
-                tensors |= _parameters(replica)
-            await self._send(step, self._group_part, tensors, values)
-        tensors, random = random_state(device)
-        tensors |= {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+            await self._send(step, "model", state, values)
+        del state
+        if self.kind != "model_server":
+            tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
+            tensors = await device.run(lambda: parts.whole(tensors))
+            if self._keeps_group:
+                await self._send(step, self._group_part, tensors, values)
+        tensors, random = random_state(device.torch_device)
+        buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        tensors |= await device.run(lambda: parts.whole(buffers))
         await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
 
-    async def restore(self, replica: TorchReplica, exchange: Exchange, device: torch.device) -> int | None:
+    async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
         """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
 
         Parameters that the exchange spreads when it starts (from rank 0, or from servers) are not read here.
@@ -58,19 +66,20 @@ class Saver:
         own = await self._fetch(f"worker-{self.rank}")
         if own is None:
             return None
+        parts = Parts.of(replica.model)
         tensors = _tensors(own)
         buffers = dict(replica.model.named_buffers())
-        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, tensors)
-        if self.kind == "allreduce" and self.rank == 0:
-            others = await self._restore_into("model", _state(replica))
+        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
+        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
+            others = await self._restore_into("model", _state(replica), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
-            _load_optimizer_state(replica, await self._restore_into(self._group_part, into))
+            _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
-        restore_random_state(device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
 
     @property
@@ -93,14 +102,15 @@ class Saver:
     async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
 
-    async def _restore_into(self, name: str, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         """Fill ``targets`` from the part; those in plain host memory are received in place. Returns the part's other tensors."""
-        plain = {key: t for key, t in targets.items() if t.device.type == "cpu" and t.is_contiguous()}
+        whole = {} if parts.divided else targets
+        plain = {key: t for key, t in whole.items() if t.device.type == "cpu" and t.is_contiguous()}
         part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
         tensors = _tensors(part)
-        _fill(name, targets, tensors)
+        _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 

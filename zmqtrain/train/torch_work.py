@@ -19,8 +19,11 @@ from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.parallel.network import NetworkFabric
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.random_state import seed_everything
@@ -43,6 +46,7 @@ class _Built:
     replica: TorchReplica
     schedule: LRScheduler | None
     partition: Partition
+    fabric: NetworkFabric | None
 
 
 class TorchWork:
@@ -65,14 +69,16 @@ class TorchWork:
         self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.group_size), compute.precision)
+            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision)
             self._evaluation = Evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
+        self._fabric = built.fabric
 
     @classmethod
     async def build(cls, context: RoleContext, device: Device, members: Members, task: Task | None = None) -> TorchWork:
         """Load the task and build its model, in the compute thread. Raises `TaskError` and `UsageError`."""
-        built = await device.run(lambda: _build(context, device, task))
+        fabric = make_fabric(context, device)
+        built = await device.run(lambda: _build(context, device, task, fabric))
         return cls(context, device, built, members)
 
     @property
@@ -100,13 +106,13 @@ class TorchWork:
         self._replica.connect(on_ready)
 
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
-        step = await self._saver(endpoint).restore(self._replica, exchange, self._device.torch_device)
+        step = await self._saver(endpoint).restore(self._replica, exchange, self._device)
         for _ in range(step or 0):
             self.after_step()
         return step
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint).save(step, self._replica, exchange, self._device.torch_device)
+        await self._saver(endpoint).save(step, self._replica, exchange, self._device)
         return True
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
@@ -147,6 +153,8 @@ class TorchWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
+        if self._fabric is not None:
+            await self._fabric.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
@@ -157,7 +165,7 @@ class TorchWork:
         )
 
 
-def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
+def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None) -> _Built:
     """In the compute thread."""
     topology, role = context.topology, context.role
     job, compute = topology.job, topology.compute
@@ -170,7 +178,7 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
     partition = Partition(
         samples=len(task.train_data),
         groups=context.placement.groups,
-        group_size=context.placement.group_size,
+        group_size=compute.columns,
         batch_size=compute.batch_size,
         seed=job.seed,
         shuffle="none" if topology.data.shuffle == "none" else "global",
@@ -179,6 +187,8 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
     with _BUILDING:
         seed_everything(job.seed)
         model = build_model(task).to(device.torch_device)
+        if fabric is not None:
+            model = divide(model, topology, fabric, context.recorder)
         factor = topology.optimizer.lr_factor(context.placement.groups)
         optimizer, schedule = build_optimizer_of(task, model, lr_factor=factor)
         seed_everything(job.seed, role.index)
@@ -190,6 +200,16 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         loss_scale=LOSS_SCALE[compute.precision],
     )
     device.watch(model, optimizer)
-    replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder, allocate=allocate_in(context.arena))
+    replica = TorchReplica(
+        model,
+        optimizer,
+        device,
+        settings,
+        recorder=context.recorder,
+        allocate=allocate_in(context.arena),
+        shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
+    )
+    if fabric is not None:
+        replica.also_abort(fabric.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, partition)
+    return _Built(task, replica, schedule, partition, fabric)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.rewrite.models import MODELS, made
-from zmqtrain.parallel.communicator import Fabric, Label
+from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
 from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
@@ -58,10 +58,7 @@ def plan_of(model: nn.Module, grid: Grid, convolutions: Choice, others: Choice) 
 
 
 def divided(model: nn.Module, grid: Grid, plan: Plan | None, fabric: Fabric, **settings: Any) -> ParallelModel:
-    """All ranks make theirs before one goes on: torch.fx changes all modules of a process while it traces."""
-    found = parallelize(model, grid, plan, fabric=fabric, seed=5, **settings)
-    fabric.among(tuple(range(fabric.size))).all_reduce(torch.zeros(1), Label("", "statistics")).wait()
-    return found
+    return parallelize(model, grid, plan, fabric=fabric, seed=5, **settings)
 
 
 def reference(name: str, x: Tensor, *, dropout: bool) -> tuple[list[float], dict[str, Tensor]]:

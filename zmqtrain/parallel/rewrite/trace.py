@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from zmqtrain.errors import UsageError
 
-#: While it traces, torch.fx replaces methods of all modules; workers that are threads of one process must take turns.
+#: While it traces, torch.fx replaces methods of all modules of the process: workers that are threads of one take turns.
 _TRACING = threading.Lock()
 
 
@@ -20,9 +21,22 @@ class _Tracer(fx.Tracer):
     def __init__(self, whole: frozenset[str]) -> None:
         super().__init__()
         self._whole = whole
+        self._thread = threading.get_ident()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self._whole or super().is_leaf_module(module, name)
+
+    # Modules that other threads call meanwhile come here, too, and are none of ours.
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
 def traced(model: nn.Module, whole: Iterable[str] = ()) -> fx.Graph:
