@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.emulate import KINDS, Emulation
@@ -45,6 +46,9 @@ def run_launch(
         raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
     if script and not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
+    if script and (topology.compute.grid == "auto" or topology.divided):
+        raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    topology = decided(topology, file.resolve().parent, _data(data, topology.data.path))
     placement = place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.cli.divided import read_plan
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.plan_rows import layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
-from zmqtrain.parallel.plan import Plan
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.chart import draw
 from zmqtrain.plan.planner import Planned, plan
@@ -22,9 +22,6 @@ from zmqtrain.plan.setup import Source, problem_of, source_of
 from zmqtrain.plan.study import check_study, compare, readings
 from zmqtrain.plan.sweep import powers_up_to, sweep
 from zmqtrain.topology.schema import Topology
-
-#: A plan's file is small; anything larger is another file.
-LARGEST_PLAN = 4 * 2**20
 
 
 def run_plan(
@@ -90,7 +87,7 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
     if given is None:
         planned = plan(problem)
     else:
-        placed = placed_of(problem, _read(given))
+        placed = placed_of(problem, read_plan(given, "--price"))
         options = tuple(problem.options(stage) for stage in problem.layers)
         planned = Planned(problem, tuple(placed), price(problem, placed), options)
     layers, totals = list(layer_rows(planned)), total_rows(planned, "given" if given else "planned")
@@ -136,19 +133,6 @@ def _numbers(text: str | None, option: str) -> list[int]:
     if any(number < 1 or number > 2**31 for number in numbers):
         raise UsageError(f"{option} {text}: write numbers from 1 with commas between, like 8,32,128")
     return numbers
-
-
-def _read(file: Path) -> Plan:
-    """A plan as `--save` writes it."""
-    try:
-        if file.stat().st_size > LARGEST_PLAN:
-            raise UsageError(f"--price {file}: it is larger than {LARGEST_PLAN} bytes, which is no plan")
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--price {file} cannot be read as a plan: {error}") from error
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise UsageError(f'--price {file}: a plan is a list of {{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}}')
-    return Plan.read(values)
 
 
 def _write(file: Path, text: str, option: str) -> None:

@@ -124,4 +124,6 @@ def make_sums(context: RoleContext, group: Group, number: int, *, scale: float =
 
 def _in_memory(device: str, topology: Topology) -> bool:
     """Whether a worker's gradients lie in the host's memory."""
+    if topology.divided:
+        return False  # rows sum different parameters: over the network, whose tensors lie in the host's memory all the same
     return device != "modelled" or topology.simulation.payload in (None, "real")

@@ -33,9 +33,10 @@ class Parallel(Section):
         default=(), description="The same, here. Layers that are not named follow those before them."
     )
     whole: Texts = Field(default=(), description="Names of modules that are left whole, and whose forward is not looked into.")
-    statistics: Literal["whole", "local"] = Field(
-        default="whole",
-        description="Batch norm's: of the group's whole batch, as one process has them, or of what each worker has of it.",
+    statistics: Literal["whole", "local"] | None = Field(
+        default=None,
+        description="Batch norm's: `whole`, of the group's whole batch, as one process has them, or `local`, of what each worker "
+        "has of it. Left out: whole where the model is divided, else local.",
     )
     strict: bool = Field(
         default=False, description="Whether a layer that cannot be divided as planned ends the run; otherwise it is left whole."

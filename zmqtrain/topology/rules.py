@@ -149,7 +149,7 @@ def _grid(topology: Topology) -> Iterator[BrokenRule]:
             ("parallel", "layers"),
             ("compute", "group_size"),
         )
-    if compute.grid == "auto" or compute.rows > 1:
+    if compute.grid == "auto" or topology.divided:
         yield from _divided(topology)
 
 

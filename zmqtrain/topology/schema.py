@@ -79,6 +79,11 @@ class Topology(Section):
         can = self.exchange.kind == "gossip" and self.compute.group_size == 1
         return can if self.job.elastic is None else self.job.elastic
 
+    @property
+    def divided(self) -> bool:
+        """Whether the workers of a group have parts of the model, or compute as one in another way."""
+        return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)

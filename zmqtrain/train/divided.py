@@ -24,7 +24,7 @@ from zmqtrain.train.rows import share_of
 
 def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
     """The worker's connections to the others of its group; ``None`` where the model is not divided. On the loop's thread."""
-    if context.topology.compute.rows == 1:
+    if not context.topology.divided:
         return None
     return NetworkFabric(
         context.endpoint,
@@ -40,15 +40,14 @@ def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
 def divide(model: nn.Module, topology: Topology, fabric: NetworkFabric, recorder: Recorder) -> ParallelModel:
     """The model as the topology divides it. In the compute thread. Raises `UsageError`."""
     compute, settings = topology.compute, topology.parallel
-    assert compute.grid is not None
     layers = tuple(LayerPlan(each.layer, each.choice, Grid.parse(each.grid)) for each in settings.layers)
     divided = parallelize(
         model,
-        compute.grid,
+        compute.grid or f"1x{compute.group_size}",
         Plan(layers) if layers else None,
         fabric=fabric,
         seed=topology.job.seed,
-        statistics=settings.statistics,
+        statistics=settings.statistics or "whole",
         whole=settings.whole,
         strict=settings.strict,
         recorder=recorder,
