@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,13 +14,16 @@ from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.model.cross_entropy import CrossEntropy
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
+from zmqtrain.parallel.rewrite.spread import Spread
 from zmqtrain.parallel.shard import Shard, gather_state
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.rows import share_of
+from zmqtrain.train.task import Measure
 
 
 def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
@@ -77,12 +81,20 @@ class Share:
         """The samples of ``batch``, which the model was given, that its output is of."""
         return batch
 
+    def loss(self, measure: Measure, output: Any, target: Any) -> Any:
+        """Of the model's output."""
+        return measure(output, target)
+
 
 class DividedShare(Share):
     """A column's workers are given the same samples."""
 
-    def __init__(self, model: ParallelModel, group_batch: int) -> None:
+    def __init__(self, model: ParallelModel, group_batch: int, loss: Measure | None) -> None:
         self._model, self._group_batch = model, group_batch
+        # The cross-entropy of logits that stay divided costs three numbers a sample and row, and gathering them all of them.
+        self._entropy = _cross_entropy(loss)
+        self._divided: CrossEntropy | None = None
+        model.keeps_divided = self._entropy is not None
 
     @property
     def counts(self) -> bool:
@@ -98,10 +110,30 @@ class DividedShare(Share):
     def of_output(self, batch: Batch) -> Batch:
         return batch.part(self._model.output_range())
 
+    def loss(self, measure: Measure, output: Any, target: Any) -> Any:
+        if not isinstance(output, Spread):
+            return measure(output, target)
+        if output.divided != 1 or output.origin is None or not _are_classes(target) or self._entropy is None:
+            return measure(self._model.whole(output), target)
+        if self._divided is None:
+            self._divided = CrossEntropy(self._entropy, output.origin, output.placement.divisions)
+        return self._divided(output.local, target)
 
-def share_of_model(model: nn.Module, group_batch: int) -> Share:
-    """What a worker with this model has of its group's batches, of ``group_batch`` samples."""
-    return DividedShare(model, group_batch) if isinstance(model, ParallelModel) else Share()
+
+def share_of_model(model: nn.Module, group_batch: int, loss: Measure | None = None) -> Share:
+    """What a worker with this model has of its group's batches, of ``group_batch`` samples; ``loss``: the task's."""
+    return DividedShare(model, group_batch, loss) if isinstance(model, ParallelModel) else Share()
+
+
+def _cross_entropy(loss: Measure | None) -> nn.CrossEntropyLoss | None:
+    """The loss as a module, if it is torch's mean cross-entropy."""
+    if loss is nn.functional.cross_entropy:
+        return nn.CrossEntropyLoss()
+    return loss if isinstance(loss, nn.CrossEntropyLoss) and loss.reduction == "mean" else None
+
+
+def _are_classes(target: Any) -> bool:
+    return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 class Parts:

@@ -54,7 +54,7 @@ class TrainStep:
     def __init__(self, replica: TorchReplica, loss: Measure, device: Device, settings: StepSettings, recorder: Recorder) -> None:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
-        self._share = share_of_model(replica.model, settings.group_batch)
+        self._share = share_of_model(replica.model, settings.group_batch, loss)
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
         """Without ``hand_over`` the gradients are only added to. ``group_batch``: this step's, where it is another than usual.
@@ -93,7 +93,7 @@ class TrainStep:
             if not part.samples:
                 return output.sum() * 0.0, 0  # others of the group have all of them, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
-                loss = self._loss(output, part.target)
+                loss = self._share.loss(self._loss, output, part.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError(
                 f"Task.loss(output, target) returned {_describe(loss)}; it must return the mean loss as a tensor of one element "

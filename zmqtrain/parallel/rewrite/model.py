@@ -90,6 +90,8 @@ class ParallelModel(nn.Module):
         """Layers that could not be divided as planned, and why."""
         self.output_samples: Literal["columns", "all"] = "columns"
         """Whether the last output is of the column's samples, or of this process's own share of them."""
+        self.keeps_divided = False
+        """Whether a forward in training returns a `Spread`, where the last layer has left its outputs divided over the rows."""
         self._mover, self._forward = mover, forward
         self._over_all = dict.fromkeys(over_all, tuple(range(mover.fabric.size)))
         for name, child in model.named_children():
@@ -136,7 +138,14 @@ class ParallelModel(nn.Module):
                     f"rank {self.fabric.rank} was given {each.shape[0]} samples; of a batch of {size} its column has {stop - start}"
                 )
         output = self._forward.run(self, inputs, Placement(self.grid))
+        if self.keeps_divided and self.training and isinstance(output, Spread) and output.divided is not None:
+            self.output_samples = "columns"
+            return output
         return map_values(output, self._given_out)
+
+    def whole(self, output: Spread) -> Tensor:
+        """What a forward has returned divided, brought together."""
+        return self._mover.whole(output, "output").local
 
     def _given_out(self, value: Any) -> Any:
         if not isinstance(value, Spread):
