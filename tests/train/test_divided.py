@@ -88,6 +88,8 @@ async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: st
             assert torch.equal(whole(recipe, peers), whole(recipe, [f"worker/{row * columns}" for row in range(rows)]))
     losses = [result.losses(f"worker/{rank}") for rank in range(groups * rows * columns)]
     assert all(len(each) == steps for each in losses)
+    spans = {name for name, _ in result.recorders["worker/0"].spans}
+    assert "statistics of 9 (forward)" in spans, "logits stay divided"
     evaluations = [event for recorder in result.recorders.values() for event in recorder.of("eval")]
     assert evaluations
     assert all(0 <= event["eval_accuracy"] <= 1 for event in evaluations)

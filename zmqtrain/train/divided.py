@@ -94,7 +94,8 @@ class DividedShare(Share):
         # The cross-entropy of logits that stay divided costs three numbers a sample and row, and gathering them all of them.
         self._entropy = _cross_entropy(loss)
         self._divided: CrossEntropy | None = None
-        model.keeps_divided = self._entropy is not None
+        if loss is not None:
+            model.keeps_divided = self._entropy is not None
 
     @property
     def counts(self) -> bool:
