@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
+from zmqtrain.topology.schema import Topology
 from zmqtrain.world import wall_s
 
 #: What roles need in equal versions; written into the summary.
@@ -119,9 +121,10 @@ class RunRecord:
     def title(self) -> str:
         """The run in a line."""
         placement, exchange = self._placement, self._topology.exchange
+        grid = f", {_divided(self._topology)}" if self._topology.divided else ""
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
         return (
-            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){servers} "
+            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
             f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
         )
 
@@ -139,6 +142,7 @@ class RunRecord:
             "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
+            "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "losses": self._losses,
             "versions": {"python": platform.python_version(), **_versions()},
             **(more or {}),
@@ -184,3 +188,10 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _divided(topology: Topology) -> str:
+    """How a group divides its model."""
+    counts = Counter(each.choice for each in topology.parallel.layers)
+    layers = f" ({', '.join(f'{count} {choice}' for choice, count in counts.items())} layers)" if counts else ""
+    return f"grid {topology.compute.grid or f'1x{topology.compute.group_size}'}{layers}"

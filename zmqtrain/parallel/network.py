@@ -45,6 +45,8 @@ class NetworkFabric:
         """Messages that this worker has sent, by label."""
         self.nbytes: Counter[Label] = Counter()
         """Bytes of tensors in them."""
+        self.waited_s = 0.0
+        """Seconds that the compute thread has waited for others: exposed communication."""
         self._group = Group(endpoint, peers, self.rank, name, timeout_s=timeout_s)
         self._loop = asyncio.get_running_loop()
         self._changed, self._clock, self._timeout_s = condition, clock, timeout_s
@@ -91,12 +93,14 @@ class NetworkFabric:
     def wait(self, operation: _Operation) -> list[Tensor]:
         """Block until the operation has ended."""
         if operation.result is None and operation.error is None:
+            start_s = self._clock()
             with self._recorder.span(f"wait for {operation.label}", "wait"), self._changed:
                 ended = self._changed.wait_for(
                     lambda: operation.result is not None or operation.error is not None or self._error is not None,
                     # The loop's own time-outs are first; this is for a loop that is gone.
                     2 * self._timeout_s,
                 )
+            self.waited_s += self._clock() - start_s
             if not ended:
                 raise PeerTimeoutError(operation.peers, str(operation.label), 2 * self._timeout_s)
         error = operation.error or (self._error if operation.result is None else None)
