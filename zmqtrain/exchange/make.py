@@ -13,6 +13,7 @@ from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.exchange.shared_copies import like_in
 from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
 from zmqtrain.host.team import Team
 from zmqtrain.membership.context import RoleContext
@@ -74,7 +75,15 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             overlap=overlap,
             timeout_s=context.ladder.barrier_s,
         )
-        return GossipExchange(context.endpoint, members, sums, frozenset(column), gossip_settings, recorder=context.recorder)
+        return GossipExchange(
+            context.endpoint,
+            members,
+            sums,
+            frozenset(column),
+            gossip_settings,
+            like=like_in(context.arena),
+            recorder=context.recorder,
+        )
     groups = AveragingGroups(world, own, group(f"column/{role.position}", column))
     averaging = topology.exchange.averaging
     method: Method = Average()
