@@ -77,6 +77,11 @@ class Topology(Section):
         can = self.exchange.kind == "gossip" and self.compute.group_size == 1
         return can if self.job.elastic is None else self.job.elastic
 
+    def encrypted(self, *, emulated: bool = False) -> bool:
+        """Whether connections between the run's processes are encrypted. ``emulated``: all hosts are put on this machine."""
+        wanted = self.job.transport_encryption
+        return wanted == "required" or (wanted == "auto" and not emulated and not all(host.local for host in self.hosts))
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)
