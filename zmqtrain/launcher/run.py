@@ -84,6 +84,7 @@ class Launch:
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
             coordinator = Coordinator(
