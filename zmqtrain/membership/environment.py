@@ -23,6 +23,8 @@ HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
+#: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
+ENCRYPTED_IO_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def net_settings(
         heartbeat_s=ladder.heartbeat_s,
         drain_s=ladder.drain_s,
         identity=identity,
+        io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,
     )
 
 
