@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket as sockets
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
@@ -367,6 +368,22 @@ async def test_strangers_of_all_kinds(stranger: Stranger, caplog: pytest.LogCapt
         await answers(centre, await nodes.member("b", centre))
     assert caplog.text.count("not let in") == 1
     assert "connections from 127.0.0.1 not let in" in caplog.text
+
+
+async def test_strangers_do_not_stop_a_busy_process() -> None:
+    """While Python is busy nobody reads what ZeroMQ tells of callers; it must go on all the same, and heartbeats with it."""
+    async with opened() as nodes:
+        centre = await nodes.coordinator()
+        a = await nodes.member("a", centre)
+        await answers(centre, a)
+        host, _, port = split_address(centre.address)[0].removeprefix("tcp://").rpartition(":")
+        for _ in range(1500):  # three events each; with the usual marks 2000 would be too many
+            sockets.create_connection((host, int(port)), 5.0).close()
+        with sockets.create_connection((host, int(port)), 5.0) as late:
+            late.settimeout(5.0)
+            assert late.recv(1) == b"\xff"  # ZeroMQ's signature: it still listens
+        await answers(centre, a)
+        await until(lambda: centre.statistics()["intruders"] >= 1500)
 
 
 async def test_endings_among_strangers(stranger: Stranger) -> None:

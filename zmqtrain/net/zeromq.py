@@ -37,6 +37,8 @@ from zmqtrain.net.zap import ZapHandler
 MAX_TTL_MS = 6_553_599
 #: How the control lane's packets are marked, "low delay": where a queue before a slow link knows priorities, they pass tensors.
 URGENT_TOS = 0x10
+#: Connections that may wait to be accepted; with ZeroMQ's usual 100 those beyond try again after a second.
+BACKLOG = 1024
 #: How a socket for both families writes an address of the old one.
 IPV4_AS_IPV6 = "::ffff:"
 #: Sockets of one context: six a peer (two DEALERs, two monitors with two ends each).
@@ -196,6 +198,8 @@ class ZeroMQTransport:
         # ZeroMQ drops a connection that announces a larger frame before it takes memory for it. No peer of ours sends one:
         # tensors travel in chunks, and a chunk is never larger than the other side's window allows for.
         router.setsockopt(zmq.MAXMSGSIZE, max(64 * MIB, 2 * self._settings.chunk_bytes))
+        # Callers that wait until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
+        router.setsockopt(zmq.BACKLOG, BACKLOG)
         host = self._settings.host
         endpoint = f"tcp://{_bracketed(host)}:{port or '*'}"
         try:
