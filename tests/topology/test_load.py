@@ -398,3 +398,20 @@ def test_every_field_is_documented_and_every_reference_leads_somewhere() -> None
     references = re.findall(r'"#/\$defs/(\w+)"', json.dumps(schema))
     assert set(references) <= set(definitions)
     assert "Host" in references
+
+
+@pytest.mark.parametrize(
+    ("wanted", "address", "encrypted", "emulated"),
+    [
+        (None, "127.0.0.1", False, False),
+        (None, "10.0.0.1", True, False),
+        ("auto", "10.0.0.1", True, False),
+        ("required", "127.0.0.1", True, True),
+        ("disabled", "10.0.0.1", False, False),
+    ],
+)
+def test_when_connections_are_encrypted(wanted: str | None, address: str, encrypted: bool, emulated: bool) -> None:
+    job = "[job]\n" if wanted is None else f'[job]\ntransport_encryption = "{wanted}"\n'
+    topology = parse_topology(f'{job}[[hosts]]\nname = "a"\n[[hosts]]\nname = "b"\nslots = 1\naddress = "{address}"\n')
+    assert topology.encrypted() is encrypted
+    assert topology.encrypted(emulated=True) is emulated

@@ -164,6 +164,7 @@ def schema() -> None:
 def bench(
     name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip or host.")],
     json_lines: Json = False,
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
     ] = None,
@@ -180,6 +181,7 @@ def bench(
         run_bench(
             name,
             json_lines=json_lines,
+            encrypted=encrypted,
             mxnet_python=mxnet_python,
             mxnet_script=mxnet_script,
             mpi_python=mpi_python,

@@ -22,6 +22,7 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
@@ -70,7 +71,9 @@ class Launch:
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:
-            settings = net_settings(self._ladder, self._token, port=self._topology.job.port)
+            encrypted = self._topology.encrypted(emulated=self._emulation is not None)
+            identity = Identity.coordinator(self._token) if encrypted else None
+            settings = net_settings(self._ladder, self._token, port=self._topology.job.port, identity=identity)
             description = self._description
             if self._emulation is None:
                 engine = make_engine(self._topology.engine.kind)
@@ -81,6 +84,7 @@ class Launch:
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
             coordinator = Coordinator(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
+from zmqtrain.net.address import key_in
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import SHAPING, Shaping
@@ -21,6 +23,8 @@ HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
+#: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
+ENCRYPTED_IO_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class RoleEnvironment:
 
     peer: PeerId
     coordinator: str
-    """Address of the coordinator's endpoint."""
+    """Address of the coordinator's endpoint. With the coordinator's public key in it, all that this process says is encrypted."""
     token: str = field(repr=False)
     """The run token. A secret: it goes by environment or standard input, never on a command line."""
     host: str = "127.0.0.1"
@@ -51,7 +55,17 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping, arena=arena)
+        identity = self._identity()
+        settings = net_settings(self.ladder, self.token, host=self.host, identity=identity)
+        return replace(settings, shaping=shaping, arena=arena)
+
+    def _identity(self) -> Identity | None:
+        """New keys, where the run is encrypted."""
+        try:
+            key = key_in(self.coordinator)
+        except ValueError as error:
+            raise UsageError(f"{COORDINATOR_ADDRESS}: {error}") from error
+        return None if key is None else Identity.member(self.token, key)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""
@@ -102,8 +116,10 @@ class RoleEnvironment:
         )
 
 
-def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0) -> NetSettings:
-    """An endpoint's settings, its time-outs from the ladder."""
+def net_settings(
+    ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0, identity: Identity | None = None
+) -> NetSettings:
+    """An endpoint's settings, its time-outs from the ladder. ``identity``: its keys, where connections are encrypted."""
     return NetSettings(
         token=token,
         host=host,
@@ -112,6 +128,8 @@ def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: i
         lost_s=ladder.lost_s,
         heartbeat_s=ladder.heartbeat_s,
         drain_s=ladder.drain_s,
+        identity=identity,
+        io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,
     )
 
 
