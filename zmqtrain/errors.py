@@ -220,9 +220,9 @@ class SshError(ConnectivityError):
 
     consequence = False
 
-    def __init__(self, host: str, reason: str) -> None:
-        self.host, self.reason = host, reason
-        super().__init__(f"{host}: {reason}")
+    def __init__(self, host: str, reason: str, remedy: str = "") -> None:
+        self.host, self.reason, self.remedy = host, reason, remedy
+        super().__init__(f"{host}: {reason}{remedy and f': {remedy}'}")
 
 
 class HostLostError(ConnectivityError):

@@ -99,6 +99,10 @@ class RunRecord:
                 self.event(peer, event)
         self._directory.flush()
 
+    def agent_log(self, host: str, text: str) -> None:
+        """What an agent on another machine prints itself."""
+        self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
+
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
         """Write one event down."""
         role, _, rank = peer.partition("/")

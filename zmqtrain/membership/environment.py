@@ -21,6 +21,7 @@ HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
+BIND = "ZMQTRAIN_BIND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class RoleEnvironment:
     token: str = field(repr=False)
     """The run token. A secret: it goes by environment or standard input, never on a command line."""
     host: str = "127.0.0.1"
-    """The address to bind and to advertise."""
+    """The address to advertise, and to bind where ``bind`` does not say another."""
     timeout_s: float = 60.0
     """``[job] timeout``."""
     shaping: str = ""
@@ -42,6 +43,8 @@ class RoleEnvironment:
     """Where the host's shared memory is opened; empty: there is none."""
     slot: int = 0
     """The process's slot in it."""
+    bind: str = ""
+    """The address to bind, where it is not the one that others connect to."""
 
     @property
     def ladder(self) -> Ladder:
@@ -51,7 +54,8 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping, arena=arena)
+        settings = net_settings(self.ladder, self.token, host=self.bind or self.host)
+        return replace(settings, advertise=self.host, shaping=shaping, arena=arena)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""
@@ -64,6 +68,7 @@ class RoleEnvironment:
             SHAPING: self.shaping,
             ARENA: self.arena,
             SLOT: str(self.slot),
+            BIND: self.bind,
         }
 
     @classmethod
@@ -99,6 +104,7 @@ class RoleEnvironment:
             variables.get(SHAPING, ""),
             arena,
             int(slot),
+            variables.get(BIND, ""),
         )
 
 

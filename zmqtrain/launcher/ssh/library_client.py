@@ -33,7 +33,7 @@ class LibraryClient:
                     x11_forwarding=False,
                 )
             except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: the configuration, and keys that cannot be read
-                raise SshError(target.name, _why_not(target, error)) from error
+                raise _no_login(target, error) from error
         try:
             process = await login.create_process(remote_command(target.python), encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
@@ -93,19 +93,22 @@ def _configuration(folder: Path, target: Target) -> list[Path]:
     return [own, *([user] if os.access(user, os.R_OK) else []), usual]
 
 
-def _why_not(target: Target, error: Exception) -> str:
+def _no_login(target: Target, error: Exception) -> SshError:
     """What went wrong, and what to do."""
+    by_hand = target.by_hand
     match error:
         case asyncssh.PermissionDenied():
-            return (
-                f"the login is refused ({error}): name a key without a pass phrase (IdentityFile), or load yours with ssh-add, "
-                f"so that `{target.by_hand}` asks nothing"
+            what = f"the login is refused ({error})"
+            remedy = (
+                f"name a key without a pass phrase (IdentityFile), or load yours with ssh-add, so that `{by_hand}` asks nothing"
             )
         case asyncssh.HostKeyNotVerifiable():
-            return f"{error}: log in once by hand (`{target.by_hand}`) and look at the key that it shows"
-        case TimeoutError() | asyncssh.TimeoutError():
-            return f"no answer from {target.host}: is it up, and sshd's port open? Try `{target.by_hand}`"
+            what, remedy = str(error), f"log in once by hand (`{by_hand}`) and look at the key that it shows"
         case asyncssh.ConfigParseError() | asyncssh.KeyImportError():
-            return f"asyncssh cannot use ~/.ssh/config, or a key that it names ({error}): set client = 'system' in [engine]"
+            what = f"asyncssh cannot use ~/.ssh/config, or a key that it names ({error})"
+            remedy = 'set client = "system" in [engine]'
+        case TimeoutError() | asyncssh.TimeoutError():
+            what, remedy = f"no answer from {target.host}", f"is it up, and sshd's port open? Try `{by_hand}`"
         case _:
-            return f"cannot log in: {error}. Does `{target.by_hand}` work?"
+            what, remedy = f"cannot log in ({error})", f"see that `{by_hand}` works without a question"
+    return SshError(target.name, what, remedy)

@@ -12,11 +12,12 @@ from pathlib import Path
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.units import format_size
 
-#: Folders that are no part of a program: what version control keeps, what tools and runs leave, and environments, which do not move.
+#: Folders that are no part of a program: what version control, tools and runs keep, and environments, which cannot be moved.
 LEFT_OUT = frozenset(
     {
-        ".git", ".hg", ".svn", ".jj", "runs", "__pycache__", ".venv", "venv", "node_modules", ".cache", ".mypy_cache", ".pytest_cache",
-        ".ruff_cache", ".hypothesis", ".import_linter_cache", ".tox", ".nox", ".ipynb_checkpoints", ".idea", ".vscode",
+        ".git", ".hg", ".svn", ".jj", "runs", "__pycache__", ".venv", "venv", "node_modules", ".cache", ".mypy_cache",
+        ".pytest_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", ".tox", ".nox", ".ipynb_checkpoints", ".idea",
+        ".vscode",
     }
 )  # fmt: skip
 #: Files by which a folder says that it is an environment, or a cache.
@@ -39,8 +40,8 @@ def pack(folder: Path, limit: int) -> bytes:
         largest = sorted(found, key=lambda file: -file[1])[:_NAMED]
         names = ", ".join(f"{path} ({_size(size)})" for path, size in largest)
         raise UsageError(
-            f"sync would copy {_size(total)} of {folder} to every host, more than sync_limit = {_size(limit)}. The largest: {names}. "
-            "Launch in a folder that has the program alone, or raise sync_limit in [engine]"
+            f"sync would copy {_size(total)} of {folder} to every host, more than sync_limit = {_size(limit)}. "
+            f"The largest: {names}. Launch in a folder that has the program alone, or raise sync_limit in [engine]"
         )
     buffer = io.BytesIO()
     with (

@@ -1,8 +1,8 @@
 """The program on the other side: it looks a host over, starts the host's agent, tells what it prints, and stops it.
 
 It is sent over the channel as text and needs Python alone (3.7 or later), since its first task is to find out what is missing.
-Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a login
-shell may print words of its own.
+Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a
+login shell may print words of its own.
 
 The agent is not a child of this program but of a *keeper*, in a session of its own, which writes down the agent's exit code. So the
 channel may break, and this program end, while the agent goes on; another one finds it by what lies in the run's folder::
@@ -72,7 +72,7 @@ class Channel:
         return b"".join(parts)
 
     def pending(self, patience_s: float, process: int | None) -> bool:
-        """Wait for a request, for the end of the other side or of a process (a pidfd), but not for longer. Whether it is the former."""
+        """Wait so long for a request, the other side's end, or a process's (a pidfd). Whether it is one of the former."""
         if b"\n" in self._rest:
             return True
         ready = select.select([0] if process is None else [0, process], [], [], patience_s)[0]
@@ -123,11 +123,11 @@ class Host:
         if folder is not None:
             folder = os.path.expanduser(folder)
             if not os.path.isdir(folder):
-                faults.append(f"there is no folder {folder}: set sync = true in [engine] to copy yours, or folder in [[hosts]]")
+                faults.append((f"no folder {folder}", "set sync = true in [engine] to copy yours, or folder in [[hosts]]"))
             else:
                 sys.path.insert(0, folder)
                 missing = [name for name in (task, script) if name and not os.path.exists(os.path.join(folder, name))]
-                faults += [f"there is no {name} in {folder}: set sync = true in [engine] to copy yours" for name in missing]
+                faults += [(f"no {name} in {folder}", "set sync = true in [engine] to copy yours") for name in missing]
         return {"python": platform.python_version(), "packages": {name: _version(name) for name in packages}, "faults": faults}
 
     def unpack(self, size: int) -> dict[str, Any]:
@@ -437,12 +437,13 @@ def main() -> None:
             request = channel.request()
             if request is None:
                 return
+            number = request.pop("number")
             try:
                 answer = getattr(host, request.pop("do"))(**request)
             except Exception as error:  # noqa: BLE001 - told to whoever asked
                 answer = {"error": str(getattr(error, "strerror", None) or error), "kind": type(error).__name__}
             if answer is not None:
-                channel.answer(answer)
+                channel.answer({**answer, "number": number})
     except (BrokenPipeError, ConnectionError):
         return
 

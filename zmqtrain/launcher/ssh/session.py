@@ -55,6 +55,7 @@ class Session:
         """What `begin` was answered: the run's ``folder`` there, and the ``agent``: none, running or ended (with its ``exit``)."""
         self._connection = connection
         self._take: TakeLog = lambda text, offset: None
+        self._number = 0
 
     @classmethod
     async def open(cls, client: Client, target: Target, run: str, *, patience_s: float) -> Session:
@@ -71,7 +72,7 @@ class Session:
                     await connection.close()
                     raise
         except TimeoutError as error:
-            raise SshError(target.name, f"no answer within {patience_s:g} s: does `{target.by_hand}` work?") from error
+            raise SshError(target.name, f"no answer within {patience_s:g} s", f"does `{target.by_hand}` work?") from error
         return session
 
     def on_log(self, take: TakeLog) -> None:
@@ -83,8 +84,9 @@ class Session:
 
         Raises `HostsError` where it could not be done, saying why, and `SshError` where the connection is lost.
         """
-        await self._connection.write(json.dumps({"do": do, **arguments}).encode() + b"\n" + data)
-        return await self._answer()
+        self._number += 1
+        await self._connection.write(json.dumps({"do": do, "number": self._number, **arguments}).encode() + b"\n" + data)
+        return await self._answer(self._number)
 
     async def follow(self, offset: int) -> int:
         """The agent's exit code, once it has ended; log lines go to whom `on_log` says. Raises `SshError`.
@@ -97,7 +99,7 @@ class Session:
         """Log out. Idempotent."""
         await self._connection.close()
 
-    async def _answer(self) -> dict[str, Any]:
+    async def _answer(self, number: int) -> dict[str, Any]:
         while True:
             line = await self._connection.line()
             if not line:
@@ -107,6 +109,8 @@ class Session:
                 continue
             if "log" in value:
                 self._take(str(value["log"]), int(value["at"]))
+            elif value.get("number") != number:
+                continue  # of a request whose caller has been cancelled
             elif "error" in value:
                 raise HostsError(f"{self.target.name}: {value['error']}")
             else:
@@ -120,7 +124,7 @@ class Session:
                 return
             kept = (kept + line)[-KEPT_BYTES:]
         status, said = await self._connection.ended()
-        raise SshError(self.target.name, _why_no_greeting(self.target, status, kept.decode(errors="replace") + said))
+        raise _no_greeting(self.target, status, kept.decode(errors="replace") + said)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -136,14 +140,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _why_no_greeting(target: Target, status: int | None, said: str) -> str:
+def _no_greeting(target: Target, status: int | None, said: str) -> SshError:
     """What to say of a login after which Python did not run."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     if status in (126, 127):
-        return f"there is no Python at {target.python}: give its path as python in [[hosts]]"
+        return SshError(target.name, f"there is no Python at {target.python}", "give its path as python in [[hosts]]")
     if any("SyntaxError" in line or "ModuleNotFoundError" in line for line in lines):
-        return f"{target.python} is too old{last}: give the path of Python 3.11 or later as python in [[hosts]]"
-    if status == 255 or status is None:  # ssh's own
-        return f"cannot log in{last or ': the connection closed'}. Does `{target.by_hand}` work without a question?"
-    return f"{target.python} did not run (exit code {status}){last}"
+        return SshError(target.name, f"{target.python} is too old{last}", "give the path of a later one as python in [[hosts]]")
+    if status in (255, None):  # ssh's own
+        return SshError(target.name, f"cannot log in{last}", f"see that `{target.by_hand}` works without a question")
+    return SshError(target.name, f"{target.python} did not run (exit code {status}){last}", "look at the login shell's start files")
