@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
 
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
@@ -31,10 +33,12 @@ def run_launch(
     emulate: bool = False,
     shaping: str | None = None,
     dilation: float | None = None,
+    detach: bool = False,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
+    ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
     Raises `UsageError` (and its children) before anything is started.
     """
     topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
@@ -51,7 +55,6 @@ def run_launch(
     resume_from = _resume(resume, topology.job.name) if resume is not None else None
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
-    write_pid(directory)
     description = RunDescription(
         topology,
         placement,
@@ -60,10 +63,30 @@ def run_launch(
         resume=None if resume_from is None else str(resume_from),
         script=tuple(script),
     )
-    groups = {role.peer: role.group for role in placement.workers}
-    view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-    launch = Launch(description, directory, view, emulation=emulation)
-    return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
+
+    def go() -> int:
+        write_pid(directory)
+        groups = {role.peer: role.group for role in placement.workers}
+        view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
+        launch = Launch(description, directory, view, emulation=emulation)
+        return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
+
+    if not detach:
+        return go()
+    code = run_detached(directory.path, go, is_running=lambda: _has_joined(directory.path))
+    if code is not None:
+        return code
+    if json_lines:
+        print(dumps({"run": str(directory.path), "status": "running"}))
+    else:
+        print(f"detached. zmqtrain attach {directory.path} shows it, zmqtrain stop {directory.path} stops it")
+    return 0
+
+
+def _has_joined(path: Path) -> bool:
+    """Whether all roles have joined. Their joining comes first in the file, so it is short while one asks."""
+    with (path / "events.jsonl").open("rb") as events:
+        return any(b'"running"' in line for line in events)
 
 
 def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
+from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation, emulated
 from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
@@ -131,7 +132,7 @@ class Launch:
             directory=self._directory.path,
             script=script[0] if script else None,
             ladder=self._ladder,
-            say=self._view.note,
+            say=self._record.note,
             log=self._record.agent_log,
         )
 
@@ -185,13 +186,16 @@ class Launch:
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self._interrupt)
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        if self._topology.engine.kind != "local":
+            # The terminal is gone, or the connection that it was; the machines work on all the same.
+            handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
