@@ -220,8 +220,9 @@ class SshError(ConnectivityError):
 
     consequence = False
 
-    def __init__(self, host: str, reason: str, remedy: str = "") -> None:
-        self.host, self.reason, self.remedy = host, reason, remedy
+    def __init__(self, host: str, reason: str, remedy: str = "", *, lasting: bool = False) -> None:
+        """``lasting``: another try will not do better, before somebody has mended something."""
+        self.host, self.reason, self.remedy, self.lasting = host, reason, remedy, lasting
         super().__init__(f"{host}: {reason}{remedy and f': {remedy}'}")
 
 

@@ -30,7 +30,8 @@ async def address_towards(host: str, address: str) -> str:
     try:
         found = await loop.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise SshError(host, f"its address {address} is unknown here ({error.strerror})", "mend it in [[hosts]]") from error
+        what = f"its address {address} is unknown here ({error.strerror})"
+        raise SshError(host, what, "mend it in [[hosts]]", lasting=True) from error
     why = ""
     for family, kind, protocol, _, target in found:
         with socket.socket(family, kind, protocol) as probe:

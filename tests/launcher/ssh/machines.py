@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import zmqtrain
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 
+_PATIENCE_S = 5.0
 PACKAGE_ROOT = Path(zmqtrain.__file__).parent.parent
 #: sshd runs as root and looks nobody up.
 _CONFIGURATION = """
@@ -123,9 +125,14 @@ class Machines:
             self.stop_server(name)
 
     def left(self) -> list[str]:
-        """Command lines of processes in the machines, but for sshd's own; and files of runs."""
-        found = [" ".join(process.cmdline()) for name in self.names for process in self.processes(name)]
-        return found + [str(path) for path in self.state.glob("zmqtrain/runs/*")]
+        """Command lines of processes that stay in the machines, but for sshd's own; and folders of runs."""
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            processes = [process for name in self.names for process in self.processes(name)]
+            if not processes or time.monotonic() > end:
+                break
+            psutil.wait_procs(processes, timeout=0.1)  # whoever has logged in notices that the other side is gone
+        return [*(" ".join(process.cmdline()) for process in processes), *map(str, self.state.glob("zmqtrain/runs/*"))]
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The processes in a machine, but for sshd's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tests.launcher.ssh.machines import Machines, command, machines
 HEAD = """
 [job]
 name = "trial"
-timeout = "12 s"
+timeout = "20 s"
 
 [compute]
 group_size = 2
@@ -110,6 +111,65 @@ def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> N
     log = (tmp_path / "run" / "launcher.log").read_text()
     assert "worker/0 | ready" in log
     assert "tcp://[fd77::" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert two.left() == []
+
+
+def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machines) -> None:
+    """Agents end by themselves when they have not heard of it for half the time-out; then what they leave is cleared."""
+    prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}), "asyncssh")
+    with Launched(
+        tmp_path, "--set=job.timeout=8", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+    ) as run:
+        run.wait_for(r"\| ready")
+        assert len(two.processes("m1")) >= 4  # keeper, agent, fork server, worker
+        run.signal(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        gone = zmqtrain(tmp_path, "attach", "run")
+        assert gone.returncode == 129
+        assert "the launcher of run is gone" in gone.stderr
+        assert "m1: its agent" in gone.stderr
+        until("the end of the agent", lambda: not two.processes("m1"))
+        assert two.left()  # the folder, with its log
+        assert zmqtrain(tmp_path, "status", "run").stdout.split()[3] == "lost"
+        stopped = zmqtrain(tmp_path, "stop", "run")
+        assert (stopped.returncode, stopped.stdout) == (0, "m1: stopped, and nothing is left there\n"), stopped
+        assert zmqtrain(tmp_path, "stop", "run").returncode == 2
+    assert two.left() == []
+
+
+def test_a_launcher_that_is_gone_is_stopped_at_once(tmp_path: Path, two: Machines) -> None:
+    """Everything that the host runs for it, whatever the time-outs, and also what a role has started itself."""
+    prepare(tmp_path, two.hosts("m2", environment={"WHO": "machine"}), "system")
+    script = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + SCRIPT
+    (tmp_path / "script.py").write_text(script)
+    with Launched(
+        tmp_path, "--set=job.timeout=300", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+    ) as run:
+        run.wait_for(r"\| ready")
+        run.signal(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        assert len(two.processes("m2")) >= 5
+        stopped = zmqtrain(tmp_path, "stop", "run")
+        assert stopped.returncode == 0, stopped
+        assert two.processes("m2") == []
+    assert two.left() == []
+
+
+def test_faults_of_all_hosts_are_told_at_once(tmp_path: Path, two: Machines) -> None:
+    hosts = two.hosts("m1", python='"/nowhere/python"') + two.hosts("m2", bind='"198.51.100.1"')
+    prepare(tmp_path, hosts, "asyncssh")
+    (tmp_path / "stranger.toml").write_text(
+        HEAD.format(client="system") + two.hosts("m1") + two.hosts("m2", ssh='{ options = { UserKnownHostsFile = "/dev/null" } }')
+    )
+    started = time.monotonic()
+    first = zmqtrain(tmp_path, "launch", "trial.toml", "script.py")
+    assert first.returncode == 2, first
+    assert "1 of 2 hosts cannot take part" in first.stderr
+    assert "there is no Python at /nowhere/python" in first.stderr
+    third = zmqtrain(tmp_path, "launch", "stranger.toml", "script.py")
+    assert third.returncode == 129, third
+    assert "Host key verification failed" in third.stderr
+    assert time.monotonic() - started < PATIENCE_S  # none of them waits for a time-out
     assert two.left() == []
 
 

@@ -19,8 +19,8 @@ class Fault:
     host: str
     what: str
     remedy: str
-    unreachable: bool = False
-    """Whether the host, rather than anything on it, is missing: another try may succeed."""
+    passing: bool = False
+    """Whether it may be gone at another try: the host is not there."""
 
 
 def own_versions() -> dict[str, str]:

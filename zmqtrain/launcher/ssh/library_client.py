@@ -96,6 +96,7 @@ def _configuration(folder: Path, target: Target) -> list[Path]:
 def _no_login(target: Target, error: Exception) -> SshError:
     """What went wrong, and what to do."""
     by_hand = target.by_hand
+    lasting = True
     match error:
         case asyncssh.PermissionDenied():
             what = f"the login is refused ({error})"
@@ -109,6 +110,8 @@ def _no_login(target: Target, error: Exception) -> SshError:
             remedy = 'set client = "system" in [engine]'
         case TimeoutError() | asyncssh.TimeoutError():
             what, remedy = f"no answer from {target.host}", f"is it up, and sshd's port open? Try `{by_hand}`"
+            lasting = False
         case _:
             what, remedy = f"cannot log in ({error})", f"see that `{by_hand}` works without a question"
-    return SshError(target.name, what, remedy)
+            lasting = False
+    return SshError(target.name, what, remedy, lasting=lasting)

@@ -43,7 +43,7 @@ class Places:
         """There is nothing left on this host. Without any hosts, there is no file."""
         if host in self.hosts:
             self.hosts.remove(host)
-            if self.hosts:
-                self.write()
-            else:
+            if not self.hosts:
                 (self.directory / _NAME).unlink(missing_ok=True)
+            elif (self.directory / _NAME).exists():
+                self.write()

@@ -144,10 +144,15 @@ def _no_greeting(target: Target, status: int | None, said: str) -> SshError:
     """What to say of a login after which Python did not run."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
+    lasting = True
     if status in (126, 127):
-        return SshError(target.name, f"there is no Python at {target.python}", "give its path as python in [[hosts]]")
-    if any("SyntaxError" in line or "ModuleNotFoundError" in line for line in lines):
-        return SshError(target.name, f"{target.python} is too old{last}", "give the path of a later one as python in [[hosts]]")
-    if status in (255, None):  # ssh's own
-        return SshError(target.name, f"cannot log in{last}", f"see that `{target.by_hand}` works without a question")
-    return SshError(target.name, f"{target.python} did not run (exit code {status}){last}", "look at the login shell's start files")
+        what, remedy = f"there is no Python at {target.python}", "give its path as python in [[hosts]]"
+    elif "SyntaxError" in said or "ModuleNotFoundError" in said:
+        what, remedy = f"{target.python} is too old{last}", "give the path of a later one as python in [[hosts]]"
+    elif status in (255, None):  # ssh's own
+        what, remedy = f"cannot log in{last}", f"see that `{target.by_hand}` works without a question"
+        lasting = any(words in said for words in ("Permission denied", "verification failed", "Could not resolve", "Bad config"))
+    else:
+        what = f"{target.python} did not run (exit code {status}){last}"
+        remedy = "look at the login shell's start files"
+    return SshError(target.name, what, remedy, lasting=lasting)

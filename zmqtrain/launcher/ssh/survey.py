@@ -110,15 +110,15 @@ class Survey:
         await self._on_all(reach)
 
     async def _on_all(self, look: Look) -> None:
-        """Do something on all hosts at once. Raises `HostsError` with all faults, or `HostLostError` where hosts are merely not
-        there."""
+        """Do something on all hosts at once. Raises `HostsError` with all faults, or `HostLostError` where another
+        try may find none."""
         faults: list[Fault] = []
 
         async def one(host: Host) -> None:
             try:
                 await look(host, faults)
             except SshError as error:
-                faults.append(Fault(host.name, error.reason, error.remedy, unreachable=True))
+                faults.append(Fault(host.name, error.reason, error.remedy, passing=not error.lasting))
             except HostsError as error:
                 faults.append(Fault(host.name, str(error).removeprefix(f"{host.name}: "), "see the message"))
 
@@ -128,7 +128,7 @@ class Survey:
         if faults:
             order = list(self._by_name)
             text = table(sorted(faults, key=lambda fault: order.index(fault.host)), len(order))
-            raise HostLostError(text) if all(fault.unreachable for fault in faults) else HostsError(text)
+            raise HostLostError(text) if all(fault.passing for fault in faults) else HostsError(text)
 
 
 def next_ones(names: list[str], name: str) -> list[str]:
