@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launcher import launched
 from tests.launcher.launched import Launched
 from tests.launcher.ssh.machines import Machines, command, machines
 
@@ -40,7 +41,14 @@ with zmqtrain.session() as session:
         time.sleep(0.02)
     print("sum", session.all_reduce(torch.tensor([session.rank + 1.0])).item())
 """
-PATIENCE_S = 15.0
+#: Of machines that all compute on this one.
+PATIENCE_S = 45.0
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +100,9 @@ def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> N
     two.add_addresses("fd77::1", addresses)
     hosts = "".join(two.hosts(name, environment={"WHO": name}, address=f'"{address}"') for name, address in addresses.items())
     prepare(tmp_path, hosts, "system")
-    launched = zmqtrain(tmp_path, "launch", "--detach", "--run-dir", "run", "trial.toml", "script.py", str(tmp_path / "go"))
-    assert launched.returncode == 0, launched
-    assert "detached. zmqtrain attach run shows it" in launched.stdout
+    detached = zmqtrain(tmp_path, "launch", "--detach", "--run-dir", "run", "trial.toml", "script.py", str(tmp_path / "go"))
+    assert detached.returncode == 0, detached
+    assert "detached. zmqtrain attach run shows it" in detached.stdout
     attached = subprocess.Popen(command("attach", "run"), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         assert attached.stdout is not None
@@ -155,23 +163,19 @@ def test_a_launcher_that_is_gone_is_stopped_at_once(tmp_path: Path, two: Machine
     assert two.left() == []
 
 
-def test_faults_of_all_hosts_are_told_at_once(tmp_path: Path, two: Machines) -> None:
-    hosts = two.hosts("m1", python='"/nowhere/python"') + two.hosts("m2", bind='"198.51.100.1"')
-    prepare(tmp_path, hosts, "asyncssh")
-    (tmp_path / "stranger.toml").write_text(
-        HEAD.format(client="system") + two.hosts("m1") + two.hosts("m2", ssh='{ options = { UserKnownHostsFile = "/dev/null" } }')
-    )
-    started = time.monotonic()
-    first = zmqtrain(tmp_path, "launch", "trial.toml", "script.py")
-    assert first.returncode == 2, first
-    assert "1 of 2 hosts cannot take part" in first.stderr
-    assert "there is no Python at /nowhere/python" in first.stderr
-    third = zmqtrain(tmp_path, "launch", "stranger.toml", "script.py")
-    assert third.returncode == 129, third
-    assert "Host key verification failed" in third.stderr
-    assert time.monotonic() - started < PATIENCE_S  # none of them waits for a time-out
+def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machines) -> None:
+    prepare(tmp_path, two.hosts("m1", python='"/nowhere/python"') + two.hosts("m2"), "asyncssh")
+    refused = zmqtrain(tmp_path, "launch", "trial.toml", "script.py")
+    assert refused.returncode == 2, refused
+    assert "1 of 2 hosts cannot take part" in refused.stderr
+    assert "there is no Python at /nowhere/python" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    (tmp_path / "data.bin").write_bytes(bytes(100_000))
+    large = zmqtrain(tmp_path, "launch", "--set=engine.sync_limit=64 KiB", "trial.toml", "script.py")
+    assert large.returncode == 2, large
+    assert "The largest: data.bin (0.1 MiB)" in large.stderr
     assert two.left() == []
 
 
 def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=40, check=False)
+    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)

@@ -253,7 +253,9 @@ async def test_what_hosts_lack_is_told_for_all_of_them(two: Machines, tmp_path: 
     bare = tmp_path / "python"  # as if nothing were installed
     bare.write_text(f'#!/bin/sh\nexec {sys._base_executable} -I "$@"\n')  # type: ignore[attr-defined]
     bare.chmod(0o755)
-    said = await look(two, two.hosts("m1", python=f'"{bare}"') + two.hosts("m2", folder='"/nowhere"'), tmp_path)
+    said = await look(
+        two, two.hosts("m1", environment={"PYTHONPATH": ""}, python=f'"{bare}"') + two.hosts("m2", folder='"/nowhere"'), tmp_path
+    )
     assert said.startswith("2: 2 of 2 hosts"), said
     assert "no zmqtrain" in said
     assert "no torch" in said
