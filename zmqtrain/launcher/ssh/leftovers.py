@@ -33,10 +33,10 @@ async def stop_hosts(directory: Path) -> dict[str, int | SshError | None]:
     """End what a run has on its hosts, and remove its folders there. The agents' exit codes (``None``: there was none), or why it
     could not be done: another call tries these again."""
     places = Places.read(directory)
-    ladder = Ladder.of(_topology(directory).job.timeout_s)
 
     async def stop(session: Session) -> int | None:
-        answer = await session.ask("stop", grace_s=ladder.grace_s, offset=0)
+        # At once: without a launcher there is nobody to whom roles could hand anything.
+        answer = await session.ask("stop", grace_s=0, offset=0)
         await session.ask("remove")
         code = answer["stopped"]
         return None if code is None else int(code)
