@@ -49,6 +49,12 @@ def _bind(value: str) -> str:
     return value
 
 
+def _path(value: str) -> str:
+    if not value or value.startswith("-") or not value.isprintable():
+        raise ValueError("is no path")
+    return value
+
+
 def _variables(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not _VARIABLE.fullmatch(name) or "\0" in value:
@@ -95,16 +101,14 @@ class Host(Section):
         description="Address that this host's processes listen at. Left out: `address`, or all of the host's where that is a name. "
         'Where `address` is translated on the way (NAT): `"0.0.0.0"`, or `"::"`.',
     )
-    python: str | None = Field(
+    python: Annotated[str, AfterValidator(_path)] | None = Field(
         default=None,
-        pattern=r"^[^\s'-][^\n\x00']{0,999}$",
         description="The Python of this host that has zmqtrain and torch. Left out: the path of the one that launches.",
     )
-    folder: str | None = Field(
+    folder: Annotated[str, AfterValidator(_path)] | None = Field(
         default=None,
-        pattern=r"^[^\n\x00]{1,1000}$",
-        description="The folder on this host that relative paths begin at. Left out: the path of the one that launches, "
-        "or, with `[engine] sync`, the copy.",
+        description="The folder on this host that relative paths begin at, where it is there already. Left out: the path of the one "
+        "that one launches in, or, with `[engine] sync`, its copy.",
     )
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict, description="Environment variables for all processes on this host."

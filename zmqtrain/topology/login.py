@@ -15,8 +15,14 @@ _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 _OURS = {"batchmode", "remotecommand", "requesttty", "sessiontype", "stdinnull", "forkafterauthentication", "port", "user"}
 
 
+def _word(value: str) -> str:
+    if value.startswith("-") or not value or len(value) > 1000 or any(character.isspace() for character in value):
+        raise ValueError("must be one word, which does not begin with '-'")
+    return value
+
+
 def _host(value: str) -> str:
-    ranges.count(value)
+    ranges.count(_word(value))
     return value
 
 
@@ -34,14 +40,12 @@ class SshLogin(Section):
 
     host: Annotated[str, AfterValidator(_host)] | None = Field(
         default=None,
-        pattern=r"^[^\s-]\S{0,254}$",
         description="Where ssh connects to, or its name in `~/.ssh/config`, where that is not `address`. May be a range.",
     )
-    user: str | None = Field(default=None, pattern=r"^[^\s@-][^\s@]{0,63}$", description="The login name.")
+    user: Annotated[str, AfterValidator(_word)] | None = Field(default=None, description="The login name.")
     port: int | None = Field(default=None, ge=1, le=65535, description="Where sshd listens.")
-    jump: str | None = Field(
+    jump: Annotated[str, AfterValidator(_word)] | None = Field(
         default=None,
-        pattern=r"^[^\s-]\S{0,999}$",
         description="Machines to go through, like `me@gate` or `gate1,gate2:2222` (`ProxyJump`).",
     )
     options: Annotated[dict[str, str], AfterValidator(_options)] = Field(

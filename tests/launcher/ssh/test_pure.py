@@ -16,13 +16,14 @@ from zmqtrain.errors import SshError, UsageError
 from zmqtrain.launcher.addresses import address_towards, addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.ssh import clients
 from zmqtrain.launcher.ssh.inspection import Fault, faults_of_versions, table
-from zmqtrain.launcher.ssh.pack import MOST_FILES, pack
+from zmqtrain.launcher.ssh.pack import MOST_FILES, pack, program_files, require_inside
 from zmqtrain.launcher.ssh.places import Places
 from zmqtrain.launcher.ssh.remote import MARK
 from zmqtrain.launcher.ssh.session import _no_greeting, _parse
 from zmqtrain.launcher.ssh.survey import MOST_TRIED, next_ones
 from zmqtrain.launcher.ssh.target import Target, options_as_config, remote_command, remote_program, system_arguments
 from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.topology.job import Job
 from zmqtrain.topology.load import parse_topology
 
 HOST = """
@@ -200,6 +201,18 @@ def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match="more than 6 files"):
         pack(tmp_path, 2**30)
     assert MOST_FILES > 1000
+
+
+def test_files_that_a_copied_folder_would_not_have(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.py").touch()
+    job = Job(task="mine.py:task", python_path=("lib",))
+    assert program_files(job, "train.py", tmp_path) == ["train.py", "lib/mine.py"]
+    assert program_files(Job(task="package.module:task"), None, tmp_path) == []
+    require_inside(["train.py", "lib/../mine.py"], tmp_path)
+    for name in ("../train.py", str(tmp_path / "train.py")):
+        with pytest.raises(UsageError, match="launch in the folder that has it"):
+            require_inside([name], tmp_path)
 
 
 def test_places_are_known_until_they_are_clear(tmp_path: Path) -> None:

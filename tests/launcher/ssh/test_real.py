@@ -126,7 +126,7 @@ def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machine
     """Agents end by themselves when they have not heard of it for half the time-out; then what they leave is cleared."""
     prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}), "asyncssh")
     with Launched(
-        tmp_path, "--set=job.timeout=8", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+        tmp_path, "--set=job.timeout=12", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
     ) as run:
         run.wait_for(r"\| ready")
         assert len(two.processes("m1")) >= 4  # keeper, agent, fork server, worker

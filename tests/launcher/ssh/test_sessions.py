@@ -92,7 +92,7 @@ async def test_an_agent_is_followed_to_its_end(two: Machines, tmp_path: Path, ki
     async with logged_in(two, kind, run=f"follow-{kind}") as session:
         assert session.state["agent"] == "none"
         packages = ["msgpack", "no_such_package"]
-        checked = await session.ask("check", packages=packages, folder=str(tmp_path), task="t.py", script=None)
+        checked = await session.ask("check", packages=packages, folder=str(tmp_path), files=["t.py"])
         assert checked["python"] == ".".join(map(str, sys.version_info[:3]))
         assert checked["packages"]["msgpack"]
         assert checked["packages"]["no_such_package"] is None

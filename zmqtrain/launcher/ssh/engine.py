@@ -14,7 +14,7 @@ from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.engine import EngineRun, Handle
 from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.handle import SshHandle
-from zmqtrain.launcher.ssh.pack import pack
+from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.launcher.ssh.places import Places
 from zmqtrain.launcher.ssh.session import Client, Session
 from zmqtrain.launcher.ssh.survey import Survey
@@ -40,6 +40,9 @@ class SshEngine:
         """
         engine = run.topology.engine
         client = make_client(engine.client)
+        files = program_files(run.topology.job, run.script, run.folder)
+        if engine.sync:
+            require_inside(files, run.folder)
         packed = await asyncio.to_thread(pack, run.folder, engine.sync_limit) if engine.sync else None
         python = launching_python()
         name = f"{run.directory.resolve().name}-{random_bits(32):08x}"
@@ -47,7 +50,7 @@ class SshEngine:
         survey = Survey(run, client, name, python)
         self._opened = run, client, places, survey
         await survey.log_in()
-        await survey.compare(copied=packed is not None)
+        await survey.compare(files, copied=packed is not None)
         places.write()  # from here on there may be something to remove
         if packed is not None:
             await survey.copy(packed)

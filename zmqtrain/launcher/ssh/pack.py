@@ -6,10 +6,11 @@ import gzip
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from zmqtrain.errors import UsageError
+from zmqtrain.topology.job import Job
 from zmqtrain.topology.units import format_size
 
 #: Folders that are no part of a program: what version control, tools and runs keep, and environments, which cannot be moved.
@@ -55,6 +56,27 @@ def pack(folder: Path, limit: int) -> bytes:
             with (folder / path).open("rb") as file:
                 archive.addfile(entry, file)
     return buffer.getvalue()
+
+
+def program_files(job: Job, script: str | None, folder: Path) -> list[str]:
+    """The files that the job names: its script, and its task where that is named by a file. As the person wrote them, or where they
+    were found in ``[job] python_path``."""
+    found = [] if script is None else [script]
+    source = (job.task or "").partition(":")[0]
+    if source.endswith(".py"):
+        places = [os.path.join(part, source) for part in ("", *job.python_path)]
+        found.append(next((path for path in places if (folder / path).is_file()), source))
+    return found
+
+
+def require_inside(files: Iterable[str], folder: Path) -> None:
+    """See that files will be where their names say when the folder is copied. Raises `UsageError`."""
+    for name in files:
+        if Path(name).is_absolute() or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UsageError(
+                f"sync copies {folder} to every host, but {name} is not named by a path inside it: launch in the folder that has "
+                "it, and name it from there"
+            )
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -117,8 +117,8 @@ class Host:
             return {"agent": "ended", "exit": code}
         return {"agent": "running" if self._keeper() is not None else "none"}
 
-    def check(self, packages: list[str], folder: str | None, task: str | None, script: str | None) -> dict[str, Any]:
-        """What is here: versions of Python and packages, and what is wrong with the folder (``None``: it will be copied)."""
+    def check(self, packages: list[str], folder: str | None, files: list[str]) -> dict[str, Any]:
+        """What is here: versions of Python and packages, and what the folder lacks (``None``: it will be copied)."""
         faults = []
         if folder is not None:
             folder = os.path.expanduser(folder)
@@ -126,7 +126,7 @@ class Host:
                 faults.append((f"no folder {folder}", "set sync = true in [engine] to copy yours, or folder in [[hosts]]"))
             else:
                 sys.path.insert(0, folder)
-                missing = [name for name in (task, script) if name and not os.path.exists(os.path.join(folder, name))]
+                missing = [name for name in files if not os.path.exists(os.path.join(folder, name))]
                 faults += [(f"no {name} in {folder}", "set sync = true in [engine] to copy yours") for name in missing]
         return {"python": platform.python_version(), "packages": {name: _version(name) for name in packages}, "faults": faults}
 

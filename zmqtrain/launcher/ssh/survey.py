@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from zmqtrain.errors import HostLostError, HostsError, SshError
@@ -52,19 +52,18 @@ class Survey:
 
         await self._on_all(log_in)
 
-    async def compare(self, *, copied: bool) -> None:
-        """See that Python, zmqtrain and torch are there as they are here, and the folder, unless it will be ``copied``."""
+    async def compare(self, files: Sequence[str], *, copied: bool) -> None:
+        """See that Python, zmqtrain and torch are there as they are here, and the folder with these files, unless it will be
+        ``copied``."""
         ours = own_versions()
-        file = (self._run.topology.job.task or "").partition(":")[0]
 
         async def compare(host: Host, faults: list[Fault]) -> None:
             folder = host.folder or str(self._run.folder)
             answer = await self.sessions[host.name].ask(
                 "check",
                 packages=list(PACKAGES),
-                folder=None if copied else folder,
-                task=file if file.endswith(".py") else None,
-                script=self._run.script,
+                folder=None if copied and host.folder is None else folder,
+                files=list(files),
             )
             faults.extend(faults_of_versions(host.name, ours, answer))
             faults.extend(Fault(host.name, str(what), str(remedy)) for what, remedy in answer["faults"])
@@ -73,9 +72,11 @@ class Survey:
         await self._on_all(compare)
 
     async def copy(self, packed: bytes) -> None:
-        """Copy the folder to all hosts."""
+        """Copy the folder to all hosts but those that have one of their own."""
 
         async def copy(host: Host, _faults: list[Fault]) -> None:
+            if host.folder is not None:
+                return
             answer = await self.sessions[host.name].ask("unpack", size=len(packed), data=packed)
             self.folders[host.name] = answer["folder"]
 
