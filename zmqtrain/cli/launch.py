@@ -59,7 +59,7 @@ def run_launch(
         topology,
         placement,
         folder=str(file.resolve().parent),
-        data_path=_data(data, topology.data.path),
+        data_path=_data(data, topology.data.path, here=topology.engine.kind == "local" or emulate),
         resume=None if resume_from is None else str(resume_from),
         script=tuple(script),
     )
@@ -103,11 +103,13 @@ def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation:
     return emulation
 
 
-def _data(option: str | None, file: str | None) -> str | None:
+def _data(option: str | None, file: str | None, *, here: bool) -> str | None:
     """An argument goes before the environment, the environment before the file. Whether it exists is for the task to say, since
-    on other hosts it may."""
+    on other hosts it may. ``here``: all hosts are this machine; elsewhere a relative path begins at each host's own folder."""
     path = option or os.environ.get("ZMQTRAIN_DATA") or file
-    return None if path is None else str(Path(path).expanduser().absolute())
+    if path is None:
+        return None
+    return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())
 
 
 def _resume(resume: str, name: str) -> Path:

@@ -59,7 +59,7 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not _VARIABLE.fullmatch(name) or "\0" in value:
             raise ValueError(f"holds {name!r}, which is no name of an environment variable")
-        if name.startswith("ZMQTRAIN_") and name != "ZMQTRAIN_DATA":
+        if name.startswith("ZMQTRAIN_"):
             raise ValueError(f"holds {name}, which zmqtrain sets itself")
     return values
 
@@ -107,8 +107,8 @@ class Host(Section):
     )
     folder: Annotated[str, AfterValidator(_path)] | None = Field(
         default=None,
-        description="The folder on this host that relative paths begin at, where it is there already. Left out: the path of the one "
-        "that one launches in, or, with `[engine] sync`, its copy.",
+        description="The folder on this host that relative paths begin at, where it is there already. Left out: the same path as "
+        "that of the folder one launches in, or, with `[engine] sync`, its copy.",
     )
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict, description="Environment variables for all processes on this host."

@@ -86,9 +86,12 @@ def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> No
         assert two.break_connections("m1") > 0
         run.wait_for("m1: lost the ssh connection. The run goes on")
         run.wait_for("m1: the ssh connection is back")
+        # And the terminal is gone, or the connection that it was.
+        run.signal(signal.SIGHUP)
         (tmp_path / "go").touch()
         assert run.end() == 0, run
-        run.wait_for(r"worker/\d \| sum 3.0", 2)
+        assert all("sum 3.0" in (run.run / "logs" / f"worker-{rank}.log").read_text() for rank in range(2))
+        assert any('"note"' in line for line in (run.run / "events.jsonl").read_text().splitlines())
         assert run.json("summary.json")["hosts"] == ["m1", "m2"]
         assert not any(token in path.read_text(errors="replace") for path in run.run.rglob("*") if path.is_file())
     assert two.left() == []
