@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
@@ -73,7 +74,12 @@ def run_launch(
 
     if not detach:
         return go()
-    code = run_detached(directory.path, go, is_running=lambda: _has_joined(directory.path))
+    code = run_detached(
+        directory.path,
+        go,
+        is_running=lambda: _has_joined(directory.path),
+        out=sys.stderr if json_lines else sys.stdout,  # JSON alone, for machines
+    )
     if code is not None:
         return code
     if json_lines:

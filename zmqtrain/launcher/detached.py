@@ -9,17 +9,18 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 #: What a detached launcher prints, in the run directory.
 LOG = "launcher.log"
 _LOOK_S = 0.05
 
 
-def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Callable[[], bool]) -> int | None:
+def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Callable[[], bool], out: TextIO) -> int | None:
     """Call ``launch`` in a child that outlives this process and its terminal.
 
-    Returns ``None`` as soon as the run ``is_running``, or its exit code where it ended before. What it prints until then is printed
-    here, too.
+    Returns ``None`` as soon as the run ``is_running``, or its exit code where it ended before. What it prints until then goes to
+    ``out``, too.
 
     The caller must not have started any threads.
     """
@@ -45,7 +46,7 @@ def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Call
             try:
                 running = is_running()
                 number, status = os.waitpid(child, os.WNOHANG)
-                print(said.read(), end="", flush=True)
+                print(said.read(), end="", file=out, flush=True)
                 if number:
                     return os.waitstatus_to_exitcode(status)
                 if running:

@@ -55,7 +55,7 @@ class RoleEnvironment:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
         settings = net_settings(self.ladder, self.token, host=self.bind or self.host)
-        return replace(settings, advertise=self.host, shaping=shaping, arena=arena)
+        return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""

@@ -47,7 +47,7 @@ class SshHandle:
         while self._code is None:
             try:
                 self._code = await self._session.follow(self._offset)
-            except SshError:
+            except (SshError, HostsError):
                 self._say(f"{self.host}: lost the ssh connection. The run goes on; ssh is tried again")
                 await self._come_back()
         return self._code
