@@ -43,6 +43,9 @@ def launch(
     dilation: Annotated[
         float | None, typer.Option(help="With --emulate: run so many times as slowly, and divide reported times by it.")
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the run is under way; zmqtrain attach, stop and logs find it.")
+    ] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -62,6 +65,7 @@ def launch(
         emulate=emulate,
         shaping=shaping,
         dilation=dilation,
+        detach=detach,
     )
     raise typer.Exit(code)
 
@@ -213,8 +217,16 @@ def report(
 
 
 @app.command()
+def attach(run: Run = "latest", json_lines: Json = False) -> None:
+    """Show a run that was launched in another terminal, or with --detach. Ctrl-C leaves it alone."""
+    from zmqtrain.cli.attach import run_attach
+
+    raise typer.Exit(run_attach(run, json_lines=json_lines))
+
+
+@app.command()
 def stop(run: Run) -> None:
-    """Stop a run as Ctrl-C would."""
+    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher."""
     from zmqtrain.cli.runs import run_stop
 
     raise typer.Exit(run_stop(run))

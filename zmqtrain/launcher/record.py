@@ -101,6 +101,16 @@ class RunRecord:
                 self.event(peer, event)
         self._directory.flush()
 
+    def note(self, text: str) -> None:
+        """Something happened to the run that people should know."""
+        self.event(COORDINATOR, {"kind": "note", "values": {"text": text}})
+        self._directory.flush()
+        self._view.note(text)
+
+    def agent_log(self, host: str, text: str) -> None:
+        """What an agent on another machine prints itself."""
+        self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
+
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
         """Write one event down."""
         role, _, rank = peer.partition("/")

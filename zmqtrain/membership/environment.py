@@ -23,6 +23,7 @@ HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
+BIND = "ZMQTRAIN_BIND"
 #: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
 ENCRYPTED_IO_THREADS = 2
 
@@ -37,7 +38,7 @@ class RoleEnvironment:
     token: str = field(repr=False)
     """The run token. A secret: it goes by environment or standard input, never on a command line."""
     host: str = "127.0.0.1"
-    """The address to bind and to advertise."""
+    """The address to advertise, and to bind where ``bind`` does not say another."""
     timeout_s: float = 60.0
     """``[job] timeout``."""
     shaping: str = ""
@@ -46,6 +47,8 @@ class RoleEnvironment:
     """Where the host's shared memory is opened; empty: there is none."""
     slot: int = 0
     """The process's slot in it."""
+    bind: str = ""
+    """The address to bind, where it is not the one that others connect to."""
 
     @property
     def ladder(self) -> Ladder:
@@ -55,9 +58,8 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        identity = self._identity()
-        settings = net_settings(self.ladder, self.token, host=self.host, identity=identity)
-        return replace(settings, shaping=shaping, arena=arena)
+        settings = net_settings(self.ladder, self.token, host=self.bind or self.host, identity=self._identity())
+        return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def _identity(self) -> Identity | None:
         """New keys, where the run is encrypted."""
@@ -78,6 +80,7 @@ class RoleEnvironment:
             SHAPING: self.shaping,
             ARENA: self.arena,
             SLOT: str(self.slot),
+            BIND: self.bind,
         }
 
     @classmethod
@@ -113,6 +116,7 @@ class RoleEnvironment:
             variables.get(SHAPING, ""),
             arena,
             int(slot),
+            variables.get(BIND, ""),
         )
 
 

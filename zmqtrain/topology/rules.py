@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
+from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.network_rules import network_rules
-from zmqtrain.topology.ranges import MOST_HOSTS
+from zmqtrain.topology.ranges import MOST_HOSTS, count
 
 if TYPE_CHECKING:
     from zmqtrain.topology.hosts import Host
@@ -25,6 +26,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_elastic(topology),
         *_data(topology),
         *_hosts(entries),
+        *_machines(topology, entries),
         *_batch(topology),
         *_grid(topology),
         *_exchange(topology),
@@ -109,6 +111,32 @@ def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
                 ("hosts", index, "slots"),
                 ("hosts", index, "address"),
             )
+
+
+def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRule]:
+    """What must hold where hosts are machines, rather than process sets on this one."""
+    for index, host in enumerate(entries):
+        for field, text in (("bind", host.bind), ("ssh", host.ssh.host)):
+            if text is not None and count(text) not in (1, host.count):
+                yield rule(
+                    f"{count(text)} addresses for {host.count} hosts: give as many of both, or one for all",
+                    ("hosts", index, field),
+                    ("hosts", index, "name"),
+                )
+    if topology.engine.kind == "local":
+        return
+    if "hosts" not in topology.model_fields_set:
+        yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
+    if len(topology.hosts) < 2:
+        return
+    for index, host in enumerate(entries):
+        for field, text in (("address", host.address), ("bind", host.bind)):
+            if text is not None and is_loopback(text):
+                yield rule(
+                    f"{text} means each host itself, where no other reaches it: give its address on the network that hosts share",
+                    ("hosts", index, field),
+                    ("engine", "kind"),
+                )
 
 
 def _batch(topology: Topology) -> Iterator[BrokenRule]:
