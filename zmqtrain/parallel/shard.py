@@ -145,10 +145,10 @@ def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabri
 def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
     """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
 
-    All processes of the group must call it. A parameter that two modules share is summed once. One without a gradient contributes
-    nothing, and receives what others have.
+    All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
+    once. One without a gradient contributes nothing, and receives what others have.
     """
-    begun: list[tuple[nn.Parameter, Pending]] = []
+    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         shard = shards[name]
         if not parameter.requires_grad:
@@ -156,8 +156,18 @@ def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard])
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if len(shard.summed_over) > 1:
-            label = Label(shard.layer, "dw", "backward")
-            begun.append((parameter, fabric.among(shard.summed_over).all_reduce(parameter.grad, label)))
-    for parameter, pending in begun:
-        (gradient,) = pending.wait()
-        parameter.grad = gradient
+            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
+    begun: list[tuple[list[nn.Parameter], Pending]] = []
+    for (layer, members, _), parameters in together.items():
+        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
+        begun.append((parameters, fabric.among(members).all_reduce(flat, Label(layer, "dw", "backward"))))
+    for parameters, pending in begun:
+        (flat,) = pending.wait()
+        parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

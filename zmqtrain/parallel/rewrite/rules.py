@@ -90,6 +90,8 @@ class Rules:
             return self._dropout(module, name, value, training)
         if type(module) in ELEMENTWISE_LAYERS:
             return value.with_local(module(value.local))
+        if type(module) in LOCAL and value.divided == HEIGHT and value.local.dim() == HEIGHT + 2:
+            return value.with_local(module(value.local))  # along channels: local response norm, softmax, shuffling
         if type(module) in HALO:
             return self._pool(module, name, value)
         if isinstance(module, nn.Flatten) and module.end_dim == -1:
