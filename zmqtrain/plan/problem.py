@@ -89,6 +89,8 @@ class Problem:
             return Obstacle(f"{placed.samples} parts of a batch of {self.batch} samples", always=placed.choice == "batch")
         if placed.choice == "model" and grid.rows > head.units:
             return Obstacle(f"more rows than its {head.units} outputs")
+        if placed.choice == "model" and grid.rows > head.groups > 1 and grid.rows % head.groups:
+            return Obstacle(f"a row must have whole groups of its {head.groups}, or a part of one")
         if placed.choice == "domain":
             least = min(head.inputs[1], head.outputs[1])
             if grid.rows > least:
