@@ -35,6 +35,8 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         """Multiplications and additions so far."""
+        self.spent_s = 0.0
+        """The time that they, and all else, have taken."""
         self._spend, self._flop_s = spend, 1 / flops_per_s
         self._byte_s = 1 / bytes_per_s if bytes_per_s else 0.0
 
@@ -47,10 +49,14 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
             self.flops += flops
-            self._spend(flops * self._flop_s)
+            self._take(flops * self._flop_s)
         elif self._byte_s and not func.is_view:
-            self._spend(_written(result) * self._byte_s)
+            self._take(_written(result) * self._byte_s)
         return result
+
+    def _take(self, seconds: float) -> None:
+        self.spent_s += seconds
+        self._spend(seconds)
 
 
 def _written(result: Any) -> int:

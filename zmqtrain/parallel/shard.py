@@ -148,18 +148,9 @@ def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard])
     All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
     once. One without a gradient contributes nothing, and receives what others have.
     """
-    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        shard = shards[name]
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if len(shard.summed_over) > 1:
-            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
     begun: list[tuple[list[nn.Parameter], Pending]] = []
-    for (layer, members, _), parameters in together.items():
-        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
+    for layer, members, parameters in summed_together(model, shards):
+        flat = torch.cat([gradient_of(parameter).flatten() for parameter in parameters])
         begun.append((parameters, fabric.among(members).all_reduce(flat, Label(layer, "dw", "backward"))))
     for parameters, pending in begun:
         (flat,) = pending.wait()
@@ -168,6 +159,18 @@ def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard])
             parameter.grad = part.view(parameter.shape)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
+def summed_together(model: nn.Module, shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+    """The layer, the ranks, and the parameters of each sum of gradients."""
+    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        shard = shards[name]
+        if parameter.requires_grad and len(shard.summed_over) > 1:
+            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
+    return [(layer, members, parameters) for (layer, members, _), parameters in together.items()]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter; zeros where it has none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

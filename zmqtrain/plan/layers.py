@@ -210,13 +210,15 @@ class Stage:
         """Whether its outputs lie in strips where it is domain-parallel."""
         return not any(layer.one_row for layer in self.layers)
 
-    def seconds(self, flops_per_s: float) -> tuple[float, float]:
-        """Forward and backward of one sample on one process: as measured, else by the arithmetic; 0 for no speed."""
+    def seconds(self, flops_per_s: float, *, first: bool = False) -> tuple[float, float]:
+        """Forward and backward of one sample on one process: as measured, else by the arithmetic; 0 for no speed. ``first``: nobody
+        needs the gradient of its input."""
         forward = backward = 0.0
         for layer in self.layers:
             guess = layer.flops / flops_per_s if flops_per_s else 0.0
             forward += layer.forward_s or guess
-            backward += layer.backward_s or 2 * (layer.forward_s or guess)
+            products = 1 if first and layer is self.head else 2
+            backward += layer.backward_s or products * (layer.forward_s or guess)
         return forward, backward
 
     def __str__(self) -> str:

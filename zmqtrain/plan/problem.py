@@ -99,7 +99,7 @@ class Problem:
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
         """What the slowest process computes: forward and backward."""
-        forward, backward = stage.seconds(self.flops_per_s)
+        forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0])
         grid = placed.grid
         share = math.ceil(self.batch / placed.samples)
         if placed.choice == "model":

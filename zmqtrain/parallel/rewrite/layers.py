@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from zmqtrain.errors import UsageError
+from zmqtrain.events import Recorder
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.domain.make import HALO, domain_layer
 from zmqtrain.parallel.geometry import even
@@ -57,6 +58,7 @@ class Maker:
     seed: int = 0
     statistics: Statistics = "whole"
     strict: bool = False
+    recorder: Recorder | None = None
     left_whole: dict[str, str] = field(default_factory=dict)
     """Layers that could not be divided as planned, and why."""
 
@@ -90,7 +92,8 @@ class Maker:
             raise UsageError(f"layer {name}: {type(module).__name__} cannot be divided along the image; it is left whole")
         everybody = self.fabric.among(tuple(range(self.fabric.size)))
         statistics = everybody if self.statistics == "whole" else None
-        return domain_layer(module, name, site.column_group, even(_ROWS, site.rows), statistics=statistics)[0]
+        division = even(_ROWS, site.rows)
+        return domain_layer(module, name, site.column_group, division, statistics=statistics, recorder=self.recorder)[0]
 
     def _model(self, module: nn.Module, name: str, site: Site) -> nn.Module:
         if isinstance(module, nn.TransformerEncoder):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from zmqtrain.errors import UsageError
+from zmqtrain.events import Recorder
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.dropout import Batch
@@ -32,6 +33,7 @@ def parallelize(
     statistics: Statistics = "whole",
     whole: Iterable[str] = (),
     strict: bool = False,
+    recorder: Recorder | None = None,
 ) -> ParallelModel:
     """Divide a model over the processes of a grid (Gholami et al. 2018). All of them call it, with equal models.
 
@@ -48,6 +50,7 @@ def parallelize(
         whole: names of modules to be left whole, which are not traced.
         strict: whether a layer that cannot be divided as planned is an error; otherwise it is left whole, and
             `ParallelModel.left_whole` says why.
+        recorder: of the spans of layers on strips: interior, rim, and waiting for a halo.
 
     Raises `UsageError` for a plan of another model, a model that cannot be traced, and, if ``strict``, a layer that cannot be
     divided.
@@ -57,11 +60,11 @@ def parallelize(
         if size != fabric.size:
             raise UsageError(f"the {what} is for {size} processes, and the group has {fabric.size}")
     batch = Batch(0)
-    maker = Maker(fabric, batch, seed, statistics, strict)
+    maker = Maker(fabric, batch, seed, statistics, strict, recorder)
     graph = traced(model, whole)
     assignment = assign(model, graph, grid, plan, maker, whole)
     mover = Mover(fabric, batch)
-    forward = Forward(graph, assignment.layers, mover, Rules(mover, seed))
+    forward = Forward(graph, assignment.layers, mover, Rules(mover, seed, recorder))
     return ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.over_all(), maker.left_whole)
 
 

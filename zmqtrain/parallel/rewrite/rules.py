@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zmqtrain.errors import UsageError
+from zmqtrain.events import Recorder
 from zmqtrain.parallel.domain.adaptive import DomainGlobalPool2d
 from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.domain.make import HALO, LOCAL, domain_layer
@@ -76,8 +77,8 @@ _LAYERS: Mapping[Apply, tuple[type[nn.Module], tuple[str, ...]]] = {
 class Rules:
     """Computes what has no weights, on activations of any placement."""
 
-    def __init__(self, mover: Mover, seed: int) -> None:
-        self.mover, self.seed = mover, seed
+    def __init__(self, mover: Mover, seed: int, recorder: Recorder | None = None) -> None:
+        self.mover, self.seed, self.recorder = mover, seed, recorder
         self._masks: dict[str, Masks] = {}
         self._pools: dict[tuple[str, Grid], nn.Module] = {}
 
@@ -184,7 +185,8 @@ class Rules:
             site = Site(name, value.placement.grid, self.mover.fabric)
             key = (name, value.placement.grid)
             if key not in self._pools:
-                self._pools[key] = domain_layer(module, name, site.column_group, value.placement.divisions)[0]
+                division = value.placement.divisions
+                self._pools[key] = domain_layer(module, name, site.column_group, division, recorder=self.recorder)[0]
             return strips(self._pools[key], value)
         return value.with_local(module(value.local))
 
