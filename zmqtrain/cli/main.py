@@ -166,7 +166,9 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip or host.")],
+    name: Annotated[
+        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or parallel.")
+    ],
     json_lines: Json = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
     mxnet_python: Annotated[

@@ -14,7 +14,10 @@ from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
 from zmqtrain.topology.units import format_rate
 
-TERMS = (("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw"), ("halo", "halo"), ("redist.", "redistribute"))
+TERMS = (
+    *(("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw")),
+    *(("halo", "halo"), ("redist.", "redistribute"), ("stat.", "statistics")),
+)
 #: Layers of a table; there may be hundreds.
 MOST_LAYERS = 60
 #: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.

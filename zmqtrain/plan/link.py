@@ -84,6 +84,8 @@ class LayerCost:
     """Its input, from the placement in which the layer before it left it, in the forward."""
     redistribute_back: Cost = NOTHING
     """The gradient of its input, to that placement, in the backward."""
+    statistics: Cost = NOTHING
+    """Sums of a few numbers for norms and pools, in both passes. The paper has none."""
 
     def __add__(self, other: LayerCost) -> LayerCost:
         return LayerCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -96,6 +98,7 @@ class LayerCost:
             "dw": self.dw,
             "halo": self.halo + self.halo_back,
             "redistribute": self.redistribute + self.redistribute_back,
+            "statistics": self.statistics,
         }
 
     @property

@@ -50,7 +50,7 @@ def parallelize(
         whole: names of modules to be left whole, which are not traced.
         strict: whether a layer that cannot be divided as planned is an error; otherwise it is left whole, and
             `ParallelModel.left_whole` says why.
-        recorder: of the trace: what each layer on strips of an image computes and waits for.
+        recorder: of the spans of layers on strips: interior, rim, and waiting for a halo.
 
     Raises `UsageError` for a plan of another model, a model that cannot be traced, and, if ``strict``, a layer that cannot be
     divided.
