@@ -22,6 +22,7 @@ MAY = {
     "world.py": "is where roles get the calendar and identity from",
     "net/loop.py": "makes the real clock",
     "train/device/threads.py": "is a part of real devices",
+    "plan/measure/": "measures this machine",
     "cli/": "is for people, who live in real time",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
     "host/": "waits in threads, for processes of one real host",
