@@ -133,9 +133,8 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
         raise UsageError("--links measures between the hosts of a topology file: give one instead of a task")
     emulation = _emulation(topology, shaping) if emulate else None
     profile = Profile.load(out) if out is not None and out.is_file() else None
-    found = run(
-        measure_links(topology, emulation, token=secrets.token_hex(16)), dilation=None if emulation is None else emulation.dilation
-    )
+    work = measure_links(topology, emulation, token=secrets.token_hex(16))
+    found = run(work, dilation=None if emulation is None else emulation.dilation)
     if profile is not None and out is not None:
         measured = profile.known()
         _write(out, replace(profile, measured=replace(measured, hosts=found.hosts, links=found.links)))
