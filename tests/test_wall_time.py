@@ -22,6 +22,7 @@ MAY = {
     "world.py": "is where roles get the calendar and identity from",
     "net/loop.py": "makes the real clock",
     "train/device/threads.py": "is a part of real devices",
+    "plan/measure/": "measures this machine",
     "cli/": "is for people, who live in real time",
     "launcher/detached.py": "waits for a real process, without a loop",
     "launcher/ssh/remote.py": "is a program of its own, on a real machine",

@@ -157,6 +157,52 @@ def plan(
 
 
 @app.command()
+def profile(
+    target: Annotated[str, typer.Argument(metavar="TASK_OR_FILE", help="A task like file.py:task, or a topology file with one.")],
+    out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON: what compute.profile takes.")] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Samples of a step to try, like 1,2,4,8. Default: doubled until it brings no more.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples for the layers' table. Default: a worker's part in FILE, else the best.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads, rather than to try how many are best.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the file's.")] = None,
+    links: Annotated[bool, typer.Option("--links", help="Measure the network between FILE's hosts, not the model.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="With --links: between emulated hosts, on this machine.")] = False,
+    shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced, or auto.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="For each number of samples and of threads.")] = 1.0,
+    json_lines: Json = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Measure a task's model on this machine: each layer, both phases, the best batch and threads, and the processor's peak.
+
+    With --links: bandwidth and latency between hosts. Planners and modelled devices use the profile that --out writes.
+    """
+    from zmqtrain.cli.profile import run_profile
+
+    code = run_profile(
+        target,
+        out=out,
+        batches=batches,
+        batch=batch,
+        threads=threads,
+        device=device,
+        links=links,
+        emulate=emulate,
+        shaping=shaping,
+        data=data,
+        seconds=seconds,
+        json_lines=json_lines,
+        settings=settings or (),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema

@@ -83,6 +83,16 @@ class Compute(Section):
         description="Workers of one host add up their gradients in memory that they share, rather than over the network.",
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
+    channels_last: bool = Field(
+        default=False,
+        description="Give images to the model with their channels last in memory, which many layers compute faster on CPUs (see "
+        "`zmqtrain profile`). A model that uses `view` on images may need `reshape` instead.",
+    )
+    keep_memory: bool = Field(
+        default=True,
+        description="Workers on CPUs keep the memory that a step has freed for the next one, rather than give it back and ask for "
+        "it again page by page.",
+    )
     profile: str | None = Field(
         default=None,
         min_length=1,

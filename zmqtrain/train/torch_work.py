@@ -65,11 +65,17 @@ class TorchWork:
         )
         task = self._task
         self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
-        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
+        fetch = Fetch(
+            task.train_data,
+            collate=task.collate,
+            transform=task.transform,
+            pin=device.torch_device.type == "cuda",
+            channels_last=compute.channels_last,
+        )
         self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision)
+            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
             self._evaluation = Evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
         self._fabric = built.fabric
