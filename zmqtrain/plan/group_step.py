@@ -169,6 +169,8 @@ def _way(placement: Placement, link: Link, update_byte_s: float, bucket_bytes: f
     """A group's exchange, alone on the network."""
     traffic, size = _Traffic.of(placement, 0, bucket_bytes), placement.group_size
     ring = max([*traffic.ring_out.values(), *traffic.ring_in.values()], default=0.0)
+    if ring:  # the same cards carry what goes to the servers and comes from there
+        ring += max(traffic.push_out.values(), default=0.0) / 2
     push = max([*traffic.push_out.values(), *traffic.push_in.values()], default=0.0)
     hops = 2 + (2 * len(_reduce_scatter(size, 0, bucket_bytes)) if ring else 0)
     return BucketWay(
