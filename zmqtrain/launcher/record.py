@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zmqtrain.errors import HostLostError
+from zmqtrain.exchange.momentum import gradients_of
 from zmqtrain.launcher.agent import LOG
 from zmqtrain.launcher.report import headline, report_of
 from zmqtrain.membership.actions import Failure, Outcome
@@ -139,6 +140,7 @@ class RunRecord:
             "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
+            "gradients": gradients_of(self._topology),
             "losses": self._losses,
             "versions": {"python": platform.python_version(), **_versions()},
             **(more or {}),

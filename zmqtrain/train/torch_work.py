@@ -179,10 +179,16 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
     with _BUILDING:
         seed_everything(job.seed)
         model = build_model(task).to(device.torch_device)
-        factor = topology.optimizer.lr_factor(context.placement.groups)
-        optimizer, schedule = build_optimizer_of(task, model, lr_factor=factor)
+        settings = topology.optimizer
+        optimizer, schedule = build_optimizer_of(
+            task,
+            model,
+            lr_factor=settings.lr_factor(context.placement.groups),
+            lr=settings.lr,
+            momentum=settings.explicit_momentum,
+        )
         seed_everything(job.seed, role.index)
-    settings = ReplicaSettings(
+    how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
@@ -190,6 +196,6 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         loss_scale=LOSS_SCALE[compute.precision],
     )
     device.watch(model, optimizer)
-    replica = TorchReplica(model, optimizer, device, settings, recorder=context.recorder, allocate=allocate_in(context.arena))
+    replica = TorchReplica(model, optimizer, device, how, recorder=context.recorder, allocate=allocate_in(context.arena))
     context.recorder.event("built", seconds=device.clock() - started)
     return _Built(task, replica, schedule, partition)
