@@ -9,12 +9,14 @@ from typing import Any
 
 from zmqtrain.cli.divided import read_plan
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.plan_rows import layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
+from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.chart import draw
+from zmqtrain.plan.efficiency import efficiencies
+from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
@@ -66,6 +68,8 @@ def run_plan(
         planned = [_one(problem, given, tables, why=len(problems) == 1) for problem in problems]
     if topology.plan.study and not sweep_it:
         _study(problems, tables)
+    elif topology.compute.workers > 1 and given is None and not sweep_it:
+        _groups(topology, source, tables)
     if save is not None and planned:
         _write(save, json.dumps(planned[0].plan.values(), indent=1) + "\n", "--save")
     if plot is not None:
@@ -121,6 +125,18 @@ def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Se
             print(dumps(rows[-1]), flush=True)
     if tables is not None:
         tables.sweep(rows)
+
+
+def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
+    """How fast the file's workers would be as other numbers of groups."""
+    rows: list[dict[str, Any]] = []
+    for name, model in variants(topology, source.layers).items():
+        rows += efficiency_rows(name, efficiencies(model))
+    if tables is None:
+        for row in rows:
+            print(dumps(row))
+    else:
+        tables.groups(topology.compute.workers, topology.compute.batch_size, rows)
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

@@ -27,6 +27,11 @@ _SCALINGS = {
     "weak": "Weak scaling: the batch grows with the processes",
     "beyond": "Beyond the batch size: more processes than samples",
 }
+_VARIANTS = {
+    "as it is": "asynchronous, as the file has it",
+    "merged": "with the fully connected phase on a server of its own",
+    "pipelined": "the same, two batches of each group under way",
+}
 
 
 class Tables:
@@ -142,6 +147,27 @@ class Tables:
                     times = [_time(row[f"{key}_s"]) for key in ("pure_batch", "pure_model", "domain", "planned", "exposed")]
                     table.add_row(str(row["processes"]), str(row["batch"]), *times, speed, escape(row["plan"]))
             self._print(f"\n[bold]{title}[/]")
+            self._console.print(table)
+
+    def groups(self, workers: int, batch: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Hardware efficiency of the numbers of groups, a table for each variant."""
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            table = _table(
+                ">groups", ">workers each", ">an update", ">beside the best", ">staleness", ">implicit momentum", "limited by", ""
+            )
+            for row in [each for each in rows if each["variant"] == name]:
+                table.add_row(
+                    str(row["groups"]),
+                    str(row["group_size"]),
+                    _time(row["update_s"]),
+                    f"{row['penalty']:.2f}x",
+                    f"{row['staleness']:g}",
+                    f"{row['implicit_momentum']:.2f}",
+                    row["bottleneck"],
+                    "g*: more are no faster" if row["saturation"] else "",
+                )
+            what = _VARIANTS.get(name, name)
+            self._print(f"\n[bold]{workers} workers in groups, each with batches of {batch}: {what}[/]")
             self._console.print(table)
 
     def _print(self, text: str) -> None:

@@ -163,6 +163,8 @@ class Core:
                 "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
                 "multiply the learning rate by session.groups, or its square root, yourself"
             )
+        if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
+            raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zmqtrain.errors import HostLostError
+from zmqtrain.exchange.momentum import gradients_of
 from zmqtrain.launcher.agent import LOG
 from zmqtrain.launcher.report import headline, report_of
 from zmqtrain.membership.actions import Failure, Outcome
@@ -153,6 +154,7 @@ class RunRecord:
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
+            "gradients": gradients_of(self._topology),
             "losses": self._losses,
             "versions": {"python": platform.python_version(), **_versions()},
             **(more or {}),

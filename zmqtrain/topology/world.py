@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from zmqtrain.topology.section import MOST, ByteSize, Section, later
+
+
+def _momentum(value: Any) -> Any:
+    if value in ("auto", "task"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError('is no momentum: write "auto", "task", or a number from 0 to below 1')
+    return float(value)
 
 
 class Optimizer(Section):
@@ -18,7 +26,26 @@ class Optimizer(Section):
         description="Multiply the task's learning rates by the square root of the number of groups (Daily et al. 2018), or by the "
         "number itself, since a step of all takes so many more samples.",
     )
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1e30,
+        description="Replaces the task's learning rate, and its schedule. Of several parameter groups the others keep their ratios "
+        "to the first.",
+    )
+    momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
+        default="auto",
+        description="auto: the task names the momentum that its optimizer is to have in all (SGD's `momentum`, Adam's first beta); "
+        "where groups meet at model servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g "
+        "groups), the optimizer's own is lowered so that the total stays there. task: as the task has it. A number: this, instead "
+        "of the task's.",
+    )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
+
+    @property
+    def explicit_momentum(self) -> float | None:
+        """What replaces the task's; none: it keeps its own."""
+        return self.momentum if isinstance(self.momentum, float) else None
 
     def lr_factor(self, groups: int) -> float:
         """By what learning rates are multiplied among so many groups."""

@@ -195,10 +195,16 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         model = build_model(task).to(device.torch_device)
         if fabric is not None:
             model = divide(model, topology, fabric, context.recorder)
-        factor = topology.optimizer.lr_factor(context.placement.groups)
-        optimizer, schedule = build_optimizer_of(task, model, lr_factor=factor)
+        settings = topology.optimizer
+        optimizer, schedule = build_optimizer_of(
+            task,
+            model,
+            lr_factor=settings.lr_factor(context.placement.groups),
+            lr=settings.lr,
+            momentum=settings.explicit_momentum,
+        )
         seed_everything(job.seed, role.index)
-    settings = ReplicaSettings(
+    how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
@@ -210,7 +216,7 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         model,
         optimizer,
         device,
-        settings,
+        how,
         recorder=context.recorder,
         allocate=allocate_in(context.arena),
         shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
