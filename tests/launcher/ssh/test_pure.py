@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -90,10 +91,22 @@ def test_every_shell_runs_the_remote_program(tmp_path: Path, shell: str) -> None
 
 
 def test_the_remote_program_needs_nothing_of_ours() -> None:
-    text = remote_program().partition(b"\n")[2].decode()
-    imports = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
-    assert imports <= {*sys.stdlib_module_names}
-    compile(text, "remote", "exec", dont_inherit=True)
+    """It runs where zmqtrain is not, and is not what it says of itself there."""
+    check = {"do": "check", "number": 1, "packages": ["zmqtrain", "msgpack"], "folder": None, "files": []}
+    command = [sys._base_executable, "-I", "-S", "-c", shlex.split(remote_command("python"))[-1]]  # type: ignore[attr-defined]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(remote_program())
+        process.stdin.flush()
+        assert b"hello" in process.stdout.readline()  # requests come after this
+        process.stdin.write(json.dumps(check).encode() + b"\n")
+        process.stdin.flush()
+        answer = _parse(process.stdout.readline())
+        process.stdin.close()
+        assert answer is not None
+        assert answer["packages"] == {"zmqtrain": None, "msgpack": None}
+    assert process.returncode == 0
 
 
 def test_words_of_a_login_shell_are_no_answers() -> None:

@@ -1,6 +1,7 @@
 """The program on the other side: it looks a host over, starts the host's agent, tells what it prints, and stops it.
 
-It is sent over the channel as text and needs Python alone (3.7 or later), since its first task is to find out what is missing.
+It is sent over the channel as text, with `keeper`, and needs Python alone (3.7 or later), since its first task is to find out what
+is missing.
 Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a
 login shell may print words of its own.
 
@@ -23,25 +24,19 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tarfile
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
+from zmqtrain.launcher.ssh.keeper import KILLED_S, LOOK_S, alive, began, end_session, keep, open_pidfd, send, wait_until_gone
+
 MARK = "#zmqtrain "
-#: Tells the agent which process it must not outlive (as `zmqtrain.launcher.local.PARENT`, which may not be here).
-PARENT = "ZMQTRAIN_PARENT_PID"
-#: How often a file and a process are looked at that cannot be waited for.
-LOOK_S = 0.1
 #: Log text in one answer.
 LOG_BYTES = 32768
 #: A line that has not ended goes on its way when it is so long.
 LONGEST_LINE = 8192
-#: How long killed processes may take to be gone.
-KILLED_S = 5.0
 
 
 class Channel:
@@ -181,7 +176,7 @@ class Host:
             # Not a child of this program: whoever adopts orphans collects the keeper when it ends.
             if os.fork() == 0:
                 os.close(told)
-                _keep(command, variables, os.path.expanduser(folder), self._folder, tell)
+                keep(command, variables, os.path.expanduser(folder), self._folder, tell)
             os._exit(0)
         os.wait()
         os.close(tell)
@@ -192,7 +187,7 @@ class Host:
     def follow(self, offset: int) -> dict[str, Any] | None:
         """Tell what the agent prints, from a place in its log on, until it ends or something else is asked for."""
         keeper = self._keeper()
-        process = _pidfd(keeper)
+        process = open_pidfd(keeper)
         try:
             while True:
                 # First this, then the log: what it printed last is there when its end is.
@@ -211,17 +206,17 @@ class Host:
         keeper = self._keeper()
         if keeper is not None:
             if grace_s > 0:
-                _signal(keeper, signal.SIGTERM)  # it hands this on
-                _wait_until_gone(keeper, grace_s)
-            if _alive(keeper):
-                _end_session(keeper, but=keeper)
-                _wait_until_gone(keeper, KILLED_S)
-            if _alive(keeper):
-                _signal(keeper, signal.SIGKILL)
-                _wait_until_gone(keeper, KILLED_S)
+                send(keeper, signal.SIGTERM)  # it hands this on
+                wait_until_gone(keeper, grace_s)
+            if alive(keeper):
+                end_session(keeper, but=keeper)
+                wait_until_gone(keeper, KILLED_S)
+            if alive(keeper):
+                send(keeper, signal.SIGKILL)
+                wait_until_gone(keeper, KILLED_S)
         known = self._written()
-        if known is not None and not _alive(known[0]):
-            _end_session(known[0])  # what the keeper has left if it was killed
+        if known is not None and not alive(known[0]):
+            end_session(known[0])  # what the keeper has left if it was killed
         offset = self._tell_log(offset, whole=True)
         return {"stopped": self._exit_code(), "at": offset}
 
@@ -247,7 +242,7 @@ class Host:
     def _keeper(self) -> int | None:
         """The keeper's process, if it lives and is not another one that has got its number."""
         written = self._written()
-        if written is None or not _alive(written[0]) or _began(written[0]) != written[1]:
+        if written is None or not alive(written[0]) or began(written[0]) != written[1]:
             return None
         return written[0]
 
@@ -276,127 +271,6 @@ class Host:
                     return offset
                 offset += end
                 self._channel.answer({"log": data[:end].decode(errors="replace"), "at": offset})
-
-
-# Processes --------------------------------------------------------------------------------------------------------------------
-
-
-def _keep(command: list[str], environ: dict[str, str], folder: str, run: str, tell: int) -> None:
-    """The keeper's life: start the agent, wait for it, end what it has left, and write its exit code down. Never returns."""
-    try:
-        os.setsid()
-        # Handlers, not SIG_IGN: that would be handed down to the agent.
-        agents: list[Any] = []
-        for number in (signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: [agent.terminate() for agent in agents])
-        log = os.open(os.path.join(run, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        _write(os.path.join(run, "agent.json"), json.dumps({"keeper": os.getpid(), "began": _began(os.getpid())}))
-        environ[PARENT] = str(os.getpid())
-        try:
-            agent = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL)
-        except OSError as error:
-            _write(os.path.join(run, "exit"), "127")
-            os.write(tell, json.dumps({"error": f"cannot start {command[0]} in {folder}: {error.strerror}"}).encode())
-            return
-        agents.append(agent)
-        os.write(tell, json.dumps({"pid": agent.pid}).encode())
-        os.close(tell)
-        code = agent.wait()
-        _end_session(os.getpid(), but=os.getpid())
-        _write(os.path.join(run, "exit"), str(code))
-    finally:
-        os._exit(0)
-
-
-def _write(path: str, text: str) -> None:
-    """Write a file whole: nobody ever sees half of it."""
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(path + ".tmp", path)
-
-
-def _stat(process: int) -> list[str]:
-    """What the kernel says of a process, from its state on. Empty where it is gone, or elsewhere than on Linux."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _began(process: int) -> str:
-    """When a process began, in a way that no other process on this host can have under the same number."""
-    fields = _stat(process)
-    if not fields:
-        return ""
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-        return file.read().strip() + " " + fields[19]
-
-
-def _alive(process: int) -> bool:
-    fields = _stat(process)
-    if fields:
-        return fields[0] not in "ZX"  # it has ended, though nobody has asked how
-    if os.path.isdir("/proc/self"):
-        return False
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True
-
-
-def _pidfd(process: int | None) -> int | None:
-    """What tells of a process's end at once; ``None`` where the kernel has no such thing."""
-    if process is None or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(process)
-    except OSError:
-        return None
-
-
-def _signal(process: int, number: int) -> None:
-    with suppress(OSError):  # it has ended
-        os.kill(process, number)
-
-
-def _end_session(session: int, but: int = 0) -> None:
-    """Kill every process of a session but one, until there is none: a process that is being killed may have forked another."""
-    end = time.monotonic() + KILLED_S
-    while time.monotonic() < end:
-        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
-        found = []
-        for number in numbers:
-            fields = _stat(number)
-            if number != but and len(fields) > 3 and fields[3] == str(session) and fields[0] not in "ZX":
-                found.append(number)
-        if not found:
-            return
-        for number in found:
-            _signal(number, signal.SIGKILL)
-        time.sleep(LOOK_S / 10)
-
-
-def _wait_until_gone(process: int, patience_s: float) -> None:
-    end = time.monotonic() + patience_s
-    handle = _pidfd(process)
-    try:
-        while _alive(process) and time.monotonic() < end:
-            left = max(0.0, end - time.monotonic())
-            if handle is None:
-                time.sleep(min(left, LOOK_S))
-            else:
-                select.select([handle], [], [], left)
-                if select.select([handle], [], [], 0)[0]:
-                    return
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 # The machine ------------------------------------------------------------------------------------------------------------------
@@ -446,7 +320,3 @@ def main() -> None:
                 channel.answer({**answer, "number": number})
     except (BrokenPipeError, ConnectionError):
         return
-
-
-if __name__ == "__main__":
-    main()

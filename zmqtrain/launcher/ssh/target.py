@@ -16,6 +16,13 @@ ALIVE_S, ALIVE_MISSING = 15, 3
 #: What Python runs first: it takes the real program from its standard input, so that nothing need be there before. In single quotes
 #: this means the same to every shell.
 _FIRST = 'import sys;b=sys.stdin.buffer;exec(compile(b.read(int(b.readline())),"zmqtrain-remote","exec"))'
+#: What it does with them: under their own names they find each other, and nothing else of zmqtrain is looked for.
+_BRING = (
+    "for name, text in modules.items():",
+    "    sys.modules[name] = types.ModuleType(name)",
+    "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)",
+    "sys.modules['zmqtrain.launcher.ssh.remote'].main()",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +107,11 @@ def remote_command(python: str) -> str:
 
 
 def remote_program() -> bytes:
-    """The remote program as `remote_command` takes it: its length, and its text."""
-    text = files("zmqtrain.launcher.ssh").joinpath("remote.py").read_bytes()
+    """The remote program as `remote_command` takes it: its length, and its text, which brings the modules that it consists of."""
+    folder = files("zmqtrain.launcher.ssh")
+    modules = {f"zmqtrain.launcher.ssh.{name}": folder.joinpath(f"{name}.py").read_text("utf-8") for name in ("keeper", "remote")}
+    lines = ["import sys, types", f"modules = {modules!r}", *_BRING]
+    text = "\n".join(lines).encode()
     return f"{len(text)}\n".encode() + text
 
 
