@@ -27,10 +27,14 @@ import psutil
 import zmq
 
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.net.address import key_in, split_address
+from zmqtrain.net.address import key_in, split_address, with_key
 from zmqtrain.net.curve import KeyPair
 
-RATE, PHASE_S, PHASES = 200, 4.0, 6
+RATE, PHASE_S, PHASES = 200, 1.5, 15
+#: Where the strangers are.
+_KINDS = ("nowhere", "elsewhere", "here")
+#: One of so many strangers has the coordinator's public key, which only the run's processes are told.
+INFORMED = 20
 #: How long a stranger keeps a connection open. With all of them ZeroMQ has to wait for what they say next.
 STAY_S = 0.5
 #: Of each phase, when the one before may still show.
@@ -74,32 +78,32 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
 
 def bench_flood(*, rate: int = RATE, phase_s: float = PHASE_S, phases: int = PHASES) -> Iterator[dict[str, Any]]:
-    """The run's speed with strangers beside that without, in turn; the median of the pairs. Raises `ZmqTrainError` if it fails."""
+    """The run's speed, with strangers at its doors, with as many at the door of another program of this machine (so that what they
+    themselves take counts on both sides), and with none, in turn. Medians of ratios. Raises `ZmqTrainError` if the run fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with _launched(folder) as process, _strangers(_doors(folder, process), rate) as strangers:
-            spans: list[tuple[float, float]] = []
+            spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
             attempts = 0
-            for _ in range(phases):
-                for attack in (False, True):
+            for turn in range(phases):
+                for kind in _KINDS[turn % 3 :] + _KINDS[: turn % 3]:
                     start = time.monotonic()
-                    if attack:
-                        strangers.send(phase_s)
-                        attempts += strangers.recv()
-                    else:
-                        time.sleep(phase_s)
-                    spans.append((start, time.monotonic()))
+                    strangers.send((kind, phase_s))
+                    count = strangers.recv()
+                    attempts += count if kind == "here" else 0
+                    spans[kind].append((start, time.monotonic()))
             (folder / "over").touch()
             if process.wait(PATIENCE_S):
                 raise ZmqTrainError(f"the run failed with code {process.returncode} among strangers: {_said(folder)}")
         ends = [float(line) for line in (folder / "steps").read_text().splitlines()]
-    speeds = [_steps_per_s(ends, *span) for span in spans]
-    if not all(speeds[::2]):
-        raise ZmqTrainError(f"the run is too slow for phases of {phase_s:g} s: it did not take a step in one, though left in peace")
-    quiet, loud = statistics.median(speeds[::2]), statistics.median(speeds[1::2])
-    ratio = statistics.median(one / other for one, other in zip(speeds[1::2], speeds[::2], strict=True))
+    speeds = {kind: [_steps_per_s(ends, *span) for span in spans[kind]] for kind in _KINDS}
     yield _case("connection attempts turned away, each second", attempts / (phases * phase_s), "1/s", None, None, None)
-    yield _case("steps a second of a run meanwhile, encrypted", loud, "1/s", "left in peace", quiet, ratio)
+    for kind, peer in (("elsewhere", "while they are at another's door"), ("nowhere", "left in peace")):
+        if not all(speeds[kind]):
+            raise ZmqTrainError(f"the run is too slow for phases of {phase_s:g} s: it took no step in one, though left in peace")
+        ratio = statistics.median(here / other for here, other in zip(speeds["here"], speeds[kind], strict=True))
+        here, other = (statistics.median(speeds[one]) for one in ("here", kind))
+        yield _case("steps a second of a run meanwhile, encrypted", here, "1/s", peer, other, ratio)
 
 
 def _steps_per_s(ends: Sequence[float], start: float, end: float) -> float:
@@ -148,7 +152,7 @@ def _doors(folder: Path, launcher: subprocess.Popen[bytes]) -> list[str]:
 
 @contextmanager
 def _strangers(doors: Sequence[str], rate: int) -> Iterator[Connection]:
-    """A process that attacks for as many seconds as it is sent, and answers with the number of its attempts."""
+    """A process that is sent where to attack and for how many seconds, and answers with the number of its attempts."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_attack, args=(doors, rate, theirs), daemon=True)
@@ -177,17 +181,21 @@ class _Crowd:
 
 def _attack(doors: Sequence[str], rate: int, orders: Connection) -> None:
     chance, crowd = random.Random(1), _Crowd(deque())
-    targets = [split_address(door)[lane] for door in doors for lane in (0, 1)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.BLOCKY, False)
-    with suppress(EOFError):
+    with suppress(EOFError), _another_door() as decoy:
+        port = decoy.getsockname()[1]
+        doors_of = {"here": doors, "elsewhere": [with_key(f"tcp://127.0.0.1:{port},{port}", KeyPair.new().public)], "nowhere": []}
         while True:
-            seconds = orders.recv()
+            kind, seconds = orders.recv()
             start, count = time.monotonic(), 0
             while (now := time.monotonic()) < start + seconds:
-                while count < (now - start) * rate:
-                    crowd.add(_stranger(chance, context, targets, doors[0], count))
+                while doors_of[kind] and count < (now - start) * rate:
+                    crowd.add(_stranger(chance, context, doors_of[kind], count))
                     count += 1
+                with suppress(BlockingIOError):
+                    while True:
+                        crowd.add(decoy.accept()[0])
                 crowd.leave(now)
                 time.sleep(0.5 / rate)
             crowd.leave(float("inf"))
@@ -195,15 +203,22 @@ def _attack(doors: Sequence[str], rate: int, orders: Connection) -> None:
     context.destroy(linger=0)
 
 
+def _another_door() -> socket.socket:
+    """A program that lets in everybody, and says nothing."""
+    door = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    door.setblocking(False)
+    return door
+
+
 def _stranger(
-    chance: random.Random, context: zmq.Context[zmq.Socket[bytes]], targets: Sequence[str], coordinator: str, number: int
+    chance: random.Random, context: zmq.Context[zmq.Socket[bytes]], doors: Sequence[str], number: int
 ) -> socket.socket | zmq.Socket[bytes]:
-    """One attempt: in plain text, for another key, silent, in another protocol, and now and then with the right key of the
-    coordinator's but a wrong one of its own."""
-    kind = number % 5
-    if kind == 4:
-        return _with_key(context, coordinator)
-    host, _, port = chance.choice(targets).removeprefix("tcp://").rpartition(":")
+    """One attempt: in plain text, for another key, in another protocol, or silent; and now and then one that has found out the
+    coordinator's key, and gets further: it costs this process and the coordinator several times as much."""
+    if number % INFORMED == INFORMED - 1:
+        return _with_key(context, doors[0])
+    kind = number % 4
+    host, _, port = split_address(chance.choice(doors))[chance.randrange(2)].removeprefix("tcp://").rpartition(":")
     guest = socket.create_connection((host, int(port)), PATIENCE_S)
     if kind == 0:
         guest.sendall(_greeting(b"NULL"))
