@@ -106,7 +106,7 @@ class MomentumSensor:
         self._seen += 1 - self._seen / MEMORY
 
     def _sample(self, flat: Tensor) -> Numbers:
-        return flat.detach().view(-1)[self._where].to(torch.float64).numpy()
+        return flat.detach().view(-1)[self._where].to(torch.float64).numpy().copy()
 
 
 class Sensors:
