@@ -120,6 +120,7 @@ class RunRecord:
         """The run in a line."""
         placement, exchange = self._placement, self._topology.exchange
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        servers += ", FC server" if placement.fc_servers else ""
         return (
             f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){servers} "
             f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
@@ -136,7 +137,11 @@ class RunRecord:
             "seconds": seconds,
             **self.summary.to_dict(),
             "hosts": [host.name for host in self._topology.hosts],
-            "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
+            "roles": {
+                "worker": self._placement.world_size,
+                "server": self._placement.servers,
+                **({"fc": self._placement.fc_servers} if self._placement.fc_servers else {}),
+            },
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
             "losses": self._losses,
