@@ -81,9 +81,8 @@ def run_check(path: str | Path, json: bool = False, *, data: str | None = None) 
 def _slots(topology: Topology, placement: Placement) -> Finding:
     slots = sum(host.slots for host in topology.hosts)
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
-    return Finding(
-        "slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {placement.servers} model servers beside"
-    )
+    beside = f"{placement.servers} model servers" + (f" and {placement.fc_servers} FC server" if placement.fc_servers else "")
+    return Finding("slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {beside} beside")
 
 
 def _task(topology: Topology) -> Finding:

@@ -159,16 +159,11 @@ async def run_role(*, task: Task | None = None) -> None:
 
 
 async def _live(context: RoleContext, task: Task | None) -> None:
-    """Be the worker or the model server that the context describes. A failure is told to the others, and raised."""
+    """Be the role that the context describes. A failure is told to the others, and raised."""
     try:
-        if context.role.kind == "worker":
-            from zmqtrain.train.worker import run_worker
+        from zmqtrain.train.role import run_role
 
-            await run_worker(context, task=task)
-        else:
-            from zmqtrain.server.role import run_server
-
-            await run_server(context)
+        await run_role(context, task=task)
     except Exception as error:
         with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
             known = error if isinstance(error, ZmqTrainError) else TaskError(str(error))

@@ -134,6 +134,7 @@ class RunRecord:
         placement, exchange = self._placement, self._topology.exchange
         grid = f", {_divided(self._topology)}" if self._topology.divided else ""
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        servers += ", FC server" if placement.fc_servers else ""
         return (
             f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
             f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
@@ -150,7 +151,11 @@ class RunRecord:
             "seconds": seconds,
             **self.summary.to_dict(),
             "hosts": [host.name for host in self._topology.hosts],
-            "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
+            "roles": {
+                "worker": self._placement.world_size,
+                "server": self._placement.servers,
+                **({"fc": self._placement.fc_servers} if self._placement.fc_servers else {}),
+            },
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",

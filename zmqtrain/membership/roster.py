@@ -72,7 +72,7 @@ class Roster:
         entry = self._crew.get(peer)
         if entry is None:
             if not peer.startswith("observer/"):
-                expected = name_some([other.member.peer for other in self._crew.of_kind("agent", "worker", "server")])
+                expected = name_some([other.member.peer for other in self._crew.of_kind("agent", "worker", "server", "fc")])
                 return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {expected}"))]
             if len(self._crew.of_kind("observer")) >= MOST_OBSERVERS:
                 return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
@@ -446,14 +446,14 @@ class Roster:
             reason = "all workers have left"
             self._end_deadline = now + self._ladder.request_s
             actions.append(Note("finishing", {}, reason))
-            servers = [entry.member.peer for entry in self._crew.of_kind("server") if not entry.gone]
+            servers = [entry.member.peer for entry in self._crew.of_kind("server", "fc") if not entry.gone]
             actions += [Push(server, "finish", None, reason) for server in servers]
         return actions + self._maybe_end()
 
     def _maybe_end(self) -> list[Action]:
         if self.state not in (State.FINISHING, State.FAILED):
             return []
-        if not all(map(self._crew.ended, self._crew.of_kind("worker", "server"))):
+        if not all(map(self._crew.ended, self._crew.of_kind("worker", "server", "fc"))):
             return []
         return self._end()
 

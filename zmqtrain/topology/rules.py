@@ -227,8 +227,32 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
         )
+    yield from _merged_fc(topology)
     yield from _averaging(topology)
     yield from _gossip(topology)
+
+
+def _merged_fc(topology: Topology) -> Iterator[BrokenRule]:
+    exchange, path = topology.exchange, ("exchange", "merged_fc")
+    if not exchange.merged_fc:
+        for name in ("split", "fc_servers"):
+            if getattr(exchange, name) != type(exchange).model_fields[name].default:
+                yield rule(f"{name} is for merged_fc = true: set that, or leave {name} out", ("exchange", name), path)
+        return
+    if exchange.kind != "model_server":
+        yield rule(
+            f'merged_fc is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or leave merged_fc out',
+            path,
+            ("exchange", "kind"),
+        )
+    if topology.optimizer.clip_norm:
+        yield rule(
+            "clip_norm needs the gradients of all layers, but those of the FC server take effect at once: leave one of the two out",
+            ("optimizer", "clip_norm"),
+            path,
+        )
+    if topology.divided:
+        yield rule("merged_fc is for groups that divide the batch alone: leave [compute] grid out", path, ("compute", "grid"))
 
 
 def _averaging(topology: Topology) -> Iterator[BrokenRule]:

@@ -61,7 +61,7 @@ class Topology(Section):
         many = sum(entry.count for entry in entries) > MOST_HOSTS
         object.__setattr__(self, "hosts", () if many else tuple(host for entry in entries for host in entry.expanded()))
         if "kind" not in self.exchange.model_fields_set:
-            kind = "model_server" if self.compute.groups > 1 else "allreduce"
+            kind = "model_server" if self.compute.groups > 1 or self.exchange.merged_fc else "allreduce"
             object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
         broken = broken_rules(self, entries)
         if broken:
@@ -72,6 +72,11 @@ class Topology(Section):
     def servers(self) -> int:
         """How many model servers the job has."""
         return self.exchange.shards if self.exchange.kind == "model_server" else 0
+
+    @property
+    def fc_servers(self) -> int:
+        """How many processes compute the fully connected layers for the workers."""
+        return self.exchange.fc_servers if self.exchange.merged_fc else 0
 
     @property
     def elastic(self) -> bool:

@@ -122,6 +122,7 @@ class TrainLoop:
             exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
             staleness=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
+            **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
         )
         return True
 

@@ -12,7 +12,6 @@ from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents
 from zmqtrain.data.partition import Partition, even_bounds
 from zmqtrain.data.ring_loader import RingLoader
-from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
@@ -22,8 +21,9 @@ from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
-from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
+from zmqtrain.train.modelled_behind import BehindWorker
 from zmqtrain.train.work import StepResult
 
 
@@ -36,11 +36,10 @@ class ModelledWork:
     def __init__(self, context: RoleContext, members: Members) -> None:
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
-        if compute.profile is None:
-            raise UsageError('[compute] device = "modelled" needs profile: a JSON file with layer times, or a shipped one\'s name')
         self._context = context
-        self._profile = Profile.load(compute.profile)
+        self._profile = worker_profile(topology)
         self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
+        self._behind = BehindWorker.of(context, self._profile) if topology.fc_servers else None
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,
@@ -50,6 +49,7 @@ class ModelledWork:
             recorder=context.recorder,
             memory=self._memory,
             tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
+            behind=self._behind,
         )
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
         start, stop = even_bounds(compute.batch_size, compute.group_size, role.position)
@@ -132,6 +132,8 @@ class ModelledWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
+        if self._behind is not None:
+            await self._behind.client.finish()
         if self._ring is not None:
             await self._ring.close(timeout_s)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
+from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
@@ -37,6 +38,8 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    fc: FcClient | None = None
+    """Who has the rest of the model, if this worker has only a phase of it."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
         """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
@@ -45,6 +48,8 @@ class Saver:
         values: dict[str, Any] = {"step": step}
         parts = Parts.of(replica.model)
         state = await device.run(lambda: parts.whole(_state(replica)))
+        if self.rank == 0 and self.fc is not None:
+            state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
         if self.rank == 0:
             await self._send(step, "model", state, values)
         del state
@@ -67,7 +72,7 @@ class Saver:
         if own is None:
             return None
         parts = Parts.of(replica.model)
-        tensors = _tensors(own)
+        tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
         if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
@@ -109,7 +114,7 @@ class Saver:
         part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
-        tensors = _tensors(part)
+        tensors = tensors_of(part)
         _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
@@ -145,7 +150,8 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
         replica.optimizer.state[parameter][key] = tensor
 
 
-def _tensors(part: Part) -> dict[str, Tensor]:
+def tensors_of(part: Part) -> dict[str, Tensor]:
+    """The part's tensors, which alias the part."""
     tensors = {}
     for name, payload in part.tensors.items():
         assert isinstance(payload, TensorPayload)

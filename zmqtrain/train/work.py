@@ -19,7 +19,8 @@ class StepResult:
     loss: float | None  # mean over the worker's samples; None where nothing is computed
     samples: int
     compute_s: float  # the whole step in the compute thread, without waiting
-    exposed_s: float  # waiting for parameters
+    exposed_s: float  # waiting for parameters, and for the network between this worker and the FC server
+    fc_wait_s: float | None = None  # waiting for the FC server, its own computing and queue included; None where there is none
 
 
 class Work(Protocol):

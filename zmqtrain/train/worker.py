@@ -126,7 +126,7 @@ async def _save_last_good(context: RoleContext, loop: TrainLoop, step: int) -> N
     """Best effort: the run fails anyway, for the reason that is known."""
     try:
         if context.role.index == 0:
-            for server in context.placement.server_roles:
+            for server in (*context.placement.server_roles, *context.placement.fc_roles):
                 await context.endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
         await loop.save(step)
         await wait_committed(context.endpoint, step, timeout_s=context.ladder.request_s)
