@@ -425,3 +425,27 @@ def test_when_connections_are_encrypted(wanted: str | None, address: str, encryp
     topology = parse_topology(f'{job}[[hosts]]\nname = "a"\n[[hosts]]\nname = "b"\nslots = 1\naddress = "{address}"\n')
     assert topology.encrypted() is encrypted
     assert topology.encrypted(emulated=True) is emulated
+
+
+@pytest.mark.parametrize(
+    ("compute", "more", "said"),
+    [
+        ('parts = "fair"', "", 'are no parts: write "even", "measured"'),
+        ("parts = [1, 0]\ngroup_size = 2", "", "greater than 0"),
+        ("parts = [1, 2]\ngroup_size = 3", "", "2 weights: give one for each of a group's 3 workers"),
+        ("parts = [1, 2]\ngroups = 2\ngroup_size = 3", "", "3 workers, or for each of all 6"),
+        ('parts = "measured"\ngroup_size = 2', '[data]\nshuffle = "ring"', "pass from worker to worker as they are"),
+        ('parts = "measured"\ngroup_size = 2\ngrid = "2x1"', "", "have the same samples"),
+    ],
+)
+def test_parts_that_cannot_be(compute: str, more: str, said: str) -> None:
+    with pytest.raises(TopologyFaultsError, match=said):
+        parse_topology(f'[job]\ntask = "a:b"\noversubscribe = true\n[compute]\n{compute}\n{more}\n')
+
+
+def test_parts_are_read_and_written() -> None:
+    for written, parts in (('"measured"', "measured"), ("[2, 1]", (2.0, 1.0)), ("[0.5, 1.5]", (0.5, 1.5))):
+        topology = parse_topology(f'[job]\ntask = "a:b"\noversubscribe = true\n[compute]\ngroup_size = 2\nparts = {written}\n')
+        assert topology.compute.parts == parts
+        assert parse_topology(topology.to_toml()) == topology
+        assert Topology.from_dict(topology.to_dict()) == topology

@@ -28,6 +28,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_hosts(entries),
         *_machines(topology, entries),
         *_batch(topology),
+        *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
         *_device(topology),
@@ -150,6 +151,29 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
             ("compute", "group_size"),
             ("compute", "accumulate"),
         )
+
+
+def _parts(topology: Topology) -> Iterator[BrokenRule]:
+    compute = topology.compute
+    if compute.parts == "even":
+        return
+    path: Path = ("compute", "parts")
+    if compute.parts != "measured" and len(compute.parts) not in (compute.group_size, compute.workers):
+        yield rule(
+            f"{len(compute.parts)} weights: give one for each of a group's {compute.group_size} workers"
+            + (f", or for each of all {compute.workers}" if compute.groups > 1 else ""),
+            path,
+            ("compute", "group_size"),
+        )
+    if topology.data.shuffle == "ring":
+        yield rule(
+            "the batches of the sample ring pass from worker to worker as they are, in even parts: "
+            'leave parts out, or set shuffle = "global"',
+            ("data", "shuffle"),
+            path,
+        )
+    if topology.divided or compute.grid == "auto":
+        yield rule("workers that divide a model have the same samples: leave parts out, or the grid", path, ("compute", "grid"))
 
 
 def _grid(topology: Topology) -> Iterator[BrokenRule]:

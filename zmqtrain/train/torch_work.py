@@ -33,6 +33,7 @@ from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
 from zmqtrain.train.work import StepResult
@@ -79,7 +80,9 @@ class TorchWork:
             pin=device.torch_device.type == "cuda",
             channels_last=compute.channels_last,
         )
-        self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
+        self.shares = Shares.of(context.topology, context.placement, role)
+        thread = device.background("zmqtrain-loader")
+        self._batches = make_batches(context, task, self._partition, self.shares, members, fetch, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
