@@ -22,22 +22,23 @@ def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> C
     Where the last layers lie on another grid the output goes to the columns that were given its samples; that is no layer's, and
     does not count.
     """
-    stage_of = {layer.name: index for index, stage in enumerate(layers) for layer in stage.layers}
-    heads = {stage.name for stage in layers}
     sums: dict[tuple[int, Term, Phase], list[Sent]] = defaultdict(lambda: [Sent()] * len(ranks))
     for rank, sent in enumerate(ranks):
-        last = 0  # functions have no place of their own
         for label, each in sent.items():
-            name = label.layer
-            while name and name not in stage_of:
-                name = name.rpartition(".")[0]  # a part of a layer
-            if label.layer == "output":
-                continue
-            index = last = stage_of.get(name, last)
-            if label.term == "redistribute" and name not in heads:
-                index = min(index + 1, len(layers) - 1)
-            sums[index, label.term, label.phase][rank] += each
+            index = stage_of(layers, label)
+            if index is not None:
+                sums[index, label.term, label.phase][rank] += each
     return {key: Sent(max(each.messages for each in found), max(each.nbytes for each in found)) for key, found in sums.items()}
+
+
+def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
+    """The place of the layer that a message counts with; ``None`` for what the planner does not see: functions, and the output."""
+    found = next((index for index, stage in enumerate(layers) if any(each.name == label.layer for each in stage.layers)), None)
+    if found is None:  # a part of a layer, as of a transformer's
+        return next((index for index, stage in enumerate(layers) if label.layer.startswith(f"{stage.name}.")), None)
+    if label.term == "redistribute" and label.layer != layers[found].name:
+        return min(found + 1, len(layers) - 1)
+    return found
 
 
 def predicted(price: PlanPrice) -> Counts:
