@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,18 +9,19 @@ from torch import Tensor, nn
 
 from tests.parallel.rewrite.models import Transformer, alexnet, images, words
 from tests.parallel.rewrite.test_parallelize import divided
-from zmqtrain.parallel.communicator import Phase, Term
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.modelled import without_content
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
 from zmqtrain.parallel.shard import sum_gradients
+from zmqtrain.plan.counted import counted, predicted
 from zmqtrain.plan.layers import Stage, stages
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.ours import Ours
-from zmqtrain.plan.price import PlanPrice, price
+from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
 from zmqtrain.plan.trace import trace_layers
-from zmqtrain.testing.threads import ThreadFabric, Traffic, run_ranks
+from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 BATCH = 8
 LINK = Link(200e-6, 8e-9)
@@ -84,48 +84,6 @@ def plan_of(layers: Sequence[Stage], how: str) -> Plan:
     return Plan(tuple(found))
 
 
-def counted(layers: Sequence[Stage], traffic: Sequence[Traffic]) -> dict[tuple[str, Term, Phase], tuple[int, int]]:
-    """The most messages and the most bytes of a rank, by stage.
-
-    What is brought together for a flattening counts with the stage behind it, which needs it so. Where the last layers lie on
-    another grid the output goes to the columns that were given its samples; that is no layer's, and is not priced.
-    """
-    stage_of = {layer.name: index for index, stage in enumerate(layers) for layer in stage.layers}
-    heads = {stage.name for stage in layers}
-    sums: dict[tuple[str, Term, Phase], list[tuple[int, int]]] = defaultdict(lambda: [(0, 0)] * len(traffic))
-    for rank, each in enumerate(traffic):
-        for label in each.messages:
-            if label.layer == "output":
-                continue
-            name = label.layer
-            while name not in stage_of:
-                name = name.rpartition(".")[0]  # a part of a transformer's layer
-            behind = label.term == "redistribute" and name not in heads
-            key = layers[stage_of[name] + behind].name, label.term, _phase(label.term, label.phase)
-            messages, nbytes = sums[key][rank]
-            sums[key][rank] = messages + each.messages[label], nbytes + each.nbytes[label]
-    return {key: (max(m for m, _ in ranks), max(n for _, n in ranks)) for key, ranks in sums.items()}
-
-
-def priced(found: PlanPrice) -> dict[tuple[str, Term, Phase], tuple[float, float]]:
-    result: dict[tuple[str, Term, Phase], tuple[float, float]] = {}
-    for layer in found.layers:
-        name, cost = layer.stage.name, layer.cost
-        result[name, "all_gather", "forward"] = cost.all_gather.messages, cost.all_gather.nbytes
-        result[name, "dx", "backward"] = cost.dx.messages, cost.dx.nbytes
-        result[name, "dw", "backward"] = cost.dw.messages, cost.dw.nbytes
-        result[name, "halo", "forward"] = cost.halo.messages, cost.halo.nbytes
-        result[name, "halo", "backward"] = cost.halo_back.messages, cost.halo_back.nbytes
-        result[name, "redistribute", "forward"] = cost.redistribute.messages, cost.redistribute.nbytes
-        result[name, "redistribute", "backward"] = cost.redistribute_back.messages, cost.redistribute_back.nbytes
-        result[name, "statistics", "forward"] = cost.statistics.messages, cost.statistics.nbytes
-    return {key: sent for key, sent in result.items() if sent != (0, 0)}
-
-
-def _phase(term: Term, phase: Phase) -> Phase:
-    return "forward" if term == "statistics" else phase  # both passes have one price
-
-
 @pytest.mark.parametrize("how", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_plan_is_priced_at_is_what_is_sent(name: str, how: str) -> None:
@@ -144,6 +102,7 @@ def test_what_a_plan_is_priced_at_is_what_is_sent(name: str, how: str) -> None:
         sum_gradients(model, fabric, model.shards_by_name())
 
     _, world = run_ranks(4, step)
-    sent = counted(layers, world.traffic)
-    assert sent == priced(found)
+    ranks = [{label: Sent(each.messages[label], each.nbytes[label]) for label in each.messages} for each in world.traffic]
+    sent = counted(layers, ranks)
+    assert sent == predicted(found)
     assert sent, "nothing at all was sent"

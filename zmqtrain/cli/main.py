@@ -130,6 +130,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw what a step of each grid consists of, to FILE.svg.")] = None,
     price: Annotated[Path | None, typer.Option(help="Price this plan (JSON, as --save writes it) instead of planning.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the plan on the simulated network, too: predicted, counted and measured.")
+    ] = False,
     data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
@@ -137,7 +140,8 @@ def plan(
 ) -> None:
     """Choose how each layer is divided over FILE's compute group (by model, domain or batch, on which grid), and show why.
 
-    Computed from a cost model: nothing is trained or measured. FILE needs a task, a profile, or a table of layers (plan.layers).
+    Computed from a cost model: nothing is trained, and run only with --measure. FILE needs a task, a profile, or a table of layers
+    (plan.layers).
     """
     from zmqtrain.cli.plan import run_plan
 
@@ -150,6 +154,7 @@ def plan(
         processes=processes,
         given=price,
         save=save,
+        measure=measure,
         data=data,
         settings=settings or (),
     )

@@ -20,6 +20,7 @@ from zmqtrain.events import EventValue
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.model.traffic import Sent, Traffic
 from zmqtrain.parallel.modelled import ModelledCompute, without_content
 from zmqtrain.parallel.plan import Plan
 from zmqtrain.parallel.rehearsal import train_step
@@ -67,9 +68,8 @@ class Tried:
     compute_s: float = 0.0
     """Of each step."""
     spans: list[Span] = field(default_factory=list)
-    messages: dict[Label, int] = field(default_factory=dict)
-    """Of a step, that this process sent."""
-    nbytes: dict[Label, int] = field(default_factory=dict)
+    sent: Traffic = field(default_factory=dict)
+    """By this process, in a step."""
 
     def waited_s(self, term: str, step: int) -> float:
         """How long a step waited for messages of a term."""
@@ -78,6 +78,19 @@ class Tried:
     def travelled_s(self, term: str, step: int) -> float:
         """How long such messages were on their way, from when they were begun until all were there."""
         return sum(span.seconds for span in self._of(term, step, "receive"))
+
+    def late_interiors(self) -> list[str]:
+        """Halos that were there before the interior of their layer was begun, in any step and direction: there should be none."""
+        found = []
+        for step in range(len(self.step_s)):
+            spans = [span for span in self.spans if span.step == step]
+            began = {span.name.removeprefix("interior of "): span.start_s for span in spans if span.name.startswith("interior of ")}
+            for span in spans:
+                if span.category == "receive" and span.name.startswith("halo of "):
+                    layer = span.name.removeprefix("halo of ").removesuffix(" (forward)")
+                    if layer in began and began[layer] >= span.end_s:
+                        found.append(layer)
+        return found
 
     def _of(self, term: str, step: int, category: str) -> Iterator[Span]:
         prefix = f"{term} of " if category == "receive" else f"wait for {term} of "
@@ -188,8 +201,9 @@ def try_out(
             sums.finish()
         found.step_s.append(clock() - start_s)
         found.compute_s = compute.spent_s - before if compute is not None else 0.0
-        found.messages = dict(fabric.messages - messages)
-        found.nbytes = dict(fabric.nbytes - nbytes)
+        found.sent = {
+            label: Sent(count, fabric.nbytes[label] - nbytes[label]) for label, count in (fabric.messages - messages).items()
+        }
         recorder.step = -1
     everybody.all_reduce(_nothing(), together).wait()  # nobody leaves before all are through
     return found

@@ -38,15 +38,15 @@ class Ours:
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         samples = math.ceil(batch / placed.grid.columns)
-        dw, statistics = self._weights(stage, placed), self._statistics(stage, placed, samples)
+        told, told_back = self._statistics(stage, placed, samples)
+        always = LayerCost(dw=self._weights(stage, placed), statistics=told, statistics_back=told_back)
         if placed.choice == "model":
             gathered = self._input(stage, placed, samples, joined) + self._output(stage, placed, samples, last)
-            dx = self._input_gradient(stage, placed, samples, joined, first)
-            return LayerCost(all_gather=gathered, dx=dx, dw=dw, statistics=statistics)
+            return replace(always, all_gather=gathered, dx=self._input_gradient(stage, placed, samples, joined, first))
         if placed.choice == "domain":
             there, back = self._halos(stage, placed, samples, first)
-            return LayerCost(halo=there, halo_back=back, dw=dw, statistics=statistics)
-        return LayerCost(dw=dw, statistics=statistics)
+            return replace(always, halo=there, halo_back=back)
+        return always
 
     def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
         """Between products that are model-parallel on one grid."""
@@ -141,8 +141,9 @@ class Ours:
 
     # All layers
 
-    def _statistics(self, stage: Stage, placed: Placed, samples: int) -> Cost:
-        grid, total = placed.grid, NOTHING
+    def _statistics(self, stage: Stage, placed: Placed, samples: int) -> tuple[Cost, Cost]:
+        """Forward and backward."""
+        grid, there, back = placed.grid, NOTHING, NOTHING
         members = grid.columns if placed.choice in ("model", "whole") else grid.size
         divided = placed.choice == "model" and stage.head.kind in PASSES
         for layer in stage.layers:
@@ -151,11 +152,11 @@ class Ours:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
                 itemsize = STATISTICS_BYTES if placed.choice == "domain" else self.word_bytes
                 told = Sent(members - 1, (members - 1) * (2 * channels + 1))
-                total += self._wire(told, placed, layer.calls, itemsize)
-                total += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
+                there += self._wire(told, placed, layer.calls, itemsize)
+                back += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
             elif layer.one_row and placed.strips > 1:
-                total += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
-        return total
+                there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
+        return there, back
 
     def _weights(self, stage: Stage, placed: Placed) -> Cost:
         """The sums of weight gradients, layer by layer."""

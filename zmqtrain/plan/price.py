@@ -78,7 +78,7 @@ class Times:
         forward_s, backward_s = problem.seconds(stage, placed)
         halo_s, halo_back_s, dx_s = (link.seconds(each) for each in (cost.halo, cost.halo_back, cost.dx))
         hidden_s = min(halo_back_s + dx_s, overlap * backward_s / 2)
-        waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics)
+        waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
         waits_s += max(0.0, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
         drains_s = overlap * backward_s - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)

@@ -48,9 +48,9 @@ Case: TypeAlias = dict[str, Any]
 BANDWIDTH = 1e9
 LATENCY_S = 200e-6
 #: Slow motion, so that this machine has time for all hosts.
-DILATION = 6.0
+DILATION = 20.0
 #: The first step of a trial waits for connections, and is left out.
-STEPS = 4
+STEPS = 3
 WARM = 1
 PATIENCE_S = 150.0
 
@@ -105,6 +105,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 #: Operations a second of the modelled device.
 FLOPS = 0.5e12
+#: For the large linear layers a slower one, as else it would be best to compute everything everywhere and send nothing.
+SLOW_FLOPS = 0.1e12
 VGG_BATCH, ALEXNET_BATCH, PERCEPTRON_BATCH = 16, 64, 256
 #: Of four hosts: the choice and grid of convolutions, and of the other layers.
 PLANS: dict[str, tuple[tuple[Choice, str], tuple[Choice, str]]] = {
@@ -141,13 +143,13 @@ class _Halos:
         self._what = f"VGG block on {hosts} hosts"
         self._problem = _problem("VGG block", VGG_BATCH, hosts, dilation, flops=FLOPS)
         grid = Grid(hosts, 1)
-        self._plan = _plan(self._problem.layers, ("domain", str(grid)), ("domain", str(grid)))
+        self._plan = planned(self._problem.layers, ("domain", str(grid)), ("domain", str(grid)))
         trial = Trial(grid, self._plan, VGG_BATCH, FLOPS)
         self.work = [Work("VGG block", trial), Work("VGG block", replace(trial, overlap=False))]
 
     def cases(self, found: Sequence[Sequence[Tried]]) -> Iterator[Case]:
         overlapped, waiting = found
-        late = sorted({name for tried in overlapped for name in late_interiors(tried)})
+        late = sorted({name for tried in overlapped for name in tried.late_interiors()})
         if late:
             raise ZmqTrainError(f"the interior of {', '.join(late)} began only when the halo was there")
         what, predicted = self._what, [_price(replace(self._problem, overlap=share), self._plan).step_s for share in (1.0, 0.0)]
@@ -164,7 +166,7 @@ class _Communication:
 
     def __init__(self, dilation: float) -> None:
         self._problem = _problem("AlexNet", ALEXNET_BATCH, 4, dilation)
-        self._plans = {name: _plan(self._problem.layers, *how) for name, how in PLANS.items()}
+        self._plans = {name: planned(self._problem.layers, *how) for name, how in PLANS.items()}
         trials = [Trial(Grid(4, 1), how, ALEXNET_BATCH, overlap=False) for how in self._plans.values()]
         self.work = [Work("AlexNet", trial) for trial in trials]
 
@@ -185,10 +187,10 @@ class _Step:
     """A step of large linear layers, as planned and pure batch parallel; sums of weight gradients are part of it."""
 
     def __init__(self, dilation: float) -> None:
-        self._problem = _problem("perceptron", PERCEPTRON_BATCH, 4, dilation, flops=FLOPS, overlap=1.0)
+        self._problem = _problem("perceptron", PERCEPTRON_BATCH, 4, dilation, flops=SLOW_FLOPS, overlap=1.0)
         self._planned, self._batch = plan(self._problem), pure(self._problem)[0]
         plans = (self._planned.plan, plan_of(self._problem, self._batch.placed))
-        self.work = [Work("perceptron", Trial(Grid(4, 1), how, PERCEPTRON_BATCH, FLOPS)) for how in plans]
+        self.work = [Work("perceptron", Trial(Grid(4, 1), how, PERCEPTRON_BATCH, SLOW_FLOPS)) for how in plans]
 
     def cases(self, found: Sequence[Sequence[Tried]]) -> Iterator[Case]:
         planned_s, batch_s = (_step_s(tried) for tried in found)
@@ -197,20 +199,6 @@ class _Step:
         yield _case(f"step of the perceptron as planned ({words})", planned_s * 1e3, "ms", "predicted", predicted.step_s * 1e3)
         yield _case("step of the perceptron, pure batch", batch_s * 1e3, "ms", "predicted", batch.step_s * 1e3)
         yield _case("so many times as fast as planned", batch_s / planned_s, "times", "predicted", batch.step_s / predicted.step_s)
-
-
-def late_interiors(tried: Tried) -> list[str]:
-    """Halos that were there before the interior of their layer was begun, in any step and direction: there should be none."""
-    found = []
-    for step in range(len(tried.step_s)):
-        spans = [span for span in tried.spans if span.step == step]
-        began = {span.name.removeprefix("interior of "): span.start_s for span in spans if span.name.startswith("interior of ")}
-        for span in spans:
-            if span.category == "receive" and span.name.startswith("halo of "):
-                layer = span.name.removeprefix("halo of ").removesuffix(" (forward)")
-                if layer in began and began[layer] >= span.end_s:
-                    found.append(layer)
-    return found
 
 
 def _problem(model: str, batch: int, hosts: int, dilation: float, *, flops: float = 0.0, overlap: float = 0.0) -> Problem:
@@ -222,7 +210,8 @@ def _problem(model: str, batch: int, hosts: int, dilation: float, *, flops: floa
     return Problem(layers, batch, hosts, link, Ours(), overlap, flops)
 
 
-def _plan(layers: Sequence[Stage], images: tuple[Choice, str], others: tuple[Choice, str]) -> Plan:
+def planned(layers: Sequence[Stage], images: tuple[Choice, str], others: tuple[Choice, str]) -> Plan:
+    """All layers that take images one way, and all others another."""
     how = [images if stage.head.image else others for stage in layers]
     return Plan(tuple(LayerPlan(stage.name, choice, Grid.parse(grid)) for stage, (choice, grid) in zip(layers, how, strict=True)))
 
