@@ -107,9 +107,10 @@ class CheckpointCollector:
             await asyncio.to_thread(self._write, step, name, payload)
             self._give_up_oldest()
             if step in self._incoming and name in self._incoming[step].written:
-                self._end((WRITTEN, step, name))
                 if self._incoming[step].written == self._expected:
                     await self._commit(step)
+                # Of the last part only now: its worker stays until the checkpoint is complete, and with it the run.
+                self._end((WRITTEN, step, name))
         except (CheckpointError, OSError) as error:
             said = error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {step} cannot be written: {error}")
             self._end((WRITTEN, step, name), said)
