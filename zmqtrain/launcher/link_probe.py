@@ -117,6 +117,7 @@ async def run_probe(environment: RoleEnvironment) -> int:
     ladder = environment.ladder
     async with await open_zeromq(environment.peer, settings=environment.settings()) as endpoint:
         probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
+        endpoint.on_lost(lambda peer, _reason: probe.ended.set() if peer == COORDINATOR else None)
         endpoint.add_peer(COORDINATOR, environment.coordinator)
         await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=ladder.join_s)
         await probe.ended.wait()

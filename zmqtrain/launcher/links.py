@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
+from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.emulate import Emulation, emulated
-from zmqtrain.launcher.engine import Engine, Handle, make_engine
+from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import place
@@ -49,40 +53,76 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
     return [pair for one, other in ends for pair in ((one, other), (other, one))]
 
 
-async def measure_links(topology: Topology, emulation: Emulation | None, *, token: str) -> Links:
-    """Measure between the hosts of the file, emulated or as they are. ``token``: a secret that the probes share.
+async def measure_links(
+    topology: Topology, emulation: Emulation | None, *, token: str, say: Callable[[str], None] = lambda text: None
+) -> Links:
+    """Measure between the hosts of the file: emulated, or as its engine reaches them. ``token``: a secret that the probes share.
 
-    Raises `UsageError` where they cannot be started from here or there is but one, `ZmqTrainError` where a probe ends early.
+    ``say`` takes lines for the person. Raises `UsageError` where probes cannot be started from here or there is but one host (and
+    `HostsError` where hosts lack what it takes), `ZmqTrainError` where a probe ends early.
     """
+    async with open_probes(topology, emulation, token=token, say=say) as probes:
+        return await probes.measure()
+
+
+@asynccontextmanager
+async def open_probes(
+    topology: Topology, emulation: Emulation | None, *, token: str, say: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[Probes]:
+    """Probes on all hosts of the file, which know each other. They are ended with the context. Raises as `measure_links`."""
     hosts = topology.hosts
     if len(hosts) < 2:
         raise UsageError("--links measures between hosts, and the file has one: add [[hosts]]")
-    if emulation is None:
-        if topology.engine.kind != "local":
-            raise UsageError(
-                f'--links does not start its probes by [engine] kind = "{topology.engine.kind}" yet: use --emulate, or "local"'
-            )
-        if away := [host for host in hosts if not host.local]:
-            raise UsageError(
-                f"{away[0].name} ({away[0].address}) is another machine, which --links does not reach yet: "
-                "use --emulate to measure what the file says"
-            )
     async with AsyncExitStack() as stack:
         ladder = Ladder.of(topology.job.timeout_s)
-        settings = net_settings(ladder, token)
-        engine: Engine
+        identity = Identity.coordinator(token) if topology.encrypted(emulated=emulation is not None) else None
+        settings = net_settings(ladder, token, identity=identity)
+        towards: dict[str, str] = {}  # this machine's address, as each host sees it
         if emulation is None:
-            engine = make_engine("local")
+            engine = make_engine(topology.engine.kind)
+            if isinstance(engine, RemoteEngine):
+                towards = await addresses_towards(hosts, topology.engine.address)
+                settings = replace(settings, host=listening_address(towards.values()))
+            elif away := [host for host in hosts if not host.local]:
+                raise UsageError(
+                    f"{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "
+                    f'"{topology.engine.kind}" does not reach: say kind = "ssh", or use --emulate to measure what the file says'
+                )
         else:
             emulator, _ = await stack.enter_async_context(emulated(topology, place(topology), emulation))
             settings = emulator.settings(COORDINATOR, settings)
             engine = emulator
         endpoint = await open_zeromq(COORDINATOR, settings=settings)
         stack.push_async_callback(endpoint.close)
+        coordinators = {name: endpoint_at(address, endpoint.address) for name, address in towards.items()}
+        if isinstance(engine, RemoteEngine):
+            directory = Path(stack.enter_context(TemporaryDirectory(prefix="zmqtrain-links-")))
+            stack.push_async_callback(engine.close)
+            await engine.open(_probing(topology, coordinators, ladder, directory, say))
         probes = Probes(endpoint, hosts, ladder)
         await stack.enter_async_context(probes)
-        await probes.start(engine, token)
-        return await probes.measure()
+        await probes.start(engine, token, coordinators)
+        yield probes
+
+
+def _probing(
+    topology: Topology, coordinators: Mapping[str, str], ladder: Ladder, directory: Path, say: Callable[[str], None]
+) -> EngineRun:
+    """What an engine is told of a run that consists of probes: they need zmqtrain, but nothing of the job's."""
+    hosts = tuple(host.model_copy(update={"folder": host.folder or "~"}) for host in topology.hosts)
+    job = topology.job.model_copy(update={"task": None})
+    bare = topology.model_copy(update={"hosts": hosts, "job": job, "engine": topology.engine.model_copy(update={"sync": False})})
+    return EngineRun(
+        topology=bare,
+        hosts=hosts,
+        coordinators=coordinators,
+        folder=Path.cwd(),
+        directory=directory,
+        script=None,
+        ladder=ladder,
+        say=say,
+        log=lambda host, text: say(f"{host}: {text.rstrip()}"),
+    )
 
 
 class Probes:
@@ -115,6 +155,8 @@ class Probes:
         for host in self._hosts:
             address = (coordinators or {}).get(host.name, self._endpoint.address)
             environment = RoleEnvironment(_probe(host.name), address, token, timeout_s=self._ladder.request_s)
+            if isinstance(engine, RemoteEngine):
+                environment = replace(environment, host=host.address, bind=host.listens_at)
             self._handles[host.name] = await engine.start(host, command, environment.to_environ())
         addresses = await self._all_here()
         for peer, address in addresses.items():
@@ -126,13 +168,7 @@ class Probes:
 
     async def measure(self) -> Links:
         """Each way, and each host's processor, one after another; then the probes end."""
-        links = []
-        for source, target in pairs_of([host.name for host in self._hosts]):
-            match await self._ask(_probe(source), "measure", _probe(target)):
-                case [float(rate), float(trip_s)]:
-                    links.append(LinkSpeed(source, target, 8 * rate, trip_s / 2))
-                case other:
-                    raise ProtocolError(f"the probe of {source} measured {other!r:.60}")
+        links = [await self.measure_way(*pair) for pair in pairs_of([host.name for host in self._hosts])]
         speeds = []
         for host in self._hosts:
             flops = await self._ask(_probe(host.name), "multiply", host.slots)
@@ -142,6 +178,14 @@ class Probes:
         for host in self._hosts:
             await self._ask(_probe(host.name), "end")
         return Links(tuple(speeds), tuple(links))
+
+    async def measure_way(self, source: str, target: str) -> LinkSpeed:
+        """One way between two hosts. Raises what the probe of ``source`` raises, `PeerTimeoutError` where it reaches nobody."""
+        match await self._ask(_probe(source), "measure", _probe(target)):
+            case [float(rate), float(trip_s)]:
+                return LinkSpeed(source, target, 8 * rate, trip_s / 2)
+            case other:
+                raise ProtocolError(f"the probe of {source} measured {other!r:.60}")
 
     async def _all_here(self) -> dict[PeerId, str]:
         """Where each is. Raises where one ends instead, or none comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -177,6 +178,17 @@ def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machi
     large = zmqtrain(tmp_path, "launch", "--set=engine.sync_limit=64 KiB", "trial.toml", "script.py")
     assert large.returncode == 2, large
     assert "The largest: data.bin (0.1 MiB)" in large.stderr
+    assert two.left() == []
+
+
+def test_links_between_machines_are_measured(tmp_path: Path, two: Machines) -> None:
+    """By probes that speak as the run would, encrypted; they need none of its files."""
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    measured = zmqtrain(tmp_path, "profile", "--links", "--json", "trial.toml")
+    assert measured.returncode == 0, measured
+    rows = [json.loads(line) for line in measured.stdout.splitlines()]
+    assert [(row["row"], row.get("source")) for row in rows] == [("host", None), ("host", None), ("link", "m1"), ("link", "m2")]
+    assert all(row["bandwidth"] > 1e6 for row in rows[2:])
     assert two.left() == []
 
 
