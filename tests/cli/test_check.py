@@ -46,9 +46,9 @@ def rows_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def fault_of(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool = False) -> str:
     """The one fault's name and detail."""
-    assert run_check(file, True) == 2
+    assert run_check(file, True, file_only=file_only) == 2
     faults = [f"{row['name']}: {row['detail']}" for row in rows_of(capsys) if row["row"] == "check" and not row["ok"]]
     assert len(faults) == 1
     return faults[0]
@@ -95,6 +95,17 @@ def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("ZMQTRAIN_DATA", str(file.parent))  # goes before the file's
     assert run_check(file, True) == 0
     assert run_check(file, True, data="not/there") == 2
+
+
+def test_other_machines_are_left_alone_when_only_the_file_is_asked_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = GOOD.replace('"alpha"', '"alpha"\naddress = "alpha.invalid"').replace('"beta"', '"beta"\naddress = "beta.invalid"')
+    file.write_text(hosts + '[engine]\nkind = "ssh"\nsync = true\n[data]\npath = "/on/each/host"\n')
+    assert run_check(file, True, file_only=True) == 0
+    checks = {row["name"]: row["detail"] for row in rows_of(capsys) if row["row"] == "check"}
+    assert "would be copied to every host" in checks["sync"]
+    assert checks["data"] == "/on/each/host ([data] path), on each host"
+    file.write_text(file.read_text().replace("sync = true", "sync = true\nsync_limit = 64"))
+    assert "more than sync_limit" in fault_of(file, capsys, file_only=True)
 
 
 def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

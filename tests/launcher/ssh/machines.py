@@ -99,6 +99,16 @@ class Machines:
                 file.write(f"{address} {public}\n")
         _ip("addr", "add", f"{own}/64", "dev", f"zt{os.getpid()}", "nodad")
 
+    @contextmanager
+    def cut_off(self, name: str, address: str) -> Iterator[None]:
+        """A machine has no way to an address for a while."""
+        namespace = self.namespaces.namespace_of(name)
+        _ip("-n", namespace, "route", "add", "unreachable", address)
+        try:
+            yield
+        finally:
+            _ip("-n", namespace, "route", "del", "unreachable", address)
+
     def start_server(self, name: str) -> None:
         server = _sshd()
         assert server is not None

@@ -181,14 +181,33 @@ def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machi
     assert two.left() == []
 
 
-def test_links_between_machines_are_measured(tmp_path: Path, two: Machines) -> None:
-    """By probes that speak as the run would, encrypted; they need none of its files."""
+def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -> None:
+    """Hosts that cannot take part are named with what to do, and the others looked at nevertheless."""
+    bad = two.hosts("m1", name='"m3"', address='"no-such-host.invalid"')
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}) + bad, "asyncssh")
+    checked = zmqtrain(tmp_path, "check", "--json", "trial.toml")
+    assert checked.returncode == 2, checked
+    rows = [json.loads(line) for line in checked.stdout.splitlines()]
+    (fault,) = (row for row in rows if row["row"] == "check" and not row["ok"])
+    assert (fault["host"], fault["remedy"]) == ("m3", "mend it in [[hosts]]")
+    machines_seen = [row for row in rows if row["row"] == "machine"]
+    assert [row["host"] for row in machines_seen] == ["m1", "m2"]
+    assert all(abs(row["clock_offset_s"]) < 1 for row in machines_seen)  # it is one machine's clock
+    ways = {(row["source"], row["target"]): row for row in rows if row["row"] == "way"}
+    assert set(ways) == {("m1", "m2"), ("m2", "m1")}
+    assert all(row["ok"] and row["bandwidth"] > 1e6 and row["round_trip_s"] > 0 for row in ways.values())
+    assert "keys exchanged" in next(row["detail"] for row in rows if row["row"] == "check" and row["name"] == "ways")
+    assert two.left() == []
+
+
+def test_a_way_that_is_missing_is_found(tmp_path: Path, two: Machines) -> None:
     prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
-    measured = zmqtrain(tmp_path, "profile", "--links", "--json", "trial.toml")
-    assert measured.returncode == 0, measured
-    rows = [json.loads(line) for line in measured.stdout.splitlines()]
-    assert [(row["row"], row.get("source")) for row in rows] == [("host", None), ("host", None), ("link", "m1"), ("link", "m2")]
-    assert all(row["bandwidth"] > 1e6 for row in rows[2:])
+    with two.cut_off("m1", two.address("m2")):
+        checked = zmqtrain(tmp_path, "check", "trial.toml")
+    assert checked.returncode == 2, checked
+    assert "does not reach m2" in checked.stdout
+    assert "open ports between hosts" in checked.stdout
+    assert "would not run: mend the faults above" in checked.stdout
     assert two.left() == []
 
 

@@ -128,8 +128,9 @@ class Survey:
                 group.create_task(one(host), name=f"look at {host.name}")
         if faults:
             order = list(self._by_name)
-            text = table(sorted(faults, key=lambda fault: order.index(fault.host)), len(order))
-            raise HostLostError(text) if all(fault.passing for fault in faults) else HostsError(text)
+            faults.sort(key=lambda fault: order.index(fault.host))
+            text = table(faults, len(order))
+            raise HostLostError(text, faults) if all(fault.passing for fault in faults) else HostsError(text, faults)
 
 
 def next_ones(names: list[str], name: str) -> list[str]:
