@@ -144,16 +144,25 @@ class CheckpointError(ZmqTrainError):
 
 
 class PortInUseError(ZmqTrainError):
-    """A port that the topology file names is taken."""
+    """A port that the topology file names is taken, or all of a range."""
 
     exit_code = 67
     verdict = "topology"
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        super().__init__(
-            f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
-        )
+    def __init__(self, address: str, ports: tuple[int, int] | None = None) -> None:
+        """``ports``: the range that was tried, where it was no single port."""
+        self.address, self.ports = address, ports
+        if ports is None:
+            text = (
+                f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
+            )
+        else:
+            first, last = ports
+            text = (
+                f"cannot listen on {address}: all ports from {first} to {last} are in use. Give [job] ports a longer range: each "
+                "process of a host takes two"
+            )
+        super().__init__(text)
 
 
 class HostMemoryError(ZmqTrainError):

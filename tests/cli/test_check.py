@@ -118,6 +118,16 @@ def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(file, True) == 0
 
 
+def test_a_range_of_ports_that_is_too_short(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29409"'))
+    assert "10 ports from 29400 to 29409, and the processes of one machine take up to 18" in fault_of(file, capsys)
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29450"'))
+    assert run_check(file, True) == 0
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29450-29400"'))
+    assert run_check(file) == 2
+    assert 'is no range of ports: write it like "29400-29500"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("profile", "reason"), [("p.json", "No such file or directory"), ("resnet5", "Did you mean 'resnet50'?"), ("resnet50", None)]
 )

@@ -17,6 +17,9 @@ from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
 from zmqtrain.train.device.profile import Profile
 
+#: Ports that a process listens at: one for each lane.
+PORTS_EACH = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -38,7 +41,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     placement: Placement | None = None
     try:
         placement = place(topology)
-        findings.append(_slots(topology, placement))
+        findings += [_slots(topology, placement), *_ports(topology, placement)]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology), *_sync(topology)]
@@ -99,10 +102,25 @@ def _sync(topology: Topology) -> Iterator[Finding]:
         yield Finding("sync", True, f"{folder} would be copied to every host: {size}, compressed")
 
 
+def _ports(topology: Topology, placement: Placement) -> Iterator[Finding]:
+    """Whether a range of ports is long enough for the host with the most processes, which may also be the one that launches."""
+    within = topology.job.port_range
+    if within is None:
+        return
+    here = all(host.local for host in topology.hosts)
+    processes = [len(placement.of_host(host.name)) + 1 for host in topology.hosts]
+    needed = PORTS_EACH * ((sum(processes) if here else max(processes)) + 1)
+    count = within[1] - within[0] + 1
+    if count < needed:
+        what = f"{count} ports from {within[0]} to {within[1]}, and the processes of one machine take up to {needed}"
+        yield Finding("ports", False, what, "give [job] ports a longer range")
+
+
 def _port(topology: Topology) -> Finding:
     port = topology.job.port
+    within = topology.job.port_range
     if port == 0:
-        return Finding("port", True, "any free one")
+        return Finding("port", True, "any free one" if within is None else f"any free one from {within[0]} to {within[1]}")
     with socket.socket() as probe:
         # As ZeroMQ does: a port that was closed a moment ago is free, one that is listened on is not.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,7 @@ class HostLook:
 
     name: str
     facts: Mapping[str, Any]
-    """As `zmqtrain.launcher.host_facts.facts_here` tells them."""
+    """As `zmqtrain.launcher.host_facts.facts_here` tells them, and where it was found (``endpoint``)."""
     clock_offset_s: float
     """How far its clock is ahead of the one here."""
     clock_error_s: float
@@ -142,7 +142,7 @@ async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: 
         if not isinstance(there, float):
             raise ProtocolError(f"the probe of {host.name} says that it is {there!r:.40} o'clock")
         best = min(best, (took, there - (before + took / 2)))
-    return HostLook(host.name, facts, best[1], best[0] / 2)
+    return HostLook(host.name, {"endpoint": probes.address_of(host.name), **facts}, best[1], best[0] / 2)
 
 
 async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayLook]:

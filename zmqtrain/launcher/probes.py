@@ -17,6 +17,7 @@ from zmqtrain.launcher.emulate import Emulation, emulated
 from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.address import without_key
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
@@ -47,7 +48,7 @@ async def open_probes(
     async with AsyncExitStack() as stack:
         ladder = Ladder.of(topology.job.timeout_s)
         identity = Identity.coordinator(token) if topology.encrypted(emulated=emulation is not None) else None
-        settings = net_settings(ladder, token, identity=identity)
+        settings = net_settings(ladder, token, ports=topology.job.port_range, identity=identity)
         towards: dict[str, str] = {}  # this machine's address, as each host sees it
         if emulation is None:
             engine = make_engine(topology.engine.kind)
@@ -71,7 +72,7 @@ async def open_probes(
             stack.push_async_callback(engine.close)
             known = topology if with_files and not topology.engine.sync else _bare(topology)
             await engine.open(_probing(known, coordinators, ladder, directory, say))
-        probes = Probes(endpoint, hosts, ladder)
+        probes = Probes(endpoint, hosts, ladder, ports=topology.job.port_range)
         await stack.enter_async_context(probes)
         await probes.start(engine, token, coordinators)
         yield probes
@@ -104,8 +105,9 @@ def _probing(
 class Probes:
     """The probes of all hosts, as their launcher has them. Whatever can start a process on a host (`Engine`) can start them."""
 
-    def __init__(self, endpoint: Endpoint, hosts: Sequence[Host], ladder: Ladder) -> None:
-        self._endpoint, self._hosts, self._ladder = endpoint, hosts, ladder
+    def __init__(self, endpoint: Endpoint, hosts: Sequence[Host], ladder: Ladder, *, ports: tuple[int, int] | None = None) -> None:
+        """``ports``: the range that they listen in; ``None``: any."""
+        self._endpoint, self._hosts, self._ladder, self._ports = endpoint, hosts, ladder, ports
         self._here: dict[PeerId, asyncio.Future[str]] = {
             probe_of(host.name): asyncio.get_running_loop().create_future() for host in hosts
         }
@@ -131,7 +133,8 @@ class Probes:
 
         async def start(host: Host) -> None:
             address = (coordinators or {}).get(host.name, self._endpoint.address)
-            environment = RoleEnvironment(probe_of(host.name), address, token, timeout_s=self._ladder.request_s)
+            timeout_s = self._ladder.request_s
+            environment = RoleEnvironment(probe_of(host.name), address, token, timeout_s=timeout_s, ports=self._ports)
             if isinstance(engine, RemoteEngine):
                 environment = replace(environment, host=host.address, bind=host.listens_at)
             self._handles[host.name] = await engine.start(host, command, environment.to_environ())
@@ -146,6 +149,10 @@ class Probes:
             for other, address in addresses.items():
                 if other != peer:
                     await self.ask(peer.partition("/")[2], "know", other, address)
+
+    def address_of(self, host: str) -> str:
+        """Where a host's probe is found, once it has started."""
+        return without_key(self._here[probe_of(host)].result())
 
     async def measure_way(self, source: str, target: str) -> LinkSpeed:
         """One way between two hosts. Raises what the probe of ``source`` raises, `PeerTimeoutError` where it reaches nobody."""
