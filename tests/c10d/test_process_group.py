@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
-from zmqtrain.c10d.rendezvous import rendezvous
+from zmqtrain.c10d.rendezvous import rendezvous, settings_here
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -403,3 +403,22 @@ def test_threads_end_with_the_group(hosts: str) -> None:
     for group in groups:
         group.shutdown()
     assert set(threading.enumerate()) <= before
+
+
+def test_where_a_rank_listens_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one address, unless the one that others connect to is none of its own."""
+    for name in ("ZMQTRAIN_HOST", "ZMQTRAIN_BIND", "ZMQTRAIN_PORTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    settings = settings_here("token", 5.0)
+    assert (settings.host, settings.advertise, settings.ports) == ("127.0.0.1", "", None)
+    monkeypatch.setenv("ZMQTRAIN_HOST", "203.0.113.7")  # behind a translation of addresses
+    monkeypatch.setenv("ZMQTRAIN_PORTS", "29400-29499")
+    settings = settings_here("token", 5.0)
+    assert settings.host in ("::", "0.0.0.0")
+    assert (settings.advertise, settings.ports) == ("203.0.113.7", (29400, 29499))
+    monkeypatch.setenv("ZMQTRAIN_BIND", "127.0.0.1")
+    assert settings_here("token", 5.0).host == "127.0.0.1"
+    monkeypatch.delenv("ZMQTRAIN_BIND")
+    monkeypatch.setenv("ZMQTRAIN_HOST", "gate.lab")
+    assert settings_here("token", 5.0).advertise == "gate.lab"

@@ -75,11 +75,16 @@ def check(
     file: File,
     json_lines: Json = False,
     data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
 ) -> None:
-    """Show what a launch of FILE would do, and what stands in its way."""
+    """Show what a launch of FILE would do, and what stands in its way.
+
+    Where hosts are other machines it looks at them, too: names, ports, bandwidth and round trips, clocks, versions, room, keys.
+    """
     from zmqtrain.cli.check import run_check
 
-    raise typer.Exit(run_check(file, json_lines, data=data))
+    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate))
 
 
 @app.command()

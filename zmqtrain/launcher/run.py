@@ -76,7 +76,8 @@ class Launch:
         async with AsyncExitStack() as stack:
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
             identity = Identity.coordinator(self._token) if encrypted else None
-            settings = net_settings(self._ladder, self._token, port=self._topology.job.port, identity=identity)
+            job = self._topology.job
+            settings = net_settings(self._ladder, self._token, port=job.port, ports=job.port_range, identity=identity)
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
@@ -149,8 +150,9 @@ class Launch:
         remote = isinstance(engine, RemoteEngine)
 
         async def start(host: Host) -> None:
+            job, coordinator = self._topology.job, coordinators[host.name]
             environment = RoleEnvironment(
-                f"agent/{host.name}", coordinators[host.name], self._token, timeout_s=self._topology.job.timeout_s
+                f"agent/{host.name}", coordinator, self._token, timeout_s=job.timeout_s, ports=job.port_range
             )
             if remote:
                 environment = replace(environment, host=host.address, bind=host.listens_at)
