@@ -162,7 +162,9 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip or host.")],
+    name: Annotated[
+        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or merged.")
+    ],
     json_lines: Json = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")

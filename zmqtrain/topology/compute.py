@@ -59,6 +59,13 @@ class Compute(Section):
         le=2**31,
         description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
     )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Groups that share their slots and take turns there, with merged_fc: one computes while the FC server has "
+        "another's batch. The number of groups is a multiple of it.",
+    )
     grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
         default=None,
         description="The group's shape Pr x Pc: Pr divides the model, or the images, as `[parallel]` says; Pc divides the batch. "
