@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.train.staged import StagedDevice
 from tests.train.test_worker import alone
 from tests.train.world import Recipe, run, topology_of
+from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.errors import UsageError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,6 +95,30 @@ async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: st
     evaluations = [event for recorder in result.recorders.values() for event in recorder.of("eval")]
     assert evaluations
     assert all(0 <= event["eval_accuracy"] <= 1 for event in evaluations)
+
+
+@pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
+@pytest.mark.parametrize("kind", ["allreduce", "averaging", "gossip"])
+@pytest.mark.parametrize("staged", [False, True])
+async def test_rows_sum_in_the_hosts_memory(kind: str, staged: bool) -> None:
+    """Each row its own part, all together what is whole: the numbers are those of sums over the network."""
+    found = []
+    for shared in (True, False):
+        recipe = recipe_of()
+        topology = topology_of(
+            job={"steps": 5},
+            compute={"groups": 2, "group_size": 4, "batch_size": 12, "grid": "2x2"},
+            parallel={"layers": plan_of("domain", "2x2")},
+            exchange={"kind": kind},
+        )
+        region = Arena.create(16, 1 << 20) if shared else None
+        result = await run(
+            topology, recipe, region=region, make_device=(lambda _role: StagedDevice(1e-4)) if staged and shared else None
+        )
+        assert not result.errors, result.errors
+        found.append([recipe.parameters(peer) for peer in sorted(recipe.models)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["async", "gossip"])

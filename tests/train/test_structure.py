@@ -17,7 +17,8 @@ ONE, TWO, THREE = torch.ones(2), torch.zeros(2, 3), torch.arange(2)
 @pytest.mark.parametrize("target", [ONE, (ONE, TWO), [ONE, (TWO, {"a": THREE})], {"a": [], "b": {"c": ONE}}, ()])
 def test_there_and_back(target: Any) -> None:
     structure, tensors = take_apart(target)
-    assert put_together(msgpack.unpackb(msgpack.packb(structure)), tensors) == target
+    # In lists, the same tensors are equal.
+    assert [put_together(msgpack.unpackb(msgpack.packb(structure)), tensors)] == [target]
 
 
 @pytest.mark.parametrize(("target", "said"), [("a", "a str"), (None, "a NoneType"), ([ONE, 3], "a int"), ({1: ONE}, "a dict")])

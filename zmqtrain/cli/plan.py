@@ -9,12 +9,14 @@ from typing import Any
 
 from zmqtrain.cli.divided import read_plan
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.plan_rows import layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
+from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.chart import draw
+from zmqtrain.plan.efficiency import efficiencies
+from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
@@ -34,14 +36,16 @@ def run_plan(
     processes: str | None = None,
     given: Path | None = None,
     save: Path | None = None,
+    measure: bool = False,
     data: str | None = None,
     settings: Sequence[str] = (),
 ) -> int:
     """Plan for a topology file and print the plan. Returns the exit code.
 
     ``batches``, ``processes``: numbers with commas between, instead of the file's. ``given``: a plan to price instead of planning.
-    ``save``: where to write the plan, as JSON. Raises `UsageError` where something cannot be, `TaskError` where the task's own code
-    fails.
+    ``save``: where to write the plan, as JSON. ``measure``: whether to run it in the simulated world, too.
+
+    Raises `UsageError` where something cannot be, `TaskError` where the task's own code fails.
     """
     topology = load_with(file, settings)
     sizes = _numbers(processes, "--processes") or list(topology.plan.processes) or [topology.compute.group_size]
@@ -51,7 +55,7 @@ def run_plan(
     for option, target in (("--plot", plot), ("--save", save)):
         if target is not None and not target.absolute().parent.is_dir():
             raise UsageError(f"{option} {target} cannot be written: there is no folder {target.absolute().parent}")
-    if (given is not None or save is not None) and len(sizes) * len(samples) > 1:
+    if (given is not None or save is not None or measure) and len(sizes) * len(samples) > 1:
         raise UsageError("a plan is for one group size and one batch: give one of each with --processes and --batch")
     source = source_of(topology, data)
     tables = None if json_lines else Tables()
@@ -66,6 +70,10 @@ def run_plan(
         planned = [_one(problem, given, tables, why=len(problems) == 1) for problem in problems]
     if topology.plan.study and not sweep_it:
         _study(problems, tables)
+    elif topology.compute.workers > 1 and given is None and not sweep_it:
+        _groups(topology, source, tables)
+    if measure and planned:
+        _measure(topology, planned[0], data, tables)
     if save is not None and planned:
         _write(save, json.dumps(planned[0].plan.values(), indent=1) + "\n", "--save")
     if plot is not None:
@@ -99,6 +107,17 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
     return planned
 
 
+def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tables | None) -> None:
+    from zmqtrain.cli.plan_measure import measured_rows
+
+    rows = measured_rows(topology, planned, data)
+    if tables is None:
+        for row in rows:
+            print(dumps(row))
+    else:
+        tables.measured(rows[:-1], rows[-1])
+
+
 def _study(problems: Sequence[Problem], tables: Tables | None) -> None:
     rules, read = list(study_rows([compare(problem) for problem in problems])), list(reading_rows(readings(problems[0])))
     if tables is None:
@@ -121,6 +140,18 @@ def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Se
             print(dumps(rows[-1]), flush=True)
     if tables is not None:
         tables.sweep(rows)
+
+
+def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
+    """How fast the file's workers would be as other numbers of groups."""
+    rows: list[dict[str, Any]] = []
+    for name, model in variants(topology, source.layers).items():
+        rows += efficiency_rows(name, efficiencies(model))
+    if tables is None:
+        for row in rows:
+            print(dumps(row))
+    else:
+        tables.groups(topology.compute.workers, topology.compute.batch_size, rows)
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from zmqtrain.plan.alternatives import Alternative, Flip, alternatives, flip
 from zmqtrain.plan.costs import Paper
+from zmqtrain.plan.efficiency import Efficiency, saturation
 from zmqtrain.plan.planner import Planned
 from zmqtrain.plan.price import PlanPrice
 from zmqtrain.plan.problem import Problem
@@ -164,3 +165,25 @@ def sweep_row(point: Point) -> dict[str, Any]:
         "compute_s": None if price is None else price.compute_s,
         "plan": point.summary,
     }
+
+
+def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[str, Any]]:
+    """Hardware efficiency of each number of groups."""
+    if not found:
+        return
+    best, saturates = min(each.seconds for each in found), saturation(found)
+    for each in found:
+        yield {
+            "row": "groups",
+            "variant": variant,
+            "groups": each.groups,
+            "group_size": each.group_size,
+            "update_s": each.seconds,
+            "penalty": each.seconds / best if best else 1.0,
+            "group_step_s": each.group_step_s,
+            "bottleneck": each.bottleneck,
+            "saturation": each.groups == saturates,
+            "staleness": each.step.staleness,
+            "implicit_momentum": 1 - 1 / (each.step.staleness + 1),
+            "stations": {station.name: station.seconds for station in each.step.stations},
+        }

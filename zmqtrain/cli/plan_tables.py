@@ -14,7 +14,10 @@ from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
 from zmqtrain.topology.units import format_rate
 
-TERMS = (("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw"), ("halo", "halo"), ("redist.", "redistribute"))
+TERMS = (
+    *(("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw")),
+    *(("halo", "halo"), ("redist.", "redistribute"), ("stat.", "statistics")),
+)
 #: Layers of a table; there may be hundreds.
 MOST_LAYERS = 60
 #: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.
@@ -23,6 +26,11 @@ _SCALINGS = {
     "strong": "Strong scaling: more processes for the same batch",
     "weak": "Weak scaling: the batch grows with the processes",
     "beyond": "Beyond the batch size: more processes than samples",
+}
+_VARIANTS = {
+    "as it is": "asynchronous, as the file has it",
+    "merged": "with the fully connected phase on a server of its own",
+    "pipelined": "the same, two batches of each group under way",
 }
 
 
@@ -91,6 +99,26 @@ class Tables:
         self._print("\nA step of one process, beside pure batch and pure model")
         self._console.print(table)
 
+    def measured(self, rows: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
+        """What was predicted, counted on the simulated wire, and waited for."""
+        self._print("\n[bold]Predicted, counted and measured[/]: of the process that sends most; steps in the simulated world")
+        headings = (">messages", ">counted", ">bytes", ">counted", ">waited")
+        table = _table("layer", "choice", "grid", "what", "pass", *headings, "")
+        names, layer = {key: name for name, key in TERMS}, ""
+        for row in rows:
+            place = ("", "", "") if row["layer"] == layer else (row["layer"], row["choice"], row["grid"])
+            layer = row["layer"]
+            messages = (row["predicted_messages"], row["counted_messages"])
+            nbytes = (row["predicted_bytes"], row["counted_bytes"])
+            note = "" if messages[0] == messages[1] and nbytes[0] == nbytes[1] else "differs"
+            figures = [f"{each:,}" for each in (*messages, *nbytes)]
+            table.add_row(*map(escape, place), names[row["term"]], row["phase"], *figures, _time(row["waited_s"]), note)
+        self._console.print(table)
+        table = _table("", ">predicted", ">measured")
+        for what in ("compute", "exposed", "step"):
+            table.add_row(what, _time(total[f"predicted_{what}_s"]), _time(total[f"measured_{what}_s"]))
+        self._console.print(table)
+
     def study(self, rules: Sequence[dict[str, Any]], readings: Sequence[dict[str, Any]]) -> None:
         """The paper's rules, and what readings of it give."""
         self._print("\n[bold]The paper's rules, by its printed equations: communication against pure batch[/]")
@@ -139,6 +167,27 @@ class Tables:
                     times = [_time(row[f"{key}_s"]) for key in ("pure_batch", "pure_model", "domain", "planned", "exposed")]
                     table.add_row(str(row["processes"]), str(row["batch"]), *times, speed, escape(row["plan"]))
             self._print(f"\n[bold]{title}[/]")
+            self._console.print(table)
+
+    def groups(self, workers: int, batch: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Hardware efficiency of the numbers of groups, a table for each variant."""
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            table = _table(
+                ">groups", ">workers each", ">an update", ">beside the best", ">staleness", ">implicit momentum", "limited by", ""
+            )
+            for row in [each for each in rows if each["variant"] == name]:
+                table.add_row(
+                    str(row["groups"]),
+                    str(row["group_size"]),
+                    _time(row["update_s"]),
+                    f"{row['penalty']:.2f}x",
+                    f"{row['staleness']:g}",
+                    f"{row['implicit_momentum']:.2f}",
+                    row["bottleneck"],
+                    "g*: more are no faster" if row["saturation"] else "",
+                )
+            what = _VARIANTS.get(name, name)
+            self._print(f"\n[bold]{workers} workers in groups, each with batches of {batch}: {what}[/]")
             self._console.print(table)
 
     def _print(self, text: str) -> None:

@@ -27,6 +27,7 @@ from zmqtrain.train.device.make import device_named
 from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.task import check_dataset, check_model
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -163,6 +164,8 @@ class Core:
                 "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
                 "multiply the learning rate by session.groups, or its square root, yourself"
             )
+        if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
+            raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
@@ -189,10 +192,13 @@ class Core:
         size, shuffle = batch_size or topology.compute.batch_size, topology.data.shuffle
         if shuffle == "ring":
             raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
+        if topology.compute.parts == "measured":
+            raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
         partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, shuffle)
+        shares = Shares.of(topology, placement, role, size)
         loader = Loader(
             Fetch(dataset),
-            lambda step: partition.indices(step, role.group, role.position),
+            lambda step: partition.run(step, *shares.bounds(step)),
             (topology.job.seed, role.index),
         )
         self._loaders.append(loader)

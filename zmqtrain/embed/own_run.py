@@ -26,6 +26,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.settings import NetSettings
@@ -104,7 +105,8 @@ async def open_run(
     Raises, at the end of the block, the failure of a role that runs elsewhere.
     """
     placement, ladder, token = place(topology), Ladder.of(topology.job.timeout_s), secrets.token_hex(16)
-    endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port))
+    identity = Identity.coordinator(token) if network is None and topology.encrypted() else None
+    endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port, identity=identity))
     serving: list[asyncio.Task[object]] = []
     try:
         described = RunDescription(

@@ -57,6 +57,7 @@ class ModelServerExchange:
         self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
+        self._compensation = settings.compensation
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
         self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces of which all begin with this worker's values
@@ -81,8 +82,11 @@ class ModelServerExchange:
         settings = self._settings
         self._endpoint.serve("refused", self._on_refused)
         self._replica = replica
-        self._base = replica.hyperparameters()
+        given = replica.hyperparameters()
+        self._base = self._compensation.of(given)
         require_elementwise(self._base)
+        if settings.group == settings.position == 0:
+            self._recorder.event("momentum", **self._compensation.describe(given))
         numbers = _numbers(replica.buckets)
         configuration = self._configuration(replica, self._base, restored)
         cut = configuration.pieces()
@@ -102,7 +106,7 @@ class ModelServerExchange:
         assert self._base is not None
         self._under_way.begin(step, len(self._replica.buckets))
         # Now, since a schedule may move on before the last bucket is pushed.
-        self._changed = differing(self._replica.hyperparameters(), self._base)
+        self._changed = differing(self._compensation.of(self._replica.hyperparameters()), self._base)
         self._clip = GroupClip(len(self._replica.buckets), self._settings.clip_norm) if self._clips_itself else None
 
     def exchanges(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqtrain.exchange.momentum import Compensation, expected_staleness
 from zmqtrain.exchange.server_messages import PolicyKind
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement, RolePlacement
@@ -24,6 +25,8 @@ class ModelServerSettings:
     bound: int = 0
     snapshot: bool = False
     split_bytes: int = 4 << 20
+    compensate: bool = False
+    """Lower the optimizer's momentum by what asynchrony adds (`zmqtrain.exchange.momentum`)."""
     compression: str = "none"
     compression_ratio: float = 0.01
     clip_norm: float = 0.0
@@ -34,6 +37,11 @@ class ModelServerSettings:
     """How long a server may take to answer a request."""
     wait_s: float = 600.0
     """How long parameters or the rest of the group may take (other groups may evaluate meanwhile)."""
+
+    @property
+    def compensation(self) -> Compensation:
+        """What becomes of the optimizer's momentum."""
+        return Compensation(expected_staleness(self.policy, len(self.groups), self.bound), self.compensate)
 
     @classmethod
     def of(cls, topology: Topology, placement: Placement, role: RolePlacement, ladder: Ladder) -> ModelServerSettings:
@@ -48,6 +56,7 @@ class ModelServerSettings:
             bound=exchange.bound or 0,
             snapshot=exchange.snapshot,
             split_bytes=exchange.split_bytes,
+            compensate=topology.optimizer.momentum == "auto",
             compression=exchange.compression,
             compression_ratio=exchange.compression_ratio,
             clip_norm=topology.optimizer.clip_norm,

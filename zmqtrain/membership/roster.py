@@ -31,6 +31,7 @@ from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Fail
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.state import TRANSITIONS, Crew, Entry, Presence, State
 from zmqtrain.membership.view import Member, View
+from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Value
@@ -98,7 +99,7 @@ class Roster:
             self._heard[entry.member.host] = now
         if changed:
             self._version += 1
-            values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address}
+            values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address)}
             reason = f"{peer} joined ({len(self._crew.here())} of {len(self._crew)})"
             actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason)]
         if entry.member.is_role and not self._complete:
@@ -124,7 +125,7 @@ class Roster:
             self._heard[entry.member.host] = now
         self._version += 1
         reason = f"{peer} joined the run under way"
-        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address, "late": True}
+        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address), "late": True}
         actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason), *self._tell_view(reason, but=peer)]
         view = self.view().to_value()
         assert isinstance(view, dict)

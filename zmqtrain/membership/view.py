@@ -19,7 +19,7 @@ class Member:
 
     peer: PeerId
     address: str
-    """Where to connect to; empty as long as the member is only expected."""
+    """Where to connect to, with its public key in an encrypted run; empty as long as the member is only expected."""
     host: str
     kind: MemberKind
     index: int

@@ -226,6 +226,12 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     ]
     if values["staleness"]["histogram"]:
         lines.append(f"staleness {values['staleness']['mean']:.2f} (mean), {values['staleness']['max']} (max)")
+    momentum = values["momentum"]
+    if momentum is not None and momentum["explicit"] is not None and momentum["implicit"]:
+        how = f" (lowered from {momentum['target']:.3g})" if momentum["explicit"] != momentum["target"] else ""
+        fitted = "" if momentum["fitted"] is None else f"; fitted {momentum['fitted']:.2f}"
+        total = f"by asynchrony {momentum['implicit']:.2f}, in all {momentum['total']:.2f}"
+        lines.append(f"momentum {momentum['explicit']:.2f}{how}, {total}{fitted}")
     if metrics:
         lines.append(metrics)
     return [*lines, f"everything about it: {directory}"]

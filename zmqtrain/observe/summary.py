@@ -26,6 +26,7 @@ class Summary:
         self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
+        self._momentum = _MomentumSeen()
         self._began: float | None = None
         self._ended: float | None = None
 
@@ -38,6 +39,12 @@ class Summary:
             self.eval.update(metrics_of(values))
         elif event["kind"] == "server":
             self._served[peer] = Counter({int(staleness): count for staleness, count in values["staleness"].items()})
+            self._momentum.fitted(peer, values.get("momentum"), values.get("momentum_updates"))
+        elif event["kind"] == "momentum":
+            if "target" in values:
+                self._momentum.stated = dict(values)
+            else:
+                self._momentum.fitted(peer, values.get("fitted"), values.get("updates"))
         elif event["kind"] == "fc":
             self._fc[peer] = values
         sent = values.get("bytes_sent")
@@ -90,6 +97,7 @@ class Summary:
             "eval": dict(self.eval),
             "staleness": self._staleness(),
             **({"fc": self._merged()} if self._fc else {}),
+            "momentum": self._momentum.to_dict(self._staleness()["mean"]),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
         }
@@ -133,6 +141,33 @@ class _Seen:
     def mean(self) -> float:
         """Over steps."""
         return self._sum / self._steps if self._steps else 0.0
+
+
+class _MomentumSeen:
+    """What worker 0 states about momentum at the start, and what servers fit while training."""
+
+    def __init__(self) -> None:
+        self.stated: dict[str, Any] = {}
+        self._fits: dict[str, tuple[float, int]] = {}  # server -> newest fit, and of how many updates
+
+    def fitted(self, peer: str, momentum: Any, updates: Any) -> None:
+        """Take a server's newest fit."""
+        if isinstance(momentum, int | float) and isinstance(updates, int) and updates > 0:
+            self._fits[peer] = (float(momentum), updates)
+
+    def to_dict(self, staleness: float) -> dict[str, Any] | None:
+        """None where no servers run the optimizer. ``staleness``: the mean that was measured."""
+        if not self.stated:
+            return None
+        seen = sum(updates for _, updates in self._fits.values())
+        measured = staleness / (1 + staleness)
+        return {
+            **self.stated,
+            "implicit_measured": measured,
+            "total_measured": 1 - (1 - (self.stated.get("explicit") or 0.0)) * (1 - measured),
+            "fitted": sum(momentum * updates for momentum, updates in self._fits.values()) / seen if seen else None,
+            "fitted_updates": seen,
+        }
 
 
 def mean_staleness(values: Mapping[str, Any]) -> float | None:

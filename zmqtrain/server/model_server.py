@@ -32,6 +32,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
 from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
+from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum, in_time
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
@@ -94,6 +95,7 @@ class ModelServer:
         self._staleness: Counter[int] = Counter()
         self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
         self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
+        self._sensors = Sensors()
         self._background: set[asyncio.Task[None]] = set()
         self._refusals = 0
 
@@ -166,6 +168,7 @@ class ModelServer:
         for group in range(len(configuration.groups)):
             for piece in self._held:
                 self._answer(group, piece, initial_tag(piece))
+        self._sensors.watch(self._held.values(), len(configuration.groups))
         self._ready = True
         await self._let_go()
         await together(self._take_pushes(pushes), self._take_orders(orders))
@@ -291,6 +294,9 @@ class ModelServer:
                 await self._compute(partial(self._apply, batch.updates), INLINE_BYTES)
             for update in batch.updates:
                 self._count(update)
+            if self._sensors.due(len(batch.updates)):
+                momentum, seen = self._sensors.fitted()
+                self._recorder.event("momentum", fitted=momentum, updates=seen)
             if batch.updates and batch.answer:
                 name = f"update of {len(batch.updates)} pieces" if len(batch.updates) > 1 else f"update of piece {batch.pieces[0]}"
                 self._recorder.add_span(name, "compute", start, clock(), step=batch.answer[0][1] - 1)
@@ -310,7 +316,9 @@ class ModelServer:
 
     def _apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         for update in updates:
-            self._held[update.piece].update(update.gradient, update.hyperparameters, factor)
+            held = self._held[update.piece]
+            held.update(update.gradient, update.hyperparameters, factor)
+            self._sensors.applied(held, update.gradient, update.reads[0][2])
 
     async def _apply_clipped(self, batch: Batch) -> None:
         """Clip the mean gradient by its norm over all pieces of all servers, then apply it."""
@@ -384,8 +392,11 @@ class ModelServer:
         self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
         pushes = sum(self._staleness.values())
         mean = sum(staleness * count for staleness, count in self._staleness.items()) / pushes if pushes else 0.0
+        momentum, seen = self._sensors.fitted()
         self._recorder.event(
             "server",
+            momentum=momentum,
+            momentum_updates=seen,
             updates=self.updates,
             pushes=pushes,
             staleness={str(staleness): count for staleness, count in sorted(self._staleness.items())},

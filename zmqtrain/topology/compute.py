@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from zmqtrain.topology.section import ByteSize, Section, not_yet
 
@@ -16,6 +16,14 @@ GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
 def _not_auto(value: Any) -> Any:
     if value == "auto":
         raise not_yet('"auto"', "give a number")
+    return value
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(float(weight) if isinstance(weight, int) and not isinstance(weight, bool) else weight for weight in value)
+    if value not in ("even", "measured"):
+        raise ValueError('are no parts: write "even", "measured", or weights like [2, 1]')
     return value
 
 
@@ -66,6 +74,20 @@ class Compute(Section):
         description="Groups that share their slots and take turns there, with merged_fc: one computes while the FC server has "
         "another's batch. The number of groups is a multiple of it.",
     )
+    parts: Annotated[
+        Annotated[Literal["even", "measured"], Tag("word")]
+        | Annotated[tuple[Annotated[float, Field(gt=0, le=1e9)], ...], Tag("weights")],
+        Discriminator(lambda value: "word" if isinstance(value, str) else "weights"),
+        BeforeValidator(_parts),
+    ] = Field(
+        default="even",
+        description="How workers that wait for each other (a group; with allreduce and synchronous model servers all groups) "
+        "divide the batch. measured: by how fast each was, decided anew every `rebalance_every` steps. Or weights, like `[2, 1]`, "
+        "one for each worker of a group or of all groups. Each sample counts alike whatever the parts are.",
+    )
+    rebalance_every: int = Field(
+        default=50, ge=1, le=2**31, description="Steps between decisions about measured parts; the first ones come earlier."
+    )
     grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
         default=None,
         description="The group's shape Pr x Pc: Pr divides the model, or the images, as `[parallel]` says; Pc divides the batch. "
@@ -90,6 +112,16 @@ class Compute(Section):
         description="Workers of one host add up their gradients in memory that they share, rather than over the network.",
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
+    channels_last: bool = Field(
+        default=False,
+        description="Give images to the model with their channels last in memory, which many layers compute faster on CPUs (see "
+        "`zmqtrain profile`). A model that uses `view` on images may need `reshape` instead.",
+    )
+    keep_memory: bool = Field(
+        default=True,
+        description="Workers on CPUs keep the memory that a step has freed for the next one, rather than give it back and ask for "
+        "it again page by page.",
+    )
     profile: str | None = Field(
         default=None,
         min_length=1,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
+from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.network_rules import network_rules
-from zmqtrain.topology.ranges import MOST_HOSTS
+from zmqtrain.topology.ranges import MOST_HOSTS, count
 
 if TYPE_CHECKING:
     from zmqtrain.topology.hosts import Host
@@ -25,8 +26,10 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_elastic(topology),
         *_data(topology),
         *_hosts(entries),
+        *_machines(topology, entries),
         *_batch(topology),
         *_pipeline(topology),
+        *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
         *_device(topology),
@@ -112,6 +115,32 @@ def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
             )
 
 
+def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRule]:
+    """What must hold where hosts are machines, rather than process sets on this one."""
+    for index, host in enumerate(entries):
+        for field, text in (("bind", host.bind), ("ssh", host.ssh.host)):
+            if text is not None and count(text) not in (1, host.count):
+                yield rule(
+                    f"{count(text)} addresses for {host.count} hosts: give as many of both, or one for all",
+                    ("hosts", index, field),
+                    ("hosts", index, "name"),
+                )
+    if topology.engine.kind == "local":
+        return
+    if "hosts" not in topology.model_fields_set:
+        yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
+    if len(topology.hosts) < 2:
+        return
+    for index, host in enumerate(entries):
+        for field, text in (("address", host.address), ("bind", host.bind)):
+            if text is not None and is_loopback(text):
+                yield rule(
+                    f"{text} means each host itself, where no other reaches it: give its address on the network that hosts share",
+                    ("hosts", index, field),
+                    ("engine", "kind"),
+                )
+
+
 def _batch(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     least = compute.group_size * compute.accumulate
@@ -139,6 +168,29 @@ def _pipeline(topology: Topology) -> Iterator[BrokenRule]:
             path,
             ("compute", "groups"),
         )
+
+
+def _parts(topology: Topology) -> Iterator[BrokenRule]:
+    compute = topology.compute
+    if compute.parts == "even":
+        return
+    path: Path = ("compute", "parts")
+    if compute.parts != "measured" and len(compute.parts) not in (compute.group_size, compute.workers):
+        yield rule(
+            f"{len(compute.parts)} weights: give one for each of a group's {compute.group_size} workers"
+            + (f", or for each of all {compute.workers}" if compute.groups > 1 else ""),
+            path,
+            ("compute", "group_size"),
+        )
+    if topology.data.shuffle == "ring":
+        yield rule(
+            "the batches of the sample ring pass from worker to worker as they are, in even parts: "
+            'leave parts out, or set shuffle = "global"',
+            ("data", "shuffle"),
+            path,
+        )
+    if topology.divided or compute.grid == "auto":
+        yield rule("workers that divide a model have the same samples: leave parts out, or the grid", path, ("compute", "grid"))
 
 
 def _grid(topology: Topology) -> Iterator[BrokenRule]:

@@ -89,6 +89,11 @@ class Topology(Section):
         """Whether the workers of a group have parts of the model, or compute as one in another way."""
         return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
 
+    def encrypted(self, *, emulated: bool = False) -> bool:
+        """Whether connections between the run's processes are encrypted. ``emulated``: all hosts are put on this machine."""
+        wanted = self.job.transport_encryption
+        return wanted == "required" or (wanted == "auto" and not emulated and not all(host.local for host in self.hosts))
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)

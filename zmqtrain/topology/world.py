@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from zmqtrain.topology.section import MOST, ByteSize, Section, later
+
+
+def _momentum(value: Any) -> Any:
+    if value in ("auto", "task"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError('is no momentum: write "auto", "task", or a number from 0 to below 1')
+    return float(value)
 
 
 class Optimizer(Section):
@@ -18,7 +26,26 @@ class Optimizer(Section):
         description="Multiply the task's learning rates by the square root of the number of groups (Daily et al. 2018), or by the "
         "number itself, since a step of all takes so many more samples.",
     )
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1e30,
+        description="Replaces the task's learning rate, and its schedule. Of several parameter groups the others keep their ratios "
+        "to the first.",
+    )
+    momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
+        default="auto",
+        description="auto: the task names the momentum that its optimizer is to have in all (SGD's `momentum`, Adam's first beta); "
+        "where groups meet at model servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g "
+        "groups), the optimizer's own is lowered so that the total stays there. task: as the task has it. A number: this, instead "
+        "of the task's.",
+    )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
+
+    @property
+    def explicit_momentum(self) -> float | None:
+        """What replaces the task's; none: it keeps its own."""
+        return self.momentum if isinstance(self.momentum, float) else None
 
     def lr_factor(self, groups: int) -> float:
         """By what learning rates are multiplied among so many groups."""
@@ -46,14 +73,32 @@ class Data(Section):
     )
 
 
-_LOCAL = 'use "local", which starts everything on this machine'
+_LOCAL = 'use "local", which starts everything on this machine, or "ssh"'
 
 
 class EngineSection(Section):
     """What starts the agents."""
 
-    kind: Annotated[Literal["local"], later({"ssh": _LOCAL, "slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
-        default="local", description="local: all hosts of the file are process sets on this machine."
+    kind: Annotated[Literal["local", "ssh"], later({"slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+        default="local",
+        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to.",
+    )
+    client: Literal["auto", "asyncssh", "system"] = Field(
+        default="auto",
+        description="ssh: what logs in. asyncssh: the library (`pip install zmqtrain[ssh]`). system: the `ssh` command. auto: the "
+        "library where it is installed.",
+    )
+    sync: bool = Field(
+        default=False,
+        description="ssh: copy the folder that one launches in to every host, but for runs, caches, virtual environments and what "
+        "git keeps for itself.",
+    )
+    sync_limit: ByteSize = Field(default=64 * 2**20, description="The most that `sync` copies to a host, before compression.")
+    address: str | None = Field(
+        default=None,
+        pattern=r"^\S{1,255}$",
+        description="ssh: IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
+        "reaches each of them.",
     )
 
 

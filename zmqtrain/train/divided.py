@@ -77,6 +77,10 @@ class Share:
     def begin(self, step: int, micro_batch: int, micro_batches: int) -> None:
         """A forward comes next."""
 
+    def waited_s(self) -> float:
+        """Seconds that the compute thread has waited for others of the group since the last call."""
+        return 0.0
+
     def of_output(self, batch: Batch) -> Batch:
         """The samples of ``batch``, which the model was given, that its output is of."""
         return batch
@@ -94,6 +98,7 @@ class DividedShare(Share):
         # The cross-entropy of logits that stay divided costs three numbers a sample and row, and gathering them all of them.
         self._entropy = _cross_entropy(loss)
         self._divided: CrossEntropy | None = None
+        self._waited_s = 0.0
         if loss is not None:
             model.keeps_divided = self._entropy is not None
 
@@ -107,6 +112,11 @@ class DividedShare(Share):
         parts = [bounds(samples, micro_batches)[micro_batch] for samples in columns]
         self._model.batch.size = sum(stop - start for start, stop in parts)
         self._model.batch.step = step * micro_batches + micro_batch
+
+    def waited_s(self) -> float:
+        fabric, before = self._model.fabric, self._waited_s
+        self._waited_s = fabric.waited_s if isinstance(fabric, NetworkFabric) else 0.0
+        return self._waited_s - before
 
     def of_output(self, batch: Batch) -> Batch:
         return batch.part(self._model.output_range())

@@ -32,6 +32,7 @@ class EvaluationSettings:
 
     batch_size: int
     precision: Precision = "float32"
+    channels_last: bool = False
 
 
 class Evaluation:
@@ -40,7 +41,7 @@ class Evaluation:
     def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> None:
         assert task.eval_data is not None
         self._samples = len(task.eval_data)
-        self._fetch = Fetch(task.eval_data, collate=task.collate)
+        self._fetch = Fetch(task.eval_data, collate=task.collate, channels_last=settings.channels_last)
         self._metrics = Metrics(task)
         self._replica, self._device, self._settings = replica, device, settings
 

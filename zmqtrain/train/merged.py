@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -40,6 +41,18 @@ class BuiltPhase:
     schedule: LRScheduler | None
 
 
+def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, LRScheduler | None]:
+    """The task's, as ``[optimizer]`` changes it."""
+    settings = topology.optimizer
+    return build_optimizer_of(
+        task,
+        model,
+        lr_factor=settings.lr_factor(topology.compute.groups),
+        lr=settings.lr,
+        momentum=settings.explicit_momentum,
+    )
+
+
 def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> BuiltPhase:
     """Build the whole model, in the compute thread and with torch seeded, and keep one phase of it.
 
@@ -47,7 +60,7 @@ def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device)
     cannot be split.
     """
     model = build_model(task).to(device.torch_device)
-    optimizer, schedule = build_optimizer_of(task, model, lr_factor=topology.optimizer.lr_factor(topology.compute.groups))
+    optimizer, schedule = build_optimizer(task, model, topology)
     phase = split_model(model, name, topology.exchange.split)
     own = {id(parameter) for parameter in phase.parameters()}
     for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier, broadcast
 from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents
-from zmqtrain.data.partition import Partition, even_bounds
+from zmqtrain.data.partition import Partition
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
@@ -24,6 +24,7 @@ from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.modelled_behind import BehindWorker
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
 
@@ -54,8 +55,7 @@ class ModelledWork:
             slot=Slot.of(context),
         )
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
-        start, stop = even_bounds(compute.batch_size, compute.group_size, role.position)
-        self._samples = stop - start
+        self.shares = Shares.of(topology, placement, role)
         self._ring: RingLoader | None = None
         if topology.data.shuffle == "ring":
             contents = PhantomContents(topology.data.sample_size or 0)
@@ -88,7 +88,7 @@ class ModelledWork:
         return False
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
-        samples = self._samples if self._ring is None else len((await self._ring.block(step)).ids)
+        samples = self.shares.samples(step) if self._ring is None else len((await self._ring.block(step)).ids)
         result = await self._replica.step(step, samples, hand_over=hand_over)
         if self._ring is not None:
             self._ring.used(step)

@@ -190,7 +190,7 @@ class TorchReplica:
         held, staging = self._held[bucket.index], self._device.staging
         if staging is not None:  # it is copied while backward goes on with other buckets
             if held.due:
-                held.arrive = staging.to_device(held.host_sums, held.gradients, self._read)
+                held.arrive = staging.to_device(held.host_sums, held.gradients, partial(self._read, bucket.index))
             else:
                 held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
         self.gates.arrive(bucket.index)
@@ -378,12 +378,12 @@ class TorchReplica:
                 self._optimizers.prepare(index)
             self._optimizers.step(index)
         if self._device.staging is None:
-            self._read()
+            self._read(index)
 
-    def _read(self) -> None:
+    def _read(self, index: int) -> None:
         """The sums of a bucket were read; with staging, in a thread of its own."""
         if self._sharing is not None:
-            self._sharing.taken()
+            self._sharing.taken(index)
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
@@ -393,9 +393,9 @@ class TorchReplica:
 
     def _update(self, gradient_scale: float, clip: bool) -> None:
         staging = self._device.staging
-        for held in self._held:
+        for index, held in enumerate(self._held):
             if staging is not None:
-                staging.to_device(held.host_sums, held.gradients, self._read)()
+                staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
@@ -405,8 +405,8 @@ class TorchReplica:
         with user_code("the optimizer's step()"):
             self.optimizer.step()
         if staging is None:
-            for _ in self._held:
-                self._read()
+            for index in range(len(self._held)):
+                self._read(index)
         self.publish()
 
     def _views(self, plan: BucketPlan, flat: Tensor) -> list[Tensor]:

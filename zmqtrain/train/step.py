@@ -65,6 +65,7 @@ class TrainStep:
         scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
         replica.model.train()
         replica.begin_step(step)
+        self._share.waited_s()  # evaluations are no part of the step
         total, samples = 0.0, 0
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
@@ -80,7 +81,7 @@ class TrainStep:
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
                 (loss * (scale * counted)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
-        exposed_s = replica.waited_s
+        exposed_s = replica.waited_s + self._share.waited_s()
         mean = total / samples if samples else None
         return StepResult(mean, samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
+from zmqtrain.exchange.momentum import explicit_of, with_momentum
 
 #: Of a batch's output and target: the mean over its samples, as a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -102,8 +103,13 @@ def build_model(task: Task) -> nn.Module:
     return model
 
 
-def build_optimizer_of(task: Task, model: nn.Module, *, lr_factor: float = 1.0) -> tuple[Optimizer, LRScheduler | None]:
-    """The task's optimizer over the model's trainable parameters, with its learning rates multiplied, and its schedule."""
+def build_optimizer_of(
+    task: Task, model: nn.Module, *, lr_factor: float = 1.0, lr: float | None = None, momentum: float | None = None
+) -> tuple[Optimizer, LRScheduler | None]:
+    """The task's optimizer over the model's trainable parameters, with its learning rates multiplied, and its schedule.
+
+    ``lr``: instead of the first parameter group's; the others keep their ratios to it, and there is no schedule. ``momentum``: of
+    all groups. Raises `TaskError`."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
     with user_code("Task.optimizer(parameters)"):
         optimizer = task.optimizer(parameters)
@@ -112,10 +118,14 @@ def build_optimizer_of(task: Task, model: nn.Module, *, lr_factor: float = 1.0) 
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TaskError("Task.optimizer(parameters) made an optimizer of other parameters than those it was given")
+    if momentum is not None:
+        _set_momentum(optimizer, momentum)
+    if lr is not None:
+        lr_factor *= _ratio(optimizer, lr)
     if lr_factor != 1.0:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * lr_factor
-    if task.schedule is None:
+    if task.schedule is None or lr is not None:
         return optimizer, None
     with user_code("Task.schedule(optimizer)"):
         schedule = task.schedule(optimizer)
@@ -125,6 +135,27 @@ def build_optimizer_of(task: Task, model: nn.Module, *, lr_factor: float = 1.0) 
             "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
     return optimizer, schedule
+
+
+def _ratio(optimizer: Optimizer, lr: float) -> float:
+    """By what all learning rates are multiplied so that the first becomes ``lr``."""
+    first = float(optimizer.param_groups[0]["lr"])
+    if not first:
+        raise TaskError(f"[optimizer] lr = {lr:g} cannot replace the first parameter group's, which is 0: give it one")
+    return lr / first
+
+
+def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
+    for group in optimizer.param_groups:
+        if explicit_of(group) is None:
+            raise TaskError(
+                f"[optimizer] momentum = {momentum:g}: {type(optimizer).__name__} has none (no momentum, no betas); leave it out"
+            )
+        changed = with_momentum(group, momentum)
+        for key in ("momentum", "nesterov", "betas"):
+            if key in changed:
+                value = changed[key]
+                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 @contextmanager

@@ -27,14 +27,15 @@ from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
-from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_phase, changes_of, make_link
+from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer_of, load_task
+from zmqtrain.train.task import Task, build_model, load_task
 from zmqtrain.train.work import StepResult
 
 
@@ -72,11 +73,19 @@ class TorchWork:
             self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
         else:
             self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
-        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
-        self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
+        fetch = Fetch(
+            task.train_data,
+            collate=task.collate,
+            transform=task.transform,
+            pin=device.torch_device.type == "cuda",
+            channels_last=compute.channels_last,
+        )
+        self.shares = Shares.of(context.topology, context.placement, role)
+        thread = device.background("zmqtrain-loader")
+        self._batches = make_batches(context, task, self._partition, self.shares, members, fetch, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision)
+            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
             if built.link is None:
                 self._evaluation = Evaluation(task, self._replica, device, evaluation)
             else:
@@ -211,10 +220,9 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
             model = build_model(task).to(device.torch_device)
             if fabric is not None:
                 model = divide(model, topology, fabric, context.recorder)
-            factor = topology.optimizer.lr_factor(context.placement.groups)
-            optimizer, schedule = build_optimizer_of(task, model, lr_factor=factor)
+            optimizer, schedule = build_optimizer(task, model, topology)
         seed_everything(job.seed, role.index)
-    settings = ReplicaSettings(
+    how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
@@ -226,7 +234,7 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         model,
         optimizer,
         device,
-        settings,
+        how,
         recorder=context.recorder,
         allocate=allocate_in(context.arena),
         shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,

@@ -10,6 +10,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange, Replica
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Work(Protocol):
 
     @property
     def replica(self) -> Replica: ...
+
+    @property
+    def shares(self) -> Shares:
+        """Which samples of each step are this worker's (unless they come from the ring)."""
+        ...
 
     @property
     def steps_per_epoch(self) -> int: ...

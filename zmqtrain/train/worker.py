@@ -49,7 +49,8 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
     if context.make_device is not None:
         device = context.make_device(role)
     else:
-        device = make_device(role.device, local_rank=role.slot, threads=role.threads)
+        keep = context.topology.compute.keep_memory
+        device = make_device(role.device, local_rank=role.slot, threads=role.threads, keep=keep)
     try:
         return await TorchWork.build(context, device, members, task)
     except BaseException:

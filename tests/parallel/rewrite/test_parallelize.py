@@ -84,6 +84,35 @@ def reference(name: str, x: Tensor, *, dropout: bool) -> tuple[list[float], dict
     return losses, model.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("images", "others"),
+    [(("whole", "4x1"), ("model", "2x2")), (("model", "2x2"), ("whole", "4x1")), (("whole", "4x1"), ("whole", "4x1")),
+     (("whole", "2x2"), ("batch", "1x4")), (("domain", "4x1"), ("whole", "2x2"))],
+)  # fmt: skip
+def test_whole_layers_on_another_grid(images: tuple[Choice, str], others: tuple[Choice, str]) -> None:
+    """Their gradients are summed over those who have other samples, which the main grid's rows are not."""
+    x = MODELS["vgg"][1](BATCH)
+    losses, state = reference("vgg", x, dropout=False)
+
+    def run(fabric: Fabric) -> Any:
+        model = made("vgg")
+        layers = [
+            LayerPlan(name, choice, Grid.parse(grid))
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Conv2d | nn.Linear)
+            for choice, grid in [images if isinstance(module, nn.Conv2d) else others]
+        ]
+        parallel = divided(model, Grid(1, 4), Plan(tuple(layers)), fabric)
+        found = train(parallel, x, fabric)
+        return found, parallel.whole_state()
+
+    results, _ = run_ranks(4, run)
+    assert sum(found[-1] for found, _ in results) == pytest.approx(losses[-1], rel=1e-10)
+    for _, found in results:
+        for key, value in state.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12)
+
+
 CASES = [
     *((name, "model", "model", grid) for name in MODELS for grid in GRIDS),
     *((name, "domain", "model", grid) for name in ("alexnet", "resnet", "vgg") for grid in FEWER),

@@ -92,7 +92,10 @@ class BatchNorm(Divided):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None or count == 0:
             return
         self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        if self.momentum is not None or self.num_batches_tracked.is_meta:
+            share = self.momentum or 0.0
+        else:
+            share = 1 / float(self.num_batches_tracked)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
             self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var.dtype), share)
@@ -115,7 +118,7 @@ class _Normalise(torch.autograd.Function):
             own = torch.cat((mean, variance, mean.new_tensor([count])))
             found = torch.stack(group.all_gather(own, [tuple(own.shape)] * group.size, site.label("statistics")).wait())
             counts = found[:, -1].double()
-            total = round(float(counts.sum()))
+            total = group.size * count if x.is_meta else round(float(counts.sum()))
             shares = (counts / max(total, 1)).to(x.dtype).unsqueeze(-1)
             means, variances = found[:, :-1].chunk(2, 1)
             mean = (means * shares).sum(0)

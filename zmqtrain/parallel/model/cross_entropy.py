@@ -61,7 +61,7 @@ class CrossEntropy(Divided):
         x = raised(logits).movedim(1, -1).reshape(-1, stop - start)
         flat = target.reshape(-1)
         counted = flat != self.ignore_index
-        if bool(((flat < 0) | (flat >= self.divisions[-1][1]))[counted].any()):
+        if not x.is_meta and bool(((flat < 0) | (flat >= self.divisions[-1][1]))[counted].any()):
             raise UsageError(f"layer {self.site.layer}: a target is none of the {self.divisions[-1][1]} classes")
         weights = x.new_ones(self.divisions[-1][1]) if self.weight is None else self.weight.to(x.dtype)
         losses = cast(

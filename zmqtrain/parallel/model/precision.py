@@ -9,7 +9,7 @@ from torch import Tensor
 def lowered(tensor: Tensor) -> Tensor:
     """In autocast's precision, where a product is to be computed in that, and what is sent is smaller; with its gradient."""
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+    if tensor.is_meta or not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 

@@ -38,15 +38,19 @@ class Assignment:
     parameters: Mapping[str, Assigned]
     """The parameters and buffers that it uses by themselves, by name: how what uses them is computed."""
 
-    def over_all(self) -> list[str]:
-        """The names of modules and parameters of which each process's gradient is of other samples, or of another strip."""
-        layers = [name for name, layer in self.layers.items() if not isinstance(layer.module, Divided) and layer.assigned.apart]
-        return layers + [name for name, assigned in self.parameters.items() if assigned.apart]
+    def summed_over(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Over which ranks gradients of modules and parameters that are whole are summed: all those that have other samples, or
+        another strip of them."""
+        whole = {name: layer.assigned for name, layer in self.layers.items() if not isinstance(layer.module, Divided)}
+        return {
+            name: tuple(range(assigned.grid.size)) if assigned.apart else assigned.grid.row(rank)
+            for name, assigned in (whole | dict(self.parameters)).items()
+        }
 
 
 def main_grid(plan: Plan | None, grid: Grid) -> Grid:
-    """The grid whose columns say which samples a process is given: the first one that divides a layer."""
-    return next((each.grid for each in plan or () if each.grid.rows > 1 and each.choice in ("model", "domain")), grid)
+    """The grid whose columns say which samples a process is given: the first one by whose rows a layer is computed."""
+    return next((each.grid for each in plan or () if each.grid.rows > 1 and each.choice != "batch"), grid)
 
 
 def assign(model: nn.Module, graph: fx.Graph, grid: Grid, plan: Plan | None, maker: Maker, whole: Iterable[str]) -> Assignment:

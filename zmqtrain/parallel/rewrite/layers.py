@@ -92,9 +92,8 @@ class Maker:
             raise UsageError(f"layer {name}: {type(module).__name__} cannot be divided along the image; it is left whole")
         everybody = self.fabric.among(tuple(range(self.fabric.size)))
         statistics = everybody if self.statistics == "whole" else None
-        return domain_layer(module, name, site.column_group, even(_ROWS, site.rows), statistics=statistics, recorder=self.recorder)[
-            0
-        ]
+        division = even(_ROWS, site.rows)
+        return domain_layer(module, name, site.column_group, division, statistics=statistics, recorder=self.recorder)[0]
 
     def _model(self, module: nn.Module, name: str, site: Site) -> nn.Module:
         if isinstance(module, nn.TransformerEncoder):

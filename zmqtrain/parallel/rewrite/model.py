@@ -50,7 +50,7 @@ def parallelize(
         whole: names of modules to be left whole, which are not traced.
         strict: whether a layer that cannot be divided as planned is an error; otherwise it is left whole, and
             `ParallelModel.left_whole` says why.
-        recorder: of the trace: what each layer on strips of an image computes and waits for.
+        recorder: of the spans of layers on strips: interior, rim, and waiting for a halo.
 
     Raises `UsageError` for a plan of another model, a model that cannot be traced, and, if ``strict``, a layer that cannot be
     divided.
@@ -65,7 +65,7 @@ def parallelize(
     assignment = assign(model, graph, grid, plan, maker, whole)
     mover = Mover(fabric, batch)
     forward = Forward(graph, assignment.layers, mover, Rules(mover, seed, recorder))
-    return ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.over_all(), maker.left_whole)
+    return ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.summed_over(fabric.rank), maker.left_whole)
 
 
 class ParallelModel(nn.Module):
@@ -77,7 +77,7 @@ class ParallelModel(nn.Module):
         grid: Grid,
         mover: Mover,
         forward: Forward,
-        over_all: Iterable[str],
+        summed_over: Mapping[str, tuple[int, ...]],
         left_whole: Mapping[str, str],
     ) -> None:
         """Not to be called from outside."""
@@ -93,7 +93,7 @@ class ParallelModel(nn.Module):
         self.keeps_divided = False
         """Whether a forward in training returns a `Spread`, where the last layer has left its outputs divided over the rows."""
         self._mover, self._forward = mover, forward
-        self._over_all = dict.fromkeys(over_all, tuple(range(mover.fabric.size)))
+        self._summed_over = dict(summed_over)
         for name, child in model.named_children():
             self.add_module(name, child)
         for name, parameter in model.named_parameters(recurse=False):
@@ -113,7 +113,7 @@ class ParallelModel(nn.Module):
 
     def shards_by_name(self) -> dict[str, Shard]:
         """How each parameter and buffer is divided, by its name."""
-        return shards_of(self, self.grid, self.fabric.rank, self._over_all)
+        return shards_of(self, self.grid, self.fabric.rank, self._summed_over)
 
     def whole_state(self) -> dict[str, Tensor]:
         """The ordinary model's state dict. All processes of a column must call it."""

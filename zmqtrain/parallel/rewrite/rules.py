@@ -91,6 +91,8 @@ class Rules:
             return self._dropout(module, name, value, training)
         if type(module) in ELEMENTWISE_LAYERS:
             return value.with_local(module(value.local))
+        if type(module) in LOCAL and value.divided == HEIGHT and value.local.dim() == HEIGHT + 2:
+            return value.with_local(module(value.local))  # along channels: local response norm, softmax, shuffling
         if type(module) in HALO:
             return self._pool(module, name, value)
         if isinstance(module, nn.Flatten) and module.end_dim == -1:
@@ -183,9 +185,8 @@ class Rules:
             site = Site(name, value.placement.grid, self.mover.fabric)
             key = (name, value.placement.grid)
             if key not in self._pools:
-                self._pools[key] = domain_layer(module, name, site.column_group, value.placement.divisions, recorder=self.recorder)[
-                    0
-                ]
+                division = value.placement.divisions
+                self._pools[key] = domain_layer(module, name, site.column_group, division, recorder=self.recorder)[0]
             return strips(self._pools[key], value)
         return value.with_local(module(value.local))
 

@@ -130,7 +130,7 @@ class ModelledReplica:
         for bucket in self._buckets:
             self._memory.update(bucket, gradient_scale)
             if self._sharing is not None:
-                self._sharing.taken()
+                self._sharing.taken(bucket.index)
             if not hold:
                 self._open[bucket.index].set()
 
@@ -213,7 +213,7 @@ class ModelledReplica:
             await pace.work(self._update_s[index] * self._tempo.slowdown())
         self._memory.update(self._buckets[index], 1.0)
         if self._sharing is not None:
-            self._sharing.taken()
+            self._sharing.taken(index)
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""

@@ -1,0 +1,234 @@
+"""The automatic optimizer on landscapes whose best setting is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tune.landscape import Landscape, solve
+from zmqtrain.tune.search import GIVE_UP, Search
+from zmqtrain.tune.space import Space
+from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
+
+#: Eight machines that saturate at four groups.
+UPDATE_S = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.0}
+SPACE = Space(UPDATE_S, saturation=4, probe=40, period=400, cold=100, limit_s=4e4)
+
+
+def phases(search: Search) -> list[str]:
+    found: list[str] = []
+    for trial, _ in search.trials:
+        if not found or found[-1] != trial.phase:
+            found.append(trial.phase)
+    return found
+
+
+def test_the_order_of_algorithm_1() -> None:
+    search, done = solve(SPACE, Landscape(UPDATE_S), target=0.01)
+    assert done.reached
+    assert phases(search)[:5] == ["learning rate", "groups", "cold start", "grid", "tie"] or phases(search)[:5] == [
+        "learning rate", "groups", "cold start", "grid", "train"
+    ]  # fmt: skip
+    assert done.setting is not None
+    assert (done.setting.groups, done.setting.momentum, done.setting.lr) == (4, 0.6, 0.01)  # 1 - 0.4 / 4 = 0.9 in all
+    grid = {trial.setting for trial, _ in search.trials if trial.phase == "grid"}
+    assert grid == {Setting(4, momentum, rate) for momentum in SPACE.momenta for rate in (0.01, 0.001)}
+
+
+def test_the_sweep_goes_from_low_to_high_and_stops_early() -> None:
+    search, _ = solve(replace(SPACE, rates=(1e-1, 1e-4, 1e-3, 1e-2, 1e0)), Landscape(UPDATE_S), target=0.01)
+    swept = [trial.setting for trial, _ in search.trials if trial.phase == "learning rate"]
+    assert [setting.lr for setting in swept] == [1e-4, 1e-3, 1e-2, 1e-1]  # 1e-1 diverges, so 1e0 is left out
+    assert {(setting.groups, setting.momentum) for setting in swept} == {(1, 0.9)}
+
+
+def test_more_groups_never_try_more_momentum() -> None:
+    search, _ = solve(replace(SPACE, saturation=8), Landscape({**UPDATE_S, 8: 0.5}, best=0.9), target=0.01)
+    tried: dict[int, list[float]] = {}
+    for trial, _ in search.trials:
+        if trial.phase == "groups":
+            tried.setdefault(trial.setting.groups, []).append(trial.setting.momentum)
+    assert list(tried) == [2, 4, 8]
+    tops = [max(momenta) for momenta in tried.values()]
+    assert tops == sorted(tops, reverse=True)
+    assert all(momenta == sorted(momenta, reverse=True) for momenta in tried.values())
+
+
+def test_doubling_stops_where_more_groups_are_worse_in_the_same_time() -> None:
+    search, _ = solve(SPACE, Landscape(UPDATE_S, best=0.2, wild=0.7), target=0.01)
+    reasons = [decision.reason for decision in search.decisions() if decision.what == "groups"]
+    assert any("at first 4 groups are worse than 2 in the same time" in reason for reason in reasons)
+    cold = next(trial for trial, _ in search.trials if trial.phase == "cold start")
+    assert cold.setting.groups == 2
+
+
+def test_momentum_0_halves_the_groups_after_finer_ones_were_tried() -> None:
+    search, done = solve(SPACE, Landscape(UPDATE_S, best=0.45), target=0.01)
+    assert done.reached
+    assert done.setting is not None
+    assert done.setting.groups == 1 or 1 - (1 - done.setting.momentum) / done.setting.groups >= 0.45
+    fine = [trial.setting for trial, _ in search.trials if trial.phase == "fine grid"]
+    assert [(setting.groups, setting.momentum) for setting in fine[:2]] == [(4, 0.1), (4, 0.2)]
+    halved = [decision for decision in search.decisions() if "half of" in decision.reason]
+    assert next(decision.values["groups"] for decision in halved) == 2
+    # Once halved, always so: staleness that hurt is not asked for again.
+    groups = [trial.setting.groups for trial, _ in search.trials if trial.phase == "grid"]
+    assert groups == sorted(groups, reverse=True)
+
+
+def test_momentum_0_with_one_group_ends_cleanly() -> None:
+    search, done = solve(SPACE, Landscape(UPDATE_S, best=-0.1), target=0.01)
+    assert done.reached
+    assert done.setting is not None
+    assert (done.setting.groups, done.setting.momentum) == (1, 0.0)
+    assert any("there is nothing left to halve" in decision.reason for decision in search.decisions())
+
+
+def test_a_setting_that_diverges_with_any_number_of_groups_lowers_the_rate_and_then_gives_up() -> None:
+    search, done = solve(replace(SPACE, rates=(1.0,)), Landscape(UPDATE_S), target=0.01)
+    assert done.setting is not None
+    assert done.setting.lr == pytest.approx(0.01)
+    _, hopeless = solve(SPACE, Landscape(UPDATE_S, diverges_from=1e-9), target=0.01)
+    assert hopeless == Done(None, "no learning rate trains at all: even the lowest ones diverge")
+    assert any("a tenth of it" in decision.reason for decision in search.decisions())
+
+
+def test_training_that_diverges_after_all_goes_back_and_lowers_the_rate() -> None:
+    class Treacherous(Landscape):
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            if trial.kind == "train" and trial.setting.lr > 5e-3:
+                return Outcome(10, 10.0, 10.0, math.inf)
+            return super().run(trial, target)
+
+    search, done = solve(replace(SPACE, cold=0), Treacherous(UPDATE_S), target=0.01)
+    assert done.reached
+    assert done.setting is not None
+    assert done.setting.lr == pytest.approx(1e-3)
+    assert [decision.what for decision in search.decisions()].count("diverged") == 1
+
+    class Hopeless(Landscape):
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            return Outcome(10, 10.0, 10.0, math.inf) if trial.kind == "train" else super().run(trial, target)
+
+    _, done = solve(SPACE, Hopeless(UPDATE_S), target=0.01)
+    assert not done.reached
+    assert "nothing trains from here on" in done.reason
+
+
+def test_ties_are_decided_by_longer_trials() -> None:
+    class Close(Landscape):
+        """Momentum 0.3 looks a little better at first."""
+
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            outcome = super().run(trial, target)
+            if trial.kind == "probe" and trial.phase == "grid" and trial.setting.lr == 0.01:
+                outcome = replace(outcome, loss={0.3: 1.000, 0.6: 1.001}.get(trial.setting.momentum, 2.0))
+            if trial.phase == "tie":
+                outcome = replace(outcome, loss={0.3: 0.9, 0.6: 0.5}[trial.setting.momentum])
+            return outcome
+
+    search = Search(SPACE)
+    land = Close(UPDATE_S)
+    while (step := search.next()) and not isinstance(step, Done) and not (step.kind == "train" and step.phase == "train"):
+        search.result(step, land.run(step))
+    assert isinstance(step, Trial)
+    assert step.setting == Setting(4, 0.6, 0.01)
+    ties = [trial for trial, _ in search.trials if trial.phase == "tie"]
+    probes = [trial for trial, _ in search.trials if trial.phase == "grid"]
+    assert {trial.setting.momentum for trial in ties} == {0.3, 0.6}
+    assert ties[0].updates == 2 * probes[0].updates
+
+
+def test_trials_begin_where_training_stands_and_are_cut_early() -> None:
+    search, _ = solve(SPACE, Landscape(UPDATE_S), target=0.01)
+    trained: int | None = None
+    for trial, _ in search.trials:
+        assert trial.start == trained
+        if trial.number:
+            assert trial.give_up_above is not None
+        if trial.kind == "train":
+            trained = trial.number
+    second = search.trials[1][0]
+    assert second.give_up_above == pytest.approx(GIVE_UP * 10)
+
+
+def test_trials_with_any_number_of_groups_take_the_same_time() -> None:
+    space = replace(SPACE, saturation=8, probe=80)
+    search, _ = solve(space, Landscape(UPDATE_S), target=0.01)
+    for trial, _ in search.trials:
+        if trial.kind == "probe" and trial.phase != "tie":
+            assert trial.updates * UPDATE_S[trial.setting.groups] == pytest.approx(80, rel=0.02)
+
+
+def test_the_time_limit_ends_it() -> None:
+    search, done = solve(replace(SPACE, limit_s=3000), Landscape(UPDATE_S))
+    assert "the time is up" in done.reason
+    assert search.search_s + search.train_s < 3600
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    best=st.floats(-0.5, 0.99),
+    rate=st.sampled_from([1e-4, 1e-3, 1e-2]),
+    wild=st.floats(0.5, 1.0),
+    saturation=st.sampled_from([1, 2, 4, 8]),
+    share=st.sampled_from([0.1, 0.2, 0.3]),
+)
+def test_the_search_takes_no_more_than_its_share(best: float, rate: float, wild: float, saturation: int, share: float) -> None:
+    space = replace(SPACE, saturation=saturation, share=share, limit_s=6e4)
+    search, done = solve(space, Landscape(UPDATE_S, best=best, rate=rate, wild=max(wild, 0.91)))
+    assert done.setting is None or "the time is up" in done.reason
+    if done.setting is not None:
+        assert search.share <= share * 1.02
+    numbers = [trial.number for trial, _ in search.trials]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_a_resumed_search_goes_on_as_the_one_before() -> None:
+    whole, done = solve(SPACE, Landscape(UPDATE_S, best=0.45), target=0.01)
+    land = Landscape(UPDATE_S, best=0.45)
+    search = Search(SPACE)
+    asked = []
+    while not isinstance(step := search.next(), Done):
+        asked.append(step)
+        search.result(step, land.run(step, 0.01))
+        search = Search.from_value(SPACE, json.loads(json.dumps(search.to_value())))
+    assert step == done
+    assert asked == [trial for trial, _ in whole.trials]
+    assert not search.decisions()
+    with pytest.raises(ValueError, match="of another space"):
+        Search.from_value(replace(SPACE, limit_s=1.0), whole.to_value())
+
+
+def test_only_the_trial_that_was_asked_for_is_heard() -> None:
+    search = Search(SPACE)
+    trial = search.next()
+    assert isinstance(trial, Trial)
+    with pytest.raises(ValueError, match="not the trial that is under way"):
+        search.result(replace(trial, number=7), Outcome(1, 1.0, 1.0, 1.0))
+
+
+def test_every_decision_has_a_reason() -> None:
+    search, _ = solve(SPACE, Landscape(UPDATE_S, best=0.45), target=0.01)
+    decisions = search.decisions()
+    assert decisions[-1].what == "done"
+    assert all(len(decision.reason) > 10 for decision in decisions)
+    json.dumps([dict(decision.values) for decision in decisions])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"saturation": 3}, "none of the numbers"),
+        ({"momenta": ()}, "at least one momentum"),
+        ({"share": 1.0}, "share of"),
+    ],
+)
+def test_no_space(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SPACE, **change)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Momentum that asynchrony brings by itself, and how the optimizer's own makes up for it.
+
+g asynchronous groups, of which each reads, computes and writes at its own pace, act like a momentum of 1 - 1/g (Mitliagkas et al.
+2016, "Asynchrony begets momentum"); with a mean staleness of s, like s / (1 + s). Both smooth the gradients, one after the other,
+so what is left of a step's freshness is the product of what each leaves::
+
+    1 - total = (1 - explicit) (1 - implicit)
+
+That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`). A task names the momentum that it is to have in all;
+``[optimizer] momentum = "auto"`` lowers the optimizer's own so that the total stays there, or comes as near as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.topology.schema import Topology
+from zmqtrain.wire.payload import Value
+
+PolicyKind: TypeAlias = Literal["sync", "async", "bound"]
+
+
+def expected_staleness(policy: PolicyKind, groups: int, bound: int = 0) -> float:
+    """Updates by others between a group's read and its write, in the mean, of groups that are equally fast.
+
+    With a bound of 0 all groups read together and write one after another."""
+    if policy == "sync":
+        return 0.0
+    return (groups - 1) / 2 if policy == "bound" and bound == 0 else float(groups - 1)
+
+
+def implicit_momentum(staleness: float) -> float:
+    """What so much staleness acts like: 1 - 1/g for the g - 1 of g groups."""
+    return staleness / (1 + staleness)
+
+
+def total_momentum(explicit: float, implicit: float) -> float:
+    """Both together."""
+    return 1 - (1 - explicit) * (1 - implicit)
+
+
+def compensated(target: float, implicit: float) -> float:
+    """The explicit momentum with which the total is ``target``; 0 where the implicit one alone is more."""
+    return max(0.0, 1 - (1 - target) / (1 - implicit)) if implicit else target
+
+
+def explicit_of(group: Mapping[str, Value]) -> float | None:
+    """The momentum among an optimizer's hyperparameters: SGD's and RMSprop's ``momentum``, the first of Adam's ``betas``."""
+    match group:
+        case {"momentum": int() | float() as momentum}:
+            return float(momentum)
+        case {"betas": [int() | float() as first, *_]} | {"betas": (int() | float() as first, *_)}:
+            return float(first)
+    return None
+
+
+def with_momentum(group: Mapping[str, Value], momentum: float) -> dict[str, Value]:
+    """The same hyperparameters with another momentum; as they are where they have none."""
+    changed = dict(group)
+    if "momentum" in group:
+        changed["momentum"] = momentum
+        if group.get("nesterov") and not momentum:  # torch refuses it without momentum
+            changed["nesterov"] = False
+    elif explicit_of(group) is not None:
+        betas = group["betas"]
+        assert isinstance(betas, list | tuple)
+        changed["betas"] = [momentum, *betas[1:]]
+    return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """What an exchange makes of the task's momentum."""
+
+    staleness: float = 0.0
+    """That is expected."""
+    on: bool = False
+
+    @property
+    def implicit(self) -> float:
+        return implicit_momentum(self.staleness)
+
+    def of(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The optimizer as the servers are to run it."""
+        if not self.on or not self.staleness:
+            return spec
+        return replace(spec, groups=tuple(map(self._group, spec.groups)))
+
+    def _group(self, group: Mapping[str, Value]) -> Mapping[str, Value]:
+        target = explicit_of(group)
+        return group if target is None else with_momentum(group, compensated(target, self.implicit))
+
+    def describe(self, spec: OptimizerSpec) -> dict[str, Any]:
+        """For the record, of the first parameter group. ``spec``: the task's own."""
+        given = explicit_of(spec.groups[0])
+        explicit = explicit_of(self.of(spec).groups[0])
+        return {
+            "target": given,
+            "explicit": explicit,
+            "implicit": self.implicit,
+            "total": total_momentum(explicit or 0.0, self.implicit),
+            "compensated": self.on,
+        }
+
+
+def gradients_of(topology: Topology) -> dict[str, str]:
+    """How gradients become updates, in words: whether they are averaged or summed, in a group and among groups."""
+    exchange = topology.exchange
+    own = "each group's optimizer applies its own"
+    among = {
+        "allreduce": "averaged, one update for all groups",
+        "gossip": own if exchange.gossip.exchange == "weights" else "averaged with another's; each group's optimizer runs",
+        "averaging": own,
+    }
+    apart = "applied one by one, an update each: all groups' together move the parameters as their sum"
+    served = "averaged, one update for all groups" if exchange.policy == "sync" else apart
+    return {
+        "in_a_group": "averaged over the group's batch, whatever the number of its workers",
+        "among_groups": among.get(exchange.kind, served),
+    }

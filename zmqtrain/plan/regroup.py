@@ -1,0 +1,33 @@
+"""The same machines, divided into another number of compute groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from zmqtrain.errors import UsageError
+from zmqtrain.topology.schema import Topology
+
+
+def regrouped(topology: Topology, groups: int) -> Topology:
+    """The job with so many groups of all its workers, which meet at model servers without waiting for each other.
+
+    A group's batch stays as it is: more groups of fewer workers take longer for it. Raises `UsageError` where the workers cannot be
+    divided so, or the result breaks a rule.
+    """
+    workers = topology.compute.workers
+    if groups < 1 or workers % groups:
+        raise UsageError(f"{workers} workers cannot be divided into {groups} equal groups")
+    values = topology.to_dict()
+    compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups}
+    compute.pop("grid", None)
+    values["compute"] = compute
+    exchange = {**values["exchange"], "kind": "model_server"}
+    if topology.exchange.kind != "model_server":
+        exchange = {"kind": "model_server", "staleness": "async"}
+    values["exchange"] = exchange
+    try:
+        return Topology.from_dict(values)
+    except ValidationError as error:
+        raise UsageError(f"{workers} workers as {groups} groups: {'; '.join(each['msg'] for each in error.errors())}") from error

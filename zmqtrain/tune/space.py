@@ -1,0 +1,50 @@
+"""What a search chooses from, and how much it may spend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Choices and limits of a search. Times are the world's: virtual in a simulation."""
+
+    update_s: Mapping[int, float]
+    """Predicted seconds an update for each number of groups that there may be: hardware efficiency."""
+    saturation: int
+    """g*: the fewest groups that are as fast as any."""
+    momenta: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)
+    fine: tuple[float, ...] = (0.1, 0.2)
+    """Tried before 0 counts as the best momentum."""
+    rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
+    """Learning rates of the first sweep, from low to high."""
+    probe: int = 60
+    """Updates of a probe with one group for each worker. Other numbers of groups get as much time."""
+    period: int = 2000
+    """Updates of training between two searches, at least."""
+    cold: int = 200
+    """Updates of the first training, with whatever was best for a model that has learned nothing yet; 0: none."""
+    share: float = 0.1
+    """The most of all time that is searched."""
+    limit_s: float = float("inf")
+    """Search and training together."""
+    worse: float = 0.02
+    """By so much of a loss another is the worse one: less is a tie."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """All choices, in order."""
+        return tuple(sorted(self.update_s))
+
+    def __post_init__(self) -> None:
+        if not self.update_s or self.saturation not in self.update_s:
+            raise ValueError(f"g* = {self.saturation} is none of the numbers of groups: {sorted(self.update_s)}")
+        if not self.momenta or not self.rates:
+            raise ValueError("a search needs at least one momentum and one learning rate")
+        if not 0 < self.share < 1:
+            raise ValueError(f"a search may take a share of the time between 0 and 1, not {self.share:g}")
+
+    def fewer(self, groups: int) -> int | None:
+        """The most groups that are at most half as many; none below one group."""
+        return max((each for each in self.groups if 2 * each <= groups), default=None)

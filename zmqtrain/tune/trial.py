@@ -1,0 +1,177 @@
+"""What a search asks for and what it is told: settings, trials and their outcomes, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+#: The last part of a trial, of which the loss counts.
+SCORED = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is searched for."""
+
+    groups: int
+    momentum: float
+    """The optimizer's own."""
+    lr: float
+
+    def __str__(self) -> str:
+        return f"{self.groups} group(s), momentum {self.momentum:g}, learning rate {self.lr:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Some training, to be done and told about."""
+
+    number: int
+    setting: Setting
+    updates: int
+    """Of the servers, by all groups together."""
+    kind: Literal["probe", "train"]
+    """A probe is to learn something, and what it trains is thrown away. Training goes on from its end."""
+    phase: str
+    """Of the search, in a word or two."""
+    reason: str
+    start: int | None = None
+    """The training trial whose end it begins at; none: the initial parameters."""
+    give_up_above: float | None = None
+    """A loss from which on it is not worth going on."""
+
+    def to_value(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a trial."""
+
+    updates: int
+    """That were made."""
+    seconds: float
+    """They took, as the world counts; without starting up."""
+    first: float
+    """Loss at its begin."""
+    loss: float
+    """Mean loss of its last part; infinite where it diverged."""
+    noise: float = 0.0
+    """Standard error of that mean."""
+    reached: float | None = None
+    """Seconds after which the target was reached, if it was."""
+    reached_updates: int | None = None
+    staleness: float | None = None
+    """Mean, measured."""
+    momentum: float | None = None
+    """In all, as fitted by the servers."""
+    drifted: str | None = None
+    """Why it was ended before its time: what was measured is not what it was chosen for."""
+
+    @property
+    def diverged(self) -> bool:
+        return not math.isfinite(self.loss)
+
+    @property
+    def update_s(self) -> float:
+        """Hardware efficiency as measured."""
+        return self.seconds / self.updates if self.updates else 0.0
+
+    @classmethod
+    def of(
+        cls,
+        losses: Sequence[tuple[float, float]],
+        *,
+        updates: int,
+        seconds: float,
+        diverged: bool = False,
+        target: float | None = None,
+        **measured: Any,
+    ) -> Outcome:
+        """From losses and their times since the begin, in order. ``target``: the smoothed loss to reach."""
+        values = [loss for _, loss in losses]
+        if not values:
+            return cls(updates, seconds, math.nan, math.inf, **measured)
+        first = fmean(values[: max(1, len(values) // 20)])
+        last = values[-max(1, round(len(values) * SCORED)) :]
+        bad = diverged or not all(map(math.isfinite, values))
+        noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
+        reached = reach(values, target) if target is not None else None
+        return cls(
+            updates,
+            seconds,
+            first,
+            math.inf if bad else fmean(last),
+            noise,
+            None if reached is None else losses[reached][0],
+            None if reached is None else max(1, round(updates * (reached + 1) / len(values))),
+            **measured,
+        )
+
+    def to_value(self) -> dict[str, Any]:
+        """As JSON values; `from_value` gives an equal outcome."""
+        values = asdict(self)
+        return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+
+    @classmethod
+    def from_value(cls, value: Mapping[str, Any]) -> Outcome:
+        """What `to_value` was called on. Raises ``TypeError`` for anything else."""
+        values = dict(value)
+        values["first"] = math.nan if values["first"] is None else values["first"]
+        values["loss"] = math.inf if values["loss"] is None else values["loss"]
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that the search has made up its mind about."""
+
+    what: str
+    reason: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The search is over."""
+
+    setting: Setting | None
+    """The last one trained with; none where nothing could be trained at all."""
+    reason: str
+    reached: bool = False
+
+
+class Smoothed:
+    """An exponential mean of losses, less noisy than each. It forgets at 1/20 a value, and begins as their plain mean."""
+
+    __slots__ = ("_count", "value")
+    FORGETS = 20
+
+    def __init__(self) -> None:
+        self.value = math.nan
+        self._count = 0
+
+    def add(self, loss: float) -> float:
+        """The mean, with one more."""
+        self._count += 1
+        share = 1 / min(self._count, self.FORGETS)
+        self.value = loss if self._count == 1 else self.value + (loss - self.value) * share
+        return self.value
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough was seen."""
+        return self._count >= self.FORGETS
+
+
+def reach(losses: Sequence[float], target: float) -> int | None:
+    """The index of the first loss at which their smoothed mean is at most ``target``."""
+    smoothed = Smoothed()
+    for index, loss in enumerate(losses):
+        if smoothed.add(loss) <= target and smoothed.settled:
+            return index
+    return None
