@@ -223,7 +223,7 @@ def schema() -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or parallel.")
+        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged or parallel.")
     ],
     json_lines: Json = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
