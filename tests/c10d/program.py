@@ -1,7 +1,7 @@
 """A program with torch.distributed: ``program.py BACKEND WHAT``. Prints what it has computed.
 
-``program.py WHAT FOLDER RANKS BACKEND ...`` is all ranks of each of these backends, in processes that share one import of torch. What
-each prints is in ``FOLDER/BACKEND-RANK``."""
+``program.py WHAT FOLDER RANKS BACKEND ...`` is all ranks of each of these backends, in processes that share one import of torch.
+What each prints is in ``FOLDER/BACKEND-RANK``."""
 
 from __future__ import annotations
 
