@@ -17,6 +17,7 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.checkpoint import MODEL
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload
@@ -40,7 +41,7 @@ class Saver:
         """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile."""
         values: dict[str, Any] = {"step": step}
         if self.rank == 0:
-            await self._send(step, "model", _state(replica), values)
+            await self._send(step, MODEL, _state(replica), values)
         if self._keeps_group:
             tensors = _optimizer_state(replica)
             if self._apart:
@@ -49,6 +50,13 @@ class Saver:
         tensors, random = random_state(device)
         tensors |= {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+
+    async def begin_with_weights(self, replica: TorchReplica) -> None:
+        """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
+        others = await self._restore_into(MODEL, _state(replica))
+        if others:
+            raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
+        replica.publish()
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: torch.device) -> int | None:
         """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
@@ -62,7 +70,7 @@ class Saver:
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, tensors)
         if self.kind == "allreduce" and self.rank == 0:
-            others = await self._restore_into("model", _state(replica))
+            others = await self._restore_into(MODEL, _state(replica))
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
