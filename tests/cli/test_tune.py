@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.tune.landscape import Landscape
 from zmqtrain.cli.tune import How, names_of, run_tune
 from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
@@ -111,16 +112,19 @@ def test_a_search_that_was_interrupted_goes_on(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    land, count = Landscape({1: 0.03, 2: 0.015, 4: 0.01}, rate=0.1, diverges_from=0.5), [0]
+    monkeypatch.setattr(SimulatedRuns, "run", lambda _, trial: land.run(trial, 0.35))
     assert run_tune(file, How(simulate=True), run_dir=whole, json_lines=True) == 0
     trials = rows(capsys, "trial")
-    real, count = SimulatedRuns.run, [0]
+    assert len(trials) > 10
 
-    def interrupted(self: SimulatedRuns, trial: Trial) -> Outcome:
+    def interrupted(_: SimulatedRuns, trial: Trial) -> Outcome:
         count[0] += 1
         if count[0] == 5:
             raise KeyboardInterrupt
-        return real(self, trial)
+        return land.run(trial, 0.35)
 
+    land = Landscape(land.update_s, rate=land.rate, diverges_from=land.diverges_from)
     monkeypatch.setattr(SimulatedRuns, "run", interrupted)
     assert run_tune(file, How(simulate=True), run_dir=parts, json_lines=True) == 130
     first = rows(capsys, "trial")
@@ -174,22 +178,21 @@ def test_a_trial_that_diverges_is_cut_early(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_tasks_own_error_comes_out(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ZmqTrainError, match="a trial failed: TaskError: .*no loss today"):
+    with pytest.raises(ZmqTrainError, match=r"a trial failed: TaskError: .*no loss today"):
         run_tune(file, How(simulate=True), run_dir=tmp_path / "run", settings=["job.args={ fails = true }"])
 
 
 def test_bad_input(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two worlds: choose one"):
         run_tune(file, How(simulate=True, emulate=True))
+    (tmp_path / "other.toml").write_text(file.read_text().replace("target_loss = 0.35", ""))
     with pytest.raises(UsageError, match="--curves needs a target"):
-        text = file.read_text().replace("target_loss = 0.35", "")
-        (tmp_path / "other.toml").write_text(text)
         run_tune(tmp_path / "other.toml", How(simulate=True, curves=True))
     with pytest.raises(UsageError, match="--strategy best: it is one of omnivore, default, sync, async, bayesian, or all"):
         names_of(["best"])
     assert names_of(["all"])[0] == "omnivore"
     assert names_of([]) == ("omnivore",)
-    with pytest.raises(TaskError, match="takes no argument|raised|must be"):
+    with pytest.raises(TaskError, match=r"takes no argument|raised|must be"):
         run_tune(file, How(simulate=True), settings=["job.args={ count = 0 }"])
     empty = tmp_path / "empty.toml"
     empty.write_text("[job]\n")

@@ -31,7 +31,12 @@ def trial(kind: Any, updates: int = 30, start: int | None = None) -> Trial:
 
 def test_a_probe_keeps_nothing_and_may_be_stopped() -> None:
     job = job_of(topology_of(), trial("probe"), None)
-    assert (job.compute.groups, job.compute.group_size, job.exchange.kind, job.exchange.staleness) == (2, 2, "model_server", "async")
+    assert (job.compute.groups, job.compute.group_size, job.exchange.kind, job.exchange.staleness) == (
+        2,
+        2,
+        "model_server",
+        "async",
+    )
     assert (job.job.steps, job.job.until, job.job.eval_every, job.job.checkpoint_every) == (15 * SPARE, None, 0, 0)
     assert (job.optimizer.lr, job.optimizer.momentum, job.optimizer.scale_lr, job.optimizer.clip_norm) == (0.05, 0.3, "none", 2.0)
     assert job.job.seed == 7
