@@ -23,7 +23,7 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(READY)
 	@for name in net collectives host server launch simulate emulate fidelity; do $(BIN)/zmqtrain bench $$name || exit; done

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zmqtrain.c10d.servers import ModelServers
     from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import ZmqTrainError
+    from zmqtrain.parallel.rewrite.model import parallelize
     from zmqtrain.train.task import Task
 
     __version__: str
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "ddp_comm_hook",
     "join",
+    "parallelize",
     "session",
 ]
 
@@ -41,6 +43,7 @@ _HOME = {
     "ZmqTrainError": "zmqtrain.errors",
     "ddp_comm_hook": "zmqtrain.c10d.hook",
     "join": "zmqtrain.embed.session",
+    "parallelize": "zmqtrain.parallel.rewrite.model",
     "session": "zmqtrain.embed.session",
 }
 

@@ -5,7 +5,8 @@ The tree is drawn by what a caller can do about an error::
     ZmqTrainError
     ├── UsageError                 mend the command or the topology file       exit 2
     │   ├── TopologyError          (all faults of a file at once)
-    │   └── PlacementError
+    │   ├── PlacementError
+    │   └── HostsError             hosts lack what the run needs
     ├── TaskError                  mend the task's own code                    exit 3
     │   └── NonFiniteLossError
     ├── ProtocolError              the other side speaks wrongly               exit 65
@@ -23,6 +24,7 @@ The tree is drawn by what a caller can do about an error::
         ├── PeerLostError          the peer is gone, or was restarted
         ├── PeerTimeoutError       the peer is there, but did not answer
         ├── ViewChangedError       others are members now: try again with them
+        ├── SshError               a machine cannot be logged in to, or its connection broke
         └── HostLostError          a whole host is gone
 
 ``verdict`` is the word that stands in ``error.json``; ``exit_code`` is what the launcher exits with.
@@ -61,6 +63,10 @@ class TopologyError(UsageError):
 
 class PlacementError(UsageError):
     """The roles do not fit on the hosts."""
+
+
+class HostsError(UsageError):
+    """Hosts lack what the run needs; ``str(error)`` lists all faults of all of them, and what to do."""
 
 
 class TaskError(ZmqTrainError):
@@ -207,6 +213,17 @@ class PeerTimeoutError(ConnectivityError, TimeoutError):
 
 class ViewChangedError(ConnectivityError):
     """The members are not those any more that something was to be agreed on with."""
+
+
+class SshError(ConnectivityError):
+    """A machine cannot be logged in to, or the connection to it broke."""
+
+    consequence = False
+
+    def __init__(self, host: str, reason: str, remedy: str = "", *, lasting: bool = False) -> None:
+        """``lasting``: another try will not do better, before somebody has mended something."""
+        self.host, self.reason, self.remedy, self.lasting = host, reason, remedy, lasting
+        super().__init__(f"{host}: {reason}{remedy and f': {remedy}'}")
 
 
 class HostLostError(ConnectivityError):

@@ -192,7 +192,7 @@ def test_bad_input(file: Path, tmp_path: Path) -> None:
         names_of(["best"])
     assert names_of(["all"])[0] == "omnivore"
     assert names_of([]) == ("omnivore",)
-    with pytest.raises(TaskError, match=r"takes no argument|raised|must be"):
+    with pytest.raises(TaskError, match="train_data is empty"):
         run_tune(file, How(simulate=True), settings=["job.args={ count = 0 }"])
     empty = tmp_path / "empty.toml"
     empty.write_text("[job]\n")

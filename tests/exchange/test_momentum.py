@@ -125,7 +125,13 @@ def task(momentum: float) -> Task:
 
 @pytest.mark.parametrize(
     ("staleness", "momentum", "explicit", "fitted"),
-    [("async", "auto", 0.15, 0.7875), ("async", 0.6, 0.6, 0.9), ("async", "task", 0.9, None), ("sync", "auto", 0.9, 0.9), ("async", 0.0, 0.0, 0.75)],
+    [
+        ("async", "auto", 0.15, 0.7875),
+        ("async", 0.6, 0.6, 0.9),
+        ("async", "task", 0.9, None),
+        ("sync", "auto", 0.9, 0.9),
+        ("async", 0.0, 0.0, 0.75),
+    ],
 )
 def test_a_run_says_what_its_momentum_is(
     tmp_path: Path, staleness: str, momentum: Any, explicit: float, fitted: float | None

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 #: Longest wait for anything, below pytest's own limit.
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 
 
 class Launched:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
-from zmqtrain.net.zeromq import split_address
+from zmqtrain.net.address import split_address
 
 TASKS = """
 import torch

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.net.worlds import MemoryWorld, PacedWorld, SimulatedWorld, World, ZeroMQWorld, opened
+from tests.net.worlds import CurveWorld, MemoryWorld, PacedWorld, SimulatedWorld, World, ZeroMQWorld, opened
 
 
-@pytest.fixture(params=[MemoryWorld, SimulatedWorld, ZeroMQWorld, PacedWorld], ids=lambda kind: kind.name)
+@pytest.fixture(params=[MemoryWorld, SimulatedWorld, ZeroMQWorld, CurveWorld, PacedWorld], ids=lambda kind: kind.name)
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async with opened(request.param) as world:
         yield world

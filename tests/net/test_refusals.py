@@ -13,11 +13,11 @@ import zmq
 
 from tests.net.worlds import FAST, World, ZeroMQWorld, opened
 from zmqtrain.errors import RunTokenError, VersionMismatchError, WireError
+from zmqtrain.net.address import split_address
 from zmqtrain.net.greeting import Hello, decode_greeting, encode_greeting
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import CONTROL
 from zmqtrain.net.switchboard import route_of
-from zmqtrain.net.zeromq import split_address
 from zmqtrain.wire.message import WIRE_VERSION, Header, encode_header
 from zmqtrain.wire.tensor import TensorPayload
 

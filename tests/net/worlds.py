@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zmqtrain.net.address import key_in, split_address, with_key
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.memory import MemoryNetwork, MemoryTransport
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan
 from zmqtrain.net.transport import Frames, Transport
-from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq, split_address
+from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq
 from zmqtrain.simulate.network import SimulatedNetwork, SimulatedTransport
 from zmqtrain.topology.links import NetworkModel, Way
 
@@ -174,7 +176,9 @@ class ZeroMQWorld(World):
                 proxy = Proxy(int(address.rpartition(":")[2]))
                 self.proxies.append(proxy)
                 ports.append(await proxy.start())
-            node.add_peer(other.peer, f"tcp://127.0.0.1:{ports[0]},{ports[1]}")
+            key = key_in(other.address)
+            address = f"tcp://127.0.0.1:{ports[0]},{ports[1]}"
+            node.add_peer(other.peer, address if key is None else with_key(address, key))
         return a, b
 
     def cut(self) -> None:
@@ -186,6 +190,30 @@ class ZeroMQWorld(World):
         await super().close()
         for proxy in self.proxies:
             await proxy.close()
+
+
+class CurveWorld(ZeroMQWorld):
+    """ZeroMQ, encrypted: everybody has heard of everybody's key, as after joining."""
+
+    name = "curve"
+
+    async def _open(self, peer: str, settings: NetSettings) -> Node:
+        node = await open_zeromq(peer, settings=replace(settings, identity=Identity()))
+        self._list(peer, node.address, node.settings.identity)
+        return node
+
+    async def _transport(self, peer: str) -> Transport:
+        identity = Identity()
+        transport = ZeroMQTransport(replace(FAST, identity=identity))
+        self._list(peer, transport.address, identity)
+        return transport
+
+    def _list(self, peer: str, address: str, identity: Identity | None) -> None:
+        assert identity is not None
+        for node in self.nodes:
+            assert node.settings.identity is not None
+            node.settings.identity.admit(peer, address)
+            identity.admit(node.peer, node.address)
 
 
 class _Same(dict[str, T]):

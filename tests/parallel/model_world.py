@@ -73,17 +73,19 @@ class Run:
 
 def steps(module: nn.Module, x: Tensor, weight_of: Callable[[Tensor], Tensor], needs: bool, call: Call, meet: Any) -> Run:
     """A few steps of SGD with momentum, from inputs that change from one to the next."""
-    run, optimizer = Run(), momentum(list(module.parameters()))
+    parameters = list(module.parameters())
+    run, optimizer = Run(), momentum(parameters) if parameters else None
     for step in range(STEPS):
         given = (x * (1 + step / 8) if x.is_floating_point() else x).detach().clone().requires_grad_(needs)
-        optimizer.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         output = call(module, given)
         (output * weight_of(output)).sum().backward()
         meet(module)
         run.outputs.append(output.detach().clone())
         run.inputs.append(given.grad)
         run.gradients.append({name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None})
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
     run.state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return run
 
@@ -143,11 +145,12 @@ def compare(
         for name, tensor in state.items():
             close(tensor, due.state[name], f"{name} after {STEPS} steps")
         for step in range(STEPS):
-            close(run.outputs[step], part(due.outputs[step], target, number), f"output of rank {number} at step {step}")
-            back, back_due = run.inputs[step], due.inputs[step]
+            output_due, back, back_due = due.outputs[step], run.inputs[step], due.inputs[step]
+            what = f"of rank {number} at step {step}"
+            close(run.outputs[step], part(output_due, target, number), f"output {what}", float(output_due.abs().max()))
             assert (back is None) == (back_due is None)
             if back is not None and back_due is not None:
-                close(back, part(back_due, source, number), f"dX of rank {number} at step {step}")
+                close(back, part(back_due, source, number), f"dX {what}", float(back_due.abs().max()))
     return world
 
 

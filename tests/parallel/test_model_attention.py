@@ -40,7 +40,7 @@ def test_self_attention_on_every_grid(grid: Grid, dtype: torch.dtype) -> None:
 
 
 @given(grids, st.integers(1, 6), st.integers(4, 6), st.integers(1, 3), st.integers(1, 4), *[st.booleans() for _ in range(4)])
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_any_kind(
     grid: Grid, batch: int, heads: int, head_dim: int, times: int, bias: bool, batch_first: bool, causal: bool, first: bool
 ) -> None:
@@ -60,7 +60,7 @@ def test_any_kind(
 
 
 @given(grids, st.integers(1, 5), st.sampled_from(["packed", "shared", "three"]), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_queries_keys_values_masks_and_weights(
     grid: Grid, batch: int, kind: str, batch_first: bool, average: bool, by_head: bool
 ) -> None:

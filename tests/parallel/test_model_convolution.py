@@ -60,7 +60,7 @@ def convolutions(draw: st.DrawFn, groups: int, outputs: int, inputs: int) -> tup
 
 
 @given(st.data(), grids, st.integers(1, 5), st.integers(4, 7), st.integers(1, 4), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_geometry(data: st.DataObject, grid: Grid, batch: int, outputs: int, inputs: int, first: bool) -> None:
     layer, space = data.draw(convolutions(1, outputs, inputs))
     x = random(batch, inputs, *space)
@@ -83,7 +83,7 @@ def test_channels_that_come_divided_or_stay_so(data: st.DataObject, grid: Grid, 
 
 
 @given(st.data(), grids, st.integers(1, 5), st.integers(2, 7), st.integers(1, 4), st.integers(1, 3), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_groups(data: st.DataObject, grid: Grid, batch: int, groups: int, outputs: int, inputs: int, gathers: bool) -> None:
     """Whole groups of a row, or rows that share one; what cannot be divided says why."""
     layer, space = data.draw(convolutions(groups, outputs, inputs))

@@ -39,7 +39,7 @@ def test_on_every_grid(grid: Grid, by: Any) -> None:
     st.sampled_from(["features", "vocabulary"]),
     st.sampled_from([None, 0, 3, -1]),
 )
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_any_size(grid: Grid, batch: int, vocabulary: int, features: int, by: Any, padding: int | None) -> None:
     original = randomised(nn.Embedding(vocabulary, features, padding_idx=padding))
     x = words(batch, 3, vocabulary=vocabulary)

@@ -28,7 +28,7 @@ def test_by_outputs_on_every_grid(grid: Grid, dtype: torch.dtype) -> None:
 
 
 @given(st.data(), grids, st.integers(1, 9), st.integers(4, 11), st.integers(1, 9), st.booleans(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_by_outputs_of_any_size(
     data: st.DataObject, grid: Grid, batch: int, outputs: int, inputs: int, bias: bool, first: bool
 ) -> None:
@@ -157,6 +157,34 @@ def watch(layer: Linear, fabric: ThreadFabric, order: list[str]) -> None:
             return operation.bias_gradient(*given)
 
     layer._operation = Watched()  # type: ignore[assignment]
+
+
+def test_autocast_computes_and_sends_in_half_the_bytes() -> None:
+    grid, x = Grid(2, 2), random(4, 6, dtype=torch.float32)
+    plain = randomised(nn.Linear(6, 4), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        due = plain(x)
+
+    def rank(fabric: ThreadFabric) -> torch.Tensor:
+        layer = Linear(plain, Site("layer", grid, fabric))  # type: ignore[arg-type]
+        column = fabric.rank % 2
+        here = x[2 * column : 2 * column + 2].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output: torch.Tensor = layer(here)
+        output.sum().backward()
+        assert here.grad is not None
+        assert here.grad.dtype == layer.weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+        predicted = layer.traffic((2, 6), 2)
+        assert {label: fabric.traffic.nbytes[label] for label in predicted} == {
+            label: sent.nbytes for label, sent in predicted.items()
+        }
+        return output.detach()
+
+    results, _ = run_ranks(4, rank)
+    for number, found in enumerate(results):
+        column = number % 2
+        assert found.dtype == torch.bfloat16
+        assert torch.allclose(found.float(), due[2 * column : 2 * column + 2].float(), rtol=2e-2)
 
 
 def test_bad_input() -> None:

@@ -141,6 +141,17 @@ def test_dropout_between_layers_is_that_of_one_process(grid: Grid, both: bool) -
         close(back, part(back_alone, Placement(grid, sample_dimension=1), rank), "dX")
 
 
+def test_the_gradient_of_dropout_between_layers() -> None:
+    """Against differences: what is dropped of the next layer's input has no gradient either."""
+    original = randomised(nn.LSTM(2, 3, num_layers=2, dropout=0.5))
+    site = Site("layer", Grid(1, 1), ThreadFabric(ThreadWorld(1), 0))
+
+    def output(x: Tensor) -> Tensor:
+        return everything(LSTM(original, site, masks=Masks(site, Batch(2), 0)), x)  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(output, random(2, 2, 2).requires_grad_())
+
+
 def test_bad_input() -> None:
     site = Site("rnn", Grid(4, 1), ThreadFabric(ThreadWorld(4), 0))
     with pytest.raises(UsageError, match="rnn has 3 hidden units, which cannot be divided over 4 rows"):

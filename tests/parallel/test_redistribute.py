@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, Placement]:
 
 
 @given(cases())
-@settings(max_examples=120)
+@settings(max_examples=50)
 def test_all_elements_arrive_and_their_gradients_return(case: tuple[tuple[int, ...], Placement, Placement]) -> None:
     shape, source, target = case
     generator = torch.Generator().manual_seed(7)
@@ -98,11 +98,10 @@ def test_each_missing_piece_is_sent_once_and_by_who_has_it(case: tuple[tuple[int
 
 
 def test_copies_share_the_work_of_sending() -> None:
-    """Whole on 4 rows of one column, wanted by 4 columns: everybody has what it needs; wanted by others, all send alike."""
-    source = Placement(Grid(4, 2))  # ranks 0, 2, 4, 6 hold the first half
-    target = Placement(Grid(2, 4))  # quarters on ranks (0, 4), (1, 5), (2, 6), (3, 7)
-    sends = Counter(piece.source for piece in route(source, target, (8, 3)).pieces if piece.source != piece.to)
-    assert sum(sends.values()) == 4, "ranks 1, 5, 2 and 6 lack theirs"
+    """Whole on two rows, wanted by one process each: of the two that have a piece, the one that has sent less sends it."""
+    way = route(Placement(Grid(2, 3)), Placement(Grid(1, 6)), (24, 8))
+    assert [way.sent(rank, 4).nbytes for rank in range(6)] == [0, 128, 0, 128, 128, 128], "ranks 0 and 5 have theirs already"
+    sends = Counter(piece.source for piece in way.pieces if piece.source != piece.to)
     assert max(sends.values()) == 1
 
 

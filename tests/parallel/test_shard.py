@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -105,6 +105,7 @@ def test_a_model_of_several_kinds_trains_like_the_plain_one(grid: Grid) -> None:
 
 
 @given(grids, grids)
+@settings(max_examples=20)
 def test_a_state_moves_between_grids(before: Grid, after: Grid) -> None:
     """Gathered from one grid and cut for another, also 1x1: nobody sees a difference."""
     original = randomised(nn.Sequential(nn.Conv2d(3, 6, 2), nn.BatchNorm2d(6), nn.Linear(5, 7)))
@@ -164,6 +165,17 @@ def test_the_nearest_module_says_over_whom_to_sum() -> None:
     }
     assert shards["1.bias"].members == (1, 3)
     assert set(shards_of(model, Grid(2, 2), 3, {"": (0, 1, 2, 3)})) == set(model.state_dict())
+
+
+def test_a_copy_of_a_divided_model_has_weights_of_its_own_and_the_same_connections() -> None:
+    def rank(fabric: ThreadFabric) -> bool:
+        layer = Linear(nn.Linear(3, 4), Site("0", Grid(2, 1), fabric))
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight += 1
+        return other.site is layer.site and bool((other.weight != layer.weight).all()) and other(torch.ones(2, 3)).shape == (2, 4)
+
+    assert run_ranks(2, rank)[0] == [True, True]
 
 
 def test_a_state_of_another_model_is_refused() -> None:

@@ -62,4 +62,5 @@ def test_layers_follow_the_one_before_them() -> None:
 def test_times_are_measured_or_counted() -> None:
     stage = stages([linear("a", 10, 10), LayerShape("r", "other", (10,), (10,), forward_s=1.0)])[0]
     assert stage.seconds(100.0) == (2.0 + 1.0, 4.0 + 2.0)
+    assert stage.seconds(100.0, first=True) == (2.0 + 1.0, 2.0 + 2.0)
     assert stage.seconds(0) == (1.0, 2.0)

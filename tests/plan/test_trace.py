@@ -133,3 +133,25 @@ def test_a_profile_s_times_for_a_traced_model() -> None:
     assert stages(timed)[0].seconds(0) == pytest.approx((0.06, 0.12))
     with pytest.raises(UsageError, match=r"of another model than the task's"):
         with_times(layers, Profile((Layer("0", 41, 0.5, 1.0),)), 7)
+
+
+def test_what_divided_layers_need_to_know() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False)
+    layers = trace_layers(nn.Sequential(encoder, nn.LayerNorm(8), nn.Linear(8, 6)), (torch.zeros(2, 5, 8),))
+    found = {layer.name: layer for layer in layers}
+    assert list(found) == ["0", "1", "2"]  # the encoder is divided as one
+    first = found["0"]
+    assert (first.kind, first.units, first.sums, len(first.pieces)) == ("encoder", 2, 4, 12)
+    assert sum(part.units * part.each + part.whole for part in first.pieces) == first.weights
+    assert [layer.mixes for layer in layers] == [False, True, False]
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.LocalResponseNorm(3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    layers = trace_layers(model, (torch.zeros(2, 4, 9, 9),))
+    assert [layer.mixes for layer in layers] == [False, False, False, True, False, False]
+    assert [layer.statistics for layer in layers] == [False, True, False, False, False, False]
+    assert (layers[0].groups, layers[4].adaptive, layers[4].one_row) == (2, True, True)
+    (stage,) = stages(layers)
+    assert (stage.leaves_channels, stage.leaves_strips) == (False, False)
+    assert stage.gathered_at is layers[3]
+    assert [layers[0].most_units(rows) for rows in (1, 2, 4)] == [8, 4, 2]

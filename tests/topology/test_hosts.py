@@ -38,6 +38,58 @@ def test_a_range_is_as_many_hosts(entry: str, hosts: list[tuple[str, str]]) -> N
     assert {(host.slots, host.devices) for host in topology.hosts} == {(2, ("cuda:0",))}
 
 
+def test_a_range_of_machines_to_log_in_to() -> None:
+    entry = """
+[job]
+[engine]
+kind = "ssh"
+[[hosts]]
+name = "n[1-2]"
+address = "10.0.0.[1-2]"
+slots = 1
+bind = "10.1.0.[1-2]"
+python = "~/env/bin/python"
+environment = { OMP_PROC_BIND = "true" }
+ssh = { host = "login[7-8]", user = "me" }
+"""
+    topology = parse_topology(entry)
+    assert [(host.address, host.bind, host.listens_at, host.ssh.host) for host in topology.hosts] == [
+        ("10.0.0.1", "10.1.0.1", "10.1.0.1", "login7"),
+        ("10.0.0.2", "10.1.0.2", "10.1.0.2", "login8"),
+    ]
+    assert {(host.python, host.environment["OMP_PROC_BIND"], host.ssh.user) for host in topology.hosts} == {
+        ("~/env/bin/python", "true", "me")
+    }
+    assert parse_topology(topology.to_toml()) == topology
+    same = entry.replace("10.1.0.[1-2]", "0.0.0.0").replace("login[7-8]", "gate")
+    assert 'name = "n[1-2]"' in parse_topology(same).to_toml()
+    named = parse_topology(same.replace("10.0.0.[1-2]", "n[1-2].lan").replace('bind = "0.0.0.0"\n', ""))
+    assert {host.listens_at for host in named.hosts} == {"::"}  # whatever the name means there
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('address = "127.0.0.1"', "means each host itself"),
+        ('bind = "127.0.0.[1-2]"', "means each host itself"),
+        ('bind = "eth0"', "is no IP address"),
+        ('bind = "10.0.0.[1-3]"', "3 addresses for 2 hosts"),
+        ('ssh = { host = "a[1-3]" }', "3 addresses for 2 hosts"),
+        ('ssh = { host = "-oProxyCommand=x" }', "must be one word"),
+        ('ssh = { user = "a b" }', "must be one word"),
+        ('ssh = { options = { RemoteCommand = "x" } }', "RemoteCommand, which is not for this place"),
+        ('ssh = { options = { "A=b" = "x" } }', "no option of ssh"),
+        ("environment = { ZMQTRAIN_TOKEN = 'x' }", "which zmqtrain sets itself"),
+        ("environment = { 'A B' = 'x' }", "no name of an environment variable"),
+        ('python = "-c"', "is no path"),
+    ],
+)
+def test_what_cannot_be_logged_in_to(line: str, message: str) -> None:
+    address = "" if "address" in line else 'address = "10.0.0.[1-2]"\n'
+    with pytest.raises(TopologyFaultsError, match=message):
+        parse_topology(f'[job]\n[engine]\nkind = "ssh"\n[[hosts]]\nname = "n[1-2]"\nslots = 1\n{address}{line}\n')
+
+
 def test_each_host_of_a_range_on_this_machine_has_its_processors() -> None:
     assert {host.slots for host in parse_topology("[job]\n[[hosts]]\nname = 'n[1-2]'\n").hosts} == {Host(name="n").slots}
 

@@ -148,8 +148,26 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[compute]\ngroup_size = 80\n", "compute.batch_size", 2, "smaller than the group: 80 workers"),
         ("[job]\n[compute]\naccumulate = 80\n", "compute.batch_size", 2, "80 micro-batches each"),
         ("[job]\n[compute]\ngroups = 'auto'\n", "compute.groups", 3, "not in this release"),
-        ("[job]\n[compute]\ngrid = '2x1'\n", "compute.grid", 3, "not in this release"),
-        ("[job]\n[compute]\ngrid = '1x2'\n", "compute.grid", 3, "does not have group_size = 1 places"),
+        ("[job]\n[compute]\ngrid = '1x2'\n", "compute.grid", 3, "has 2 places, and group_size is 1"),
+        ("[job]\n[compute]\ngrid = '0x2'\n", "compute.grid", 3, "is no grid"),
+        (
+            "[job]\n[compute]\ngroup_size = 2\ngrid = '2x1'\n[data]\nshuffle = 'ring'\n[exchange]\nkind = 'gossip'\n",
+            "data.shuffle",
+            6,
+            "the sample ring knows no rows",
+        ),
+        (
+            "[job]\n[compute]\ngroup_size = 2\ngrid = '2x1'\n[optimizer]\nclip_norm = 1.0\n[exchange]\nkind = 'allreduce'\n",
+            "optimizer.clip_norm",
+            6,
+            "by model servers only",
+        ),
+        (
+            "[job]\n[compute]\ngroup_size = 2\n[[parallel.layers]]\nlayer = '0'\nchoice = 'model'\ngrid = '2x1'\n",
+            "parallel.layers",
+            4,
+            "is for a grid that divides the model",
+        ),
         ("[job]\n[compute]\ngrid = 'big'\n", "compute.grid", 3, "is no grid"),
         ("[job]\n[compute]\ndevice = 'modelled'\n", "compute.device", 3, "needs profile"),
         ("[job]\n[compute]\nprofile = 'a.json'\n", "compute.profile", 3, 'set device = "modelled"'),
@@ -184,8 +202,18 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[exchange]\nshards = 2\n", "exchange.shards", 3, 'set kind = "model_server"'),
         ("[job]\n[exchange]\nkind = 'gossip'\nevery = 2\n", "exchange.every", 4, "every is for averaging and allreduce"),
         ("[job]\n[exchange]\ncompression_ratio = 0.1\n", "exchange.compression_ratio", 3, "for topk"),
-        ("[job]\n[exchange]\nmerged_fc = true\n", "exchange.merged_fc", 3, "not in this release"),
-        ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, 'use "local"'),
+        ("[job]\n[engine]\nkind = 'slurm'\n", "engine.kind", 3, 'use "local"'),
+        ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, "needs machines"),
+        ("[job]\n[exchange]\nmerged_fc = true\nfc_servers = 2\n", "exchange.fc_servers", 4, "not in this release"),
+        ("[job]\n[exchange]\nmerged_fc = true\nkind = 'gossip'\n", "exchange.merged_fc", 3, 'set kind = "model_server"'),
+        ("[job]\n[exchange]\nsplit = 'fc'\n", "exchange.split", 3, "split is for merged_fc"),
+        ("[job]\n[exchange]\nmerged_fc = true\n[optimizer]\nclip_norm = 1.0\n", "optimizer.clip_norm", 5, "leave one of the two"),
+        (
+            "[job]\n[exchange]\nmerged_fc = true\n[compute]\ngrid = '2x1'\ngroup_size = 2\n",
+            "exchange.merged_fc",
+            3,
+            "leave .compute. grid out",
+        ),
         ("[job]\n[network]\nlatency = '3 h'\n", "network.latency", 3, "out of range"),
         ("[job]\nsteps = \n", "", 2, "is no valid TOML"),
         ("[job]\nsteps = 1\nsteps = 2\n", "", 3, "is no valid TOML"),
@@ -380,3 +408,44 @@ def test_every_field_is_documented_and_every_reference_leads_somewhere() -> None
     references = re.findall(r'"#/\$defs/(\w+)"', json.dumps(schema))
     assert set(references) <= set(definitions)
     assert "Host" in references
+
+
+@pytest.mark.parametrize(
+    ("wanted", "address", "encrypted", "emulated"),
+    [
+        (None, "127.0.0.1", False, False),
+        (None, "10.0.0.1", True, False),
+        ("auto", "10.0.0.1", True, False),
+        ("required", "127.0.0.1", True, True),
+        ("disabled", "10.0.0.1", False, False),
+    ],
+)
+def test_when_connections_are_encrypted(wanted: str | None, address: str, encrypted: bool, emulated: bool) -> None:
+    job = "[job]\n" if wanted is None else f'[job]\ntransport_encryption = "{wanted}"\n'
+    topology = parse_topology(f'{job}[[hosts]]\nname = "a"\n[[hosts]]\nname = "b"\nslots = 1\naddress = "{address}"\n')
+    assert topology.encrypted() is encrypted
+    assert topology.encrypted(emulated=True) is emulated
+
+
+@pytest.mark.parametrize(
+    ("compute", "more", "said"),
+    [
+        ('parts = "fair"', "", 'are no parts: write "even", "measured"'),
+        ("parts = [1, 0]\ngroup_size = 2", "", "greater than 0"),
+        ("parts = [1, 2]\ngroup_size = 3", "", "2 weights: give one for each of a group's 3 workers"),
+        ("parts = [1, 2]\ngroups = 2\ngroup_size = 3", "", "3 workers, or for each of all 6"),
+        ('parts = "measured"\ngroup_size = 2', '[data]\nshuffle = "ring"', "pass from worker to worker as they are"),
+        ('parts = "measured"\ngroup_size = 2\ngrid = "2x1"', "", "have the same samples"),
+    ],
+)
+def test_parts_that_cannot_be(compute: str, more: str, said: str) -> None:
+    with pytest.raises(TopologyFaultsError, match=said):
+        parse_topology(f'[job]\ntask = "a:b"\noversubscribe = true\n[compute]\n{compute}\n{more}\n')
+
+
+def test_parts_are_read_and_written() -> None:
+    for written, parts in (('"measured"', "measured"), ("[2, 1]", (2.0, 1.0)), ("[0.5, 1.5]", (0.5, 1.5))):
+        topology = parse_topology(f'[job]\ntask = "a:b"\noversubscribe = true\n[compute]\ngroup_size = 2\nparts = {written}\n')
+        assert topology.compute.parts == parts
+        assert parse_topology(topology.to_toml()) == topology
+        assert Topology.from_dict(topology.to_dict()) == topology

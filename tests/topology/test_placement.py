@@ -52,6 +52,27 @@ def test_groups_stay_together_and_spread_over_hosts() -> None:
     assert placement.role("server/1").index == 1
 
 
+def test_the_fc_server_goes_where_slots_are_left_and_takes_them() -> None:
+    file = '[job]\n[[hosts]]\nname = "a"\nslots = 6\n[[hosts]]\nname = "b"\nslots = 4\n[compute]\ngroups = 2\ngroup_size = 2\n'
+    placement = place(parse_topology(file + "[exchange]\nmerged_fc = true\n"))
+    assert hosts_of(placement) == [["a", "a"], ["a", "a"]]
+    (role,) = placement.fc_roles
+    assert (role.kind, role.peer, role.host, role.threads, role.device, role.group) == ("fc", "fc/0", "b", 4, "auto", -1)
+    assert [role.peer for role in placement.server_roles] == ["server/0"]
+    assert Placement.from_dict(json.loads(json.dumps(placement.to_dict()))) == placement
+    assert place(topology_of([4])).fc_roles == ()
+
+
+def test_the_fc_server_takes_the_device_behind_the_workers() -> None:
+    file = '[job]\n[[hosts]]\nname = "a"\nslots = 1\ndevices = ["cuda:0", "cuda:1"]\n[exchange]\nmerged_fc = true\n'
+    placement = place(parse_topology(file))
+    assert [(role.peer, role.device, role.threads) for role in placement.roles] == [
+        ("worker/0", "cuda:0", 1),
+        ("server/0", "cpu", 1),
+        ("fc/0", "cuda:1", 1),
+    ]
+
+
 def test_a_group_larger_than_any_host_takes_as_few_as_can_be() -> None:
     assert hosts_of(place(topology_of([1, 3, 2], size=5))) == [["h1", "h1", "h1", "h2", "h2"]]
 

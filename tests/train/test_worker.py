@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
 from zmqtrain.data.partition import Partition
@@ -87,6 +88,30 @@ async def test_clipping_accumulation_and_uneven_parts(kind: str, overlap: bool) 
     assert not result.errors
     expected = alone(recipe, 4, 22, clip=0.05)
     assert (recipe.parameters("worker/5") - expected).norm() <= 1e-12 * expected.norm()
+
+
+async def test_images_with_channels_last_train_alike() -> None:
+    seen: list[bool] = []
+
+    class Watching(nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(images.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(images)
+
+    def model() -> nn.Module:
+        return nn.Sequential(Watching(2, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)).double()
+
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(24, 2, 8, 8, generator=generator).double(), torch.arange(24) % 3)
+    found = []
+    for last in (False, True):
+        recipe = Recipe(model=model, train_data=data, eval_data=data)
+        seen.clear()
+        compute = {"batch_size": 12, "group_size": 2, "channels_last": last, "keep_memory": False}
+        assert not (await run(topology_of(job={"steps": 3}, compute=compute), recipe)).errors
+        assert set(seen) == {last}
+        found.append(recipe.parameters("worker/1"))
+    assert torch.allclose(*found, rtol=1e-10, atol=1e-12)
 
 
 async def test_asynchronous_groups_learn() -> None:

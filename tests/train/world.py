@@ -20,14 +20,13 @@ from zmqtrain.membership.client import Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.server.role import run_server
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.role import run_role
 from zmqtrain.train.task import Task
-from zmqtrain.train.worker import run_worker
 
 
 class ListRecorder:
@@ -110,10 +109,8 @@ async def run(
             context = RoleContext(own, membership, placement.role(peer), placement, topology, ladder, recorder)
             context = replace(context, arena=arena, make_device=make_device)
             try:
-                if peer.startswith("server"):
-                    await run_server(context)
-                else:
-                    await run_worker(context, task=None if task is None else task(peer))
+                computes = not peer.startswith("server")
+                await run_role(context, task=task(peer) if task is not None and computes else None)
                 await membership.leave()
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 result.errors[peer] = error

@@ -17,21 +17,37 @@ def trial(kind: Any = "probe", updates: int = 10, groups: int = 2, above: float 
 
 
 def step(time: float, loss: float | None, staleness: float | None = None, seconds: float = 0.5) -> dict[str, Any]:
-    return {"kind": "step", "time": time, "step": 0, "values": {"loss": loss, "seconds": seconds, "staleness": staleness}}
+    """The event of a step that has this number and ended then, so that a worker's steps are a second apart."""
+    return {"kind": "step", "time": time, "step": int(time), "values": {"loss": loss, "seconds": seconds, "staleness": staleness}}
 
 
 def test_a_probe_is_stopped_when_all_groups_together_have_made_its_updates() -> None:
+    """Two groups of two. A worker's events come in batches, some of them late."""
     hearing = Hearing(trial(updates=10), group_size=2)
-    for number in range(19):
-        hearing.hear(step(100.0 + number, 5.0 - 0.1 * number, 1.0))
-        assert hearing.stop is None
-    hearing.hear(step(119.0, 3.0, 3.0))
+    for rank in (0, 1, 2):
+        for number in range(8):
+            hearing.hear(step(100.0 + number, 5.0 + rank - 0.1 * number, 1.0), rank)
+    assert hearing.updates == 8  # nobody knows what the second group has done as long as one of its workers is silent
+    assert hearing.stop is None
+    for number in range(8):
+        hearing.hear(step(100.0 + number, 8.0 - 0.1 * number, 3.0), 3)
     assert hearing.stop == "the probe has made its updates"
-    outcome = hearing.outcome()
-    assert outcome.updates == 10
-    assert outcome.seconds == 19.5  # from the begin of the first step
-    assert outcome.staleness == pytest.approx(1.1)
+    outcome = hearing.outcome(whole_s=9.0)
+    assert outcome.updates == 10  # the first five of either group; it was stopped late
+    assert outcome.seconds == 4.5  # from the begin of the first step
+    assert outcome.spent_s == 9.0
+    assert outcome.loss == pytest.approx((7.2 + 5.1 + 7.1) / 3)
+    assert outcome.staleness == pytest.approx(1.5)
     assert not outcome.diverged
+
+
+def test_time_after_the_target_does_not_count() -> None:
+    hearing = Hearing(trial("train", updates=1000), 1, target=1.0)
+    for number in range(60):
+        hearing.hear(step(float(number), 3.0 - 0.1 * min(number, 30)))
+    outcome = hearing.outcome(whole_s=70.0)
+    assert outcome.reached is not None
+    assert outcome.spent_s == pytest.approx(70.0 - (outcome.seconds - outcome.reached))
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])

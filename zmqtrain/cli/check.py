@@ -63,7 +63,7 @@ def run_check(path: str | Path, json: bool = False, *, data: str | None = None) 
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology)]
-    findings += [*_network(topology), *_simulation(topology)]
+    findings += [_encryption(topology), *_network(topology), *_simulation(topology)]
     rows = list(_rows(topology, placement, findings))
     ok = all(finding.ok for finding in findings)
     if json:
@@ -81,9 +81,8 @@ def run_check(path: str | Path, json: bool = False, *, data: str | None = None) 
 def _slots(topology: Topology, placement: Placement) -> Finding:
     slots = sum(host.slots for host in topology.hosts)
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
-    return Finding(
-        "slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {placement.servers} model servers beside"
-    )
+    beside = f"{placement.servers} model servers" + (f" and {placement.fc_servers} FC server" if placement.fc_servers else "")
+    return Finding("slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {beside} beside")
 
 
 def _task(topology: Topology) -> Finding:
@@ -124,6 +123,15 @@ def _port(topology: Topology) -> Finding:
             why = f"{port} cannot be used ({error.strerror}): choose another [job] port, or leave it out to take any free one"
             return Finding("port", False, why)
     return Finding("port", True, f"{port} is free")
+
+
+def _encryption(topology: Topology) -> Finding:
+    wanted = topology.job.transport_encryption
+    if wanted != "auto":
+        return Finding("encryption", True, f"{'always' if wanted == 'required' else 'never'}, as [job] transport_encryption says")
+    elsewhere = next((host for host in topology.hosts if not host.local), None)
+    why = "all hosts are this machine" if elsewhere is None else f"{elsewhere.name} is at {elsewhere.address}"
+    return Finding("encryption", True, f"{'no' if elsewhere is None else 'yes'}: {why}")
 
 
 def _profile(topology: Topology) -> Iterator[Finding]:

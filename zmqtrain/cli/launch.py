@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
 
+from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
@@ -31,10 +35,12 @@ def run_launch(
     emulate: bool = False,
     shaping: str | None = None,
     dilation: float | None = None,
+    detach: bool = False,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
+    ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
     Raises `UsageError` (and its children) before anything is started.
     """
     topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
@@ -45,25 +51,52 @@ def run_launch(
         raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
     if script and not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
+    if script and (topology.compute.grid == "auto" or topology.divided):
+        raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
     placement = place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
     resume_from = _resume(resume, topology.job.name) if resume is not None else None
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
-    write_pid(directory)
     description = RunDescription(
         topology,
         placement,
         folder=str(file.resolve().parent),
-        data_path=_data(data, topology.data.path),
+        data_path=_data(data, topology.data.path, here=topology.engine.kind == "local" or emulate),
         resume=None if resume_from is None else str(resume_from),
         script=tuple(script),
     )
-    groups = {role.peer: role.group for role in placement.workers}
-    view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-    launch = Launch(description, directory, view, emulation=emulation)
-    return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
+
+    def go() -> int:
+        write_pid(directory)
+        groups = {role.peer: role.group for role in placement.workers}
+        view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
+        launch = Launch(description, directory, view, emulation=emulation)
+        return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
+
+    if not detach:
+        return go()
+    code = run_detached(
+        directory.path,
+        go,
+        is_running=lambda: _has_joined(directory.path),
+        out=sys.stderr if json_lines else sys.stdout,  # JSON alone, for machines
+    )
+    if code is not None:
+        return code
+    if json_lines:
+        print(dumps({"run": str(directory.path), "status": "running"}))
+    else:
+        print(f"detached. zmqtrain attach {directory.path} shows it, zmqtrain stop {directory.path} stops it")
+    return 0
+
+
+def _has_joined(path: Path) -> bool:
+    """Whether all roles have joined. Their joining comes first in the file, so it is short while one asks."""
+    with (path / "events.jsonl").open("rb") as events:
+        return any(b'"running"' in line for line in events)
 
 
 def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
@@ -80,11 +113,13 @@ def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation:
     return emulation
 
 
-def _data(option: str | None, file: str | None) -> str | None:
+def _data(option: str | None, file: str | None, *, here: bool) -> str | None:
     """An argument goes before the environment, the environment before the file. Whether it exists is for the task to say, since
-    on other hosts it may."""
+    on other hosts it may. ``here``: all hosts are this machine; elsewhere a relative path begins at each host's own folder."""
     path = option or os.environ.get("ZMQTRAIN_DATA") or file
-    return None if path is None else str(Path(path).expanduser().absolute())
+    if path is None:
+        return None
+    return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())
 
 
 def _resume(resume: str, name: str) -> Path:

@@ -43,6 +43,9 @@ def launch(
     dilation: Annotated[
         float | None, typer.Option(help="With --emulate: run so many times as slowly, and divide reported times by it.")
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the run is under way; zmqtrain attach, stop and logs find it.")
+    ] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -62,6 +65,7 @@ def launch(
         emulate=emulate,
         shaping=shaping,
         dilation=dilation,
+        detach=detach,
     )
     raise typer.Exit(code)
 
@@ -126,6 +130,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw what a step of each grid consists of, to FILE.svg.")] = None,
     price: Annotated[Path | None, typer.Option(help="Price this plan (JSON, as --save writes it) instead of planning.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the plan on the simulated network, too: predicted, counted and measured.")
+    ] = False,
     data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
@@ -133,7 +140,8 @@ def plan(
 ) -> None:
     """Choose how each layer is divided over FILE's compute group (by model, domain or batch, on which grid), and show why.
 
-    Computed from a cost model: nothing is trained or measured. FILE needs a task, a profile, or a table of layers (plan.layers).
+    Computed from a cost model: nothing is trained, and run only with --measure. FILE needs a task, a profile, or a table of layers
+    (plan.layers).
     """
     from zmqtrain.cli.plan import run_plan
 
@@ -146,6 +154,7 @@ def plan(
         processes=processes,
         given=price,
         save=save,
+        measure=measure,
         data=data,
         settings=settings or (),
     )
@@ -187,6 +196,52 @@ def tune(
 
 
 @app.command()
+def profile(
+    target: Annotated[str, typer.Argument(metavar="TASK_OR_FILE", help="A task like file.py:task, or a topology file with one.")],
+    out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON: what compute.profile takes.")] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Samples of a step to try, like 1,2,4,8. Default: doubled until it brings no more.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples for the layers' table. Default: a worker's part in FILE, else the best.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads, rather than to try how many are best.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the file's.")] = None,
+    links: Annotated[bool, typer.Option("--links", help="Measure the network between FILE's hosts, not the model.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="With --links: between emulated hosts, on this machine.")] = False,
+    shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced, or auto.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="For each number of samples and of threads.")] = 1.0,
+    json_lines: Json = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Measure a task's model on this machine: each layer, both phases, the best batch and threads, and the processor's peak.
+
+    With --links: bandwidth and latency between hosts. Planners and modelled devices use the profile that --out writes.
+    """
+    from zmqtrain.cli.profile import run_profile
+
+    code = run_profile(
+        target,
+        out=out,
+        batches=batches,
+        batch=batch,
+        threads=threads,
+        device=device,
+        links=links,
+        emulate=emulate,
+        shaping=shaping,
+        data=data,
+        seconds=seconds,
+        json_lines=json_lines,
+        settings=settings or (),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema
@@ -196,8 +251,11 @@ def schema() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip or host.")],
+    name: Annotated[
+        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or parallel.")
+    ],
     json_lines: Json = False,
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
     mxnet_python: Annotated[
         str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
     ] = None,
@@ -214,6 +272,7 @@ def bench(
         run_bench(
             name,
             json_lines=json_lines,
+            encrypted=encrypted,
             mxnet_python=mxnet_python,
             mxnet_script=mxnet_script,
             mpi_python=mpi_python,
@@ -245,8 +304,16 @@ def report(
 
 
 @app.command()
+def attach(run: Run = "latest", json_lines: Json = False) -> None:
+    """Show a run that was launched in another terminal, or with --detach. Ctrl-C leaves it alone."""
+    from zmqtrain.cli.attach import run_attach
+
+    raise typer.Exit(run_attach(run, json_lines=json_lines))
+
+
+@app.command()
 def stop(run: Run) -> None:
-    """Stop a run as Ctrl-C would."""
+    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher."""
     from zmqtrain.cli.runs import run_stop
 
     raise typer.Exit(run_stop(run))

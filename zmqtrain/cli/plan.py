@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.cli.divided import read_plan
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
-from zmqtrain.parallel.plan import Plan
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.chart import draw
 from zmqtrain.plan.efficiency import efficiencies
@@ -25,9 +25,6 @@ from zmqtrain.plan.study import check_study, compare, readings
 from zmqtrain.plan.sweep import powers_up_to, sweep
 from zmqtrain.topology.schema import Topology
 
-#: A plan's file is small; anything larger is another file.
-LARGEST_PLAN = 4 * 2**20
-
 
 def run_plan(
     file: Path,
@@ -39,14 +36,16 @@ def run_plan(
     processes: str | None = None,
     given: Path | None = None,
     save: Path | None = None,
+    measure: bool = False,
     data: str | None = None,
     settings: Sequence[str] = (),
 ) -> int:
     """Plan for a topology file and print the plan. Returns the exit code.
 
     ``batches``, ``processes``: numbers with commas between, instead of the file's. ``given``: a plan to price instead of planning.
-    ``save``: where to write the plan, as JSON. Raises `UsageError` where something cannot be, `TaskError` where the task's own code
-    fails.
+    ``save``: where to write the plan, as JSON. ``measure``: whether to run it in the simulated world, too.
+
+    Raises `UsageError` where something cannot be, `TaskError` where the task's own code fails.
     """
     topology = load_with(file, settings)
     sizes = _numbers(processes, "--processes") or list(topology.plan.processes) or [topology.compute.group_size]
@@ -56,7 +55,7 @@ def run_plan(
     for option, target in (("--plot", plot), ("--save", save)):
         if target is not None and not target.absolute().parent.is_dir():
             raise UsageError(f"{option} {target} cannot be written: there is no folder {target.absolute().parent}")
-    if (given is not None or save is not None) and len(sizes) * len(samples) > 1:
+    if (given is not None or save is not None or measure) and len(sizes) * len(samples) > 1:
         raise UsageError("a plan is for one group size and one batch: give one of each with --processes and --batch")
     source = source_of(topology, data)
     tables = None if json_lines else Tables()
@@ -73,6 +72,8 @@ def run_plan(
         _study(problems, tables)
     elif topology.compute.workers > 1 and given is None and not sweep_it:
         _groups(topology, source, tables)
+    if measure and planned:
+        _measure(topology, planned[0], data, tables)
     if save is not None and planned:
         _write(save, json.dumps(planned[0].plan.values(), indent=1) + "\n", "--save")
     if plot is not None:
@@ -94,7 +95,7 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
     if given is None:
         planned = plan(problem)
     else:
-        placed = placed_of(problem, _read(given))
+        placed = placed_of(problem, read_plan(given, "--price"))
         options = tuple(problem.options(stage) for stage in problem.layers)
         planned = Planned(problem, tuple(placed), price(problem, placed), options)
     layers, totals = list(layer_rows(planned)), total_rows(planned, "given" if given else "planned")
@@ -104,6 +105,17 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
     else:
         tables.plan(problem, layers, totals, given=given is not None, why=why)
     return planned
+
+
+def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tables | None) -> None:
+    from zmqtrain.cli.plan_measure import measured_rows
+
+    rows = measured_rows(topology, planned, data)
+    if tables is None:
+        for row in rows:
+            print(dumps(row))
+    else:
+        tables.measured(rows[:-1], rows[-1])
 
 
 def _study(problems: Sequence[Problem], tables: Tables | None) -> None:
@@ -152,19 +164,6 @@ def _numbers(text: str | None, option: str) -> list[int]:
     if any(number < 1 or number > 2**31 for number in numbers):
         raise UsageError(f"{option} {text}: write numbers from 1 with commas between, like 8,32,128")
     return numbers
-
-
-def _read(file: Path) -> Plan:
-    """A plan as `--save` writes it."""
-    try:
-        if file.stat().st_size > LARGEST_PLAN:
-            raise UsageError(f"--price {file}: it is larger than {LARGEST_PLAN} bytes, which is no plan")
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--price {file} cannot be read as a plan: {error}") from error
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise UsageError(f'--price {file}: a plan is a list of {{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}}')
-    return Plan.read(values)
 
 
 def _write(file: Path, text: str, option: str) -> None:

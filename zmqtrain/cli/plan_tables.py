@@ -14,7 +14,10 @@ from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
 from zmqtrain.topology.units import format_rate
 
-TERMS = (("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw"), ("halo", "halo"), ("redist.", "redistribute"))
+TERMS = (
+    *(("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw")),
+    *(("halo", "halo"), ("redist.", "redistribute"), ("stat.", "statistics")),
+)
 #: Layers of a table; there may be hundreds.
 MOST_LAYERS = 60
 #: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.
@@ -94,6 +97,26 @@ class Tables:
             cells = (row["plan"], f"{row['messages']:,.0f}", _size(row["bytes"]), *times, _size(row["memory_bytes"]))
             table.add_row(*map(escape, cells), f"{row['gain']:.2f}x", f"[dim]{escape(note)}[/]")
         self._print("\nA step of one process, beside pure batch and pure model")
+        self._console.print(table)
+
+    def measured(self, rows: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
+        """What was predicted, counted on the simulated wire, and waited for."""
+        self._print("\n[bold]Predicted, counted and measured[/]: of the process that sends most; steps in the simulated world")
+        headings = (">messages", ">counted", ">bytes", ">counted", ">waited")
+        table = _table("layer", "choice", "grid", "what", "pass", *headings, "")
+        names, layer = {key: name for name, key in TERMS}, ""
+        for row in rows:
+            place = ("", "", "") if row["layer"] == layer else (row["layer"], row["choice"], row["grid"])
+            layer = row["layer"]
+            messages = (row["predicted_messages"], row["counted_messages"])
+            nbytes = (row["predicted_bytes"], row["counted_bytes"])
+            note = "" if messages[0] == messages[1] and nbytes[0] == nbytes[1] else "differs"
+            figures = [f"{each:,}" for each in (*messages, *nbytes)]
+            table.add_row(*map(escape, place), names[row["term"]], row["phase"], *figures, _time(row["waited_s"]), note)
+        self._console.print(table)
+        table = _table("", ">predicted", ">measured")
+        for what in ("compute", "exposed", "step"):
+            table.add_row(what, _time(total[f"predicted_{what}_s"]), _time(total[f"measured_{what}_s"]))
         self._console.print(table)
 
     def study(self, rules: Sequence[dict[str, Any]], readings: Sequence[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import HostLostError, SshError, UsageError
+from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name
 
 
@@ -32,13 +34,25 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
 
 
 def run_stop(name: str) -> int:
-    """Stop a run as Ctrl-C would. Raises `UsageError` where it does not run."""
+    """Stop a run as Ctrl-C would; where its launcher is gone, stop what is left of it on its hosts.
+
+    Raises `UsageError` where there is nothing of it, and `HostLostError` where hosts cannot be reached.
+    """
     path = find_run(name)
     process = launcher_of(path)
-    if process is None:
-        raise UsageError(f"{path} does not run on this machine")
-    process.send_signal(signal.SIGINT)
-    process.wait()
+    if process is not None:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    hosts = asyncio.run(stop_hosts(path))
+    if process is None and not hosts:
+        raise UsageError(f"{path} does not run on this machine, and has nothing left on others")
+    missed = [str(result) for result in hosts.values() if isinstance(result, SshError)]
+    for host, result in hosts.items():
+        if not isinstance(result, SshError):
+            print(f"{host}: stopped, and nothing is left there")
+    if missed:
+        lines = "\n  ".join(missed)
+        raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
     return 0
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.record import Ending, RunRecord
@@ -56,6 +57,7 @@ def run_simulate(
         find_task(topology.job.task, (".", *topology.job.python_path))
     if topology.compute.profile is not None:
         Profile.load(topology.compute.profile)
+    topology = decided(topology, file.resolve().parent, data)
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:

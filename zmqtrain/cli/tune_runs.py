@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,9 +62,10 @@ class SimulatedRuns:
         hearing = Hearing(trial, topology.compute.group_size, self.target)
         halt: list[Callable[[str], None]] = []
 
-        def hear(_: str, events: list[dict[str, Any]]) -> None:
+        def hear(peer: str, events: list[dict[str, Any]]) -> None:
+            role, _, index = peer.partition("/")
             for event in events:
-                hearing.hear(event)
+                hearing.hear(event, int(index) if role == "worker" else None)
             if hearing.stop is not None and halt:
                 halt.pop()(hearing.stop)
 
@@ -75,7 +77,7 @@ class SimulatedRuns:
         result = simulate(resolved(topology, topology.job.seed), options=options)
         error = result.ending.error or {}
         _require_sound(result.ending.status, error, hearing)
-        return hearing.outcome(diverged=error.get("type") == _NOT_FINITE)
+        return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
 
 
 @dataclass(slots=True)
@@ -99,13 +101,13 @@ class LaunchedRuns:
         view = _Listener(hearing)
         launch = Launch(description, directory, view, emulation=self.emulation)
         view.halt = launch.halt
-        code = run(launch.run(), dilation=None if self.emulation is None else self.emulation.dilation)
+        code, whole_s = run(_timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         file = directory.path / "error.json"
         error = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         _require_sound("failed" if code else "done", error, hearing)
-        return hearing.outcome(diverged=error.get("type") == _NOT_FINITE)
+        return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
 
 
 @dataclass(slots=True)
@@ -125,10 +127,17 @@ class _Listener:
     def end(self) -> None: ...
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
-        self.hearing.hear(event)
+        self.hearing.hear(event, event.get("rank"))
         if self.hearing.stop is not None and not self._halted:
             self._halted = True
             self.halt(self.hearing.stop)
+
+
+async def _timed(life: Awaitable[int]) -> tuple[int, float]:
+    """What it returns, and how long it took on the loop's clock."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    return await life, clock() - start
 
 
 def _require_sound(status: str, error: Mapping[str, Any], hearing: Hearing) -> None:

@@ -36,6 +36,13 @@ class Batch:
             for c in cuts
         ]  # fmt: skip
 
+    def part(self, rows: slice) -> Batch:
+        """Some of the samples, as views."""
+        start, stop, _ = rows.indices(self.samples)
+        if (start, stop) == (0, self.samples):
+            return self
+        return Batch(_rows(self.inputs, rows, self.samples), _rows(self.target, rows, self.samples), stop - start)
+
     def to(self, device: torch.device) -> Batch:
         return self if device.type == "cpu" else Batch(_move(self.inputs, device), _move(self.target, device), self.samples)
 
@@ -54,8 +61,11 @@ class Fetch:
         collate: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         pin: bool = False,
+        channels_last: bool = False,
     ) -> None:
+        """``pin``: into memory that devices copy from. ``channels_last``: how images (four dimensions) of the inputs lie there."""
         self._dataset, self._collate, self._transform, self._pin = dataset, collate, transform, pin
+        self._channels_last = channels_last
 
     def __call__(self, indices: Indices, seed: tuple[int, ...] | None = None) -> Batch:
         """Raises `TaskError` where the dataset, collate or transform raises, or a batch is not (input, target)."""
@@ -81,6 +91,8 @@ class Fetch:
                 f"a batch of the task's data is a {type(batch).__name__}; it must be (input, target): "
                 "let data[i] return such a pair"
             )
+        if self._channels_last:
+            batch = [*(_map(part, _channels_last) for part in batch[:-1]), batch[-1]]
         if self._pin:
             batch = [_map(part, torch.Tensor.pin_memory) for part in batch]
         return Batch(tuple(batch[:-1]), batch[-1], len(indices))
@@ -145,6 +157,10 @@ def _map(part: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(part, tuple | list):
         return type(part)([_map(value, function) for value in part])
     return part
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _rows(part: Any, rows: slice, samples: int) -> Any:

@@ -63,10 +63,14 @@ class Partition:
         return step // self.steps_per_epoch
 
     def indices(self, step: int, group: int, position: int) -> Indices:
-        """The samples that the worker takes at the step, counted from 0 over all epochs."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        begin = place * self.step_samples + group * self.batch_size
+        """The samples that the worker takes at the step, counted from 0 over all epochs, where all parts are even."""
         start, stop = even_bounds(self.batch_size, self.group_size, position)
+        return self.run(step, group * self.batch_size + start, group * self.batch_size + stop)
+
+    def run(self, step: int, start: int, stop: int) -> Indices:
+        """Some of the samples that all groups take at the step: from ``start`` to ``stop`` of `step_samples`."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        begin = place * self.step_samples
         return _order(self.samples, self.seed, epoch, self.shuffle)[begin + start : begin + stop]
 
 

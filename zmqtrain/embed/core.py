@@ -27,6 +27,7 @@ from zmqtrain.train.device.make import device_named
 from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.task import check_dataset, check_model
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -191,10 +192,13 @@ class Core:
         size, shuffle = batch_size or topology.compute.batch_size, topology.data.shuffle
         if shuffle == "ring":
             raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
+        if topology.compute.parts == "measured":
+            raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
         partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, shuffle)
+        shares = Shares.of(topology, placement, role, size)
         loader = Loader(
             Fetch(dataset),
-            lambda step: partition.indices(step, role.group, role.position),
+            lambda step: partition.run(step, *shares.bounds(step)),
             (topology.job.seed, role.index),
         )
         self._loaders.append(loader)

@@ -26,6 +26,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.settings import NetSettings
@@ -104,7 +105,8 @@ async def open_run(
     Raises, at the end of the block, the failure of a role that runs elsewhere.
     """
     placement, ladder, token = place(topology), Ladder.of(topology.job.timeout_s), secrets.token_hex(16)
-    endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port))
+    identity = Identity.coordinator(token) if network is None and topology.encrypted() else None
+    endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port, identity=identity))
     serving: list[asyncio.Task[object]] = []
     try:
         described = RunDescription(
@@ -157,16 +159,11 @@ async def run_role(*, task: Task | None = None) -> None:
 
 
 async def _live(context: RoleContext, task: Task | None) -> None:
-    """Be the worker or the model server that the context describes. A failure is told to the others, and raised."""
+    """Be the role that the context describes. A failure is told to the others, and raised."""
     try:
-        if context.role.kind == "worker":
-            from zmqtrain.train.worker import run_worker
+        from zmqtrain.train.role import run_role
 
-            await run_worker(context, task=task)
-        else:
-            from zmqtrain.server.role import run_server
-
-            await run_server(context)
+        await run_role(context, task=task)
     except Exception as error:
         with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
             known = error if isinstance(error, ZmqTrainError) else TaskError(str(error))

@@ -93,8 +93,8 @@ class Sharing(Protocol):
     def produced(self, index: int) -> None:
         """The bucket's gradients are complete. Before the exchange's ``bucket_ready``, and in the same order. Never blocks."""
 
-    def taken(self) -> None:
-        """The update by a bucket's sum is done. Once a bucket and step, in any order."""
+    def taken(self, index: int) -> None:
+        """The update by the bucket's sum is done. Once a bucket and step, in any order."""
 
 
 class Replica(Protocol):

@@ -12,7 +12,9 @@ from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
+from zmqtrain.exchange.row_sums import RowSums
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.exchange.shared_copies import like_in
 from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
 from zmqtrain.host.team import Team
 from zmqtrain.membership.context import RoleContext
@@ -74,7 +76,15 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             overlap=overlap,
             timeout_s=context.ladder.barrier_s,
         )
-        return GossipExchange(context.endpoint, members, sums, frozenset(column), gossip_settings, recorder=context.recorder)
+        return GossipExchange(
+            context.endpoint,
+            members,
+            sums,
+            frozenset(column),
+            gossip_settings,
+            like=like_in(context.arena),
+            recorder=context.recorder,
+        )
     groups = AveragingGroups(world, own, group(f"column/{role.position}", column))
     averaging = topology.exchange.averaging
     method: Method = Average()
@@ -96,6 +106,17 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
 
 def make_sums(context: RoleContext, group: Group, number: int, *, scale: float = 1.0, in_place: bool) -> Sums:
     """Sums over a group: in memory, as far as its members share any. ``number`` of the group, among all of the run."""
+
+    def make(members: Group, family: int) -> HostSums | NetworkSums:
+        return _sums_of(context, members, number, 0 if members is group else family + 1, scale=scale, in_place=in_place)
+
+    return RowSums(group, make, scale=scale) if context.topology.divided else make(group, 0)
+
+
+def _sums_of(
+    context: RoleContext, group: Group, number: int, family: int, *, scale: float, in_place: bool
+) -> HostSums | NetworkSums:
+    """``family`` of a divided model's buckets that ``group`` sums: 0 for what all workers have."""
     placement, role, arena = context.placement, context.role, context.arena
     hosts: dict[str, list[PeerId]] = {}
     for peer in group.members:
@@ -106,12 +127,14 @@ def make_sums(context: RoleContext, group: Group, number: int, *, scale: float =
     everybody = [other.peer for other in placement.of_host(role.host)]
     teams = sorted({placement.role(peer).group + 1 for peer in everybody if placement.role(peer).kind == "worker"})
     rank = here.index(role.peer)
+    # A worker is in one team of each number: of all groups' workers (0), of its group's, and of those that share a part with it.
+    whole = teams.index(number) + 1 if number else 0
     team = Team(
         arena,
         [everybody.index(peer) for peer in here],
         rank,
         names=here,
-        number=teams.index(number) + 1 if number else 0,
+        number=len(teams) + family if family else whole,
         timeout_s=context.ladder.barrier_s,
     )
     column = None

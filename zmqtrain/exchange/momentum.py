@@ -1,8 +1,8 @@
 """Momentum that asynchrony brings by itself, and how the optimizer's own makes up for it.
 
 g asynchronous groups, of which each reads, computes and writes at its own pace, act like a momentum of 1 - 1/g (Mitliagkas et al.
-2016, "Asynchrony begets momentum"); with a mean staleness of s, like s / (1 + s). ``[optimizer] momentum = "auto"`` takes the task's
-momentum as what both are to add up to, and lowers the optimizer's own by the implicit one.
+2016, "Asynchrony begets momentum"); with a mean staleness of s, like s / (1 + s). ``[optimizer] momentum = "auto"`` takes the
+task's momentum as what both are to add up to, and lowers the optimizer's own by the implicit one.
 
 What both act like together is a little less than their sum, since one smooths what the other has smoothed already::
 

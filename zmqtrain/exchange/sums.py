@@ -63,7 +63,7 @@ class NetworkSums:
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
         # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
         # matter that workers finish them in different orders.
-        await all_reduce(bucket.sharers(self.group), bucket.gradients, tag, priority=bucket.index)
+        await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
 
     def abort(self, error: BaseException) -> None:
         return None
@@ -90,15 +90,24 @@ class HostSums:
         self._thread: BackgroundThread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._summed: dict[int, asyncio.Future[None]] = {}
+        self._places: dict[int, int] = {}  # bucket -> its number among those that are summed here
+        self._indices: list[int] = []  # and back
         self.sums: Sequence[Payload] = ()
+        """Of the buckets that are summed here, in their order."""
 
     async def start(self, replica: Replica) -> None:
+        await self.begin(replica.buckets)
+        replica.share(self)
+
+    async def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Sum these buckets only; somebody else tells the replica of it."""
         self._loop = asyncio.get_running_loop()
-        gradients = [bucket.gradients for bucket in replica.buckets]
+        self._indices = [bucket.index for bucket in buckets]
+        self._places = {index: place for place, index in enumerate(self._indices)}
+        gradients = [bucket.gradients for bucket in buckets]
         payloads = [payload for payload in gradients if isinstance(payload, TensorPayload)]
         self._thread = BackgroundThread("zmqtrain-host-start")
         self.sums = await self._thread.submit(lambda: self._accumulator.start(payloads, self._on_summed))
-        replica.share(self)
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
         future = self._future(bucket.index)
@@ -132,18 +141,18 @@ class HostSums:
         await self._thread.submit(self._accumulator.wait_writable)
 
     def produced(self, index: int) -> None:
-        self._accumulator.produced(index)
+        self._accumulator.produced(self._places[index])
 
-    def taken(self) -> None:
+    def taken(self, index: int) -> None:
         self._accumulator.taken()
 
     # Called in the accumulator's threads.
 
-    def _on_summed(self, index: int, error: BaseException | None) -> None:
-        self._call(lambda: self._end(index, error))
+    def _on_summed(self, place: int, error: BaseException | None) -> None:
+        self._call(lambda: self._end(self._indices[place], error))
 
-    def _between(self, operation: int, index: int, part: TensorPayload, done: Callable[[], None]) -> None:
-        self._call(lambda: self._begin(self._sum_column(operation, index, part, done)))
+    def _between(self, operation: int, place: int, part: TensorPayload, done: Callable[[], None]) -> None:
+        self._call(lambda: self._begin(self._sum_column(operation, self._indices[place], part, done)))
 
     def _call(self, function: Callable[[], None]) -> None:
         assert self._loop is not None

@@ -20,8 +20,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
-from zmqtrain.server.role import run_server
-from zmqtrain.train.worker import run_worker
+from zmqtrain.train.role import run_role
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
 SCRIPT = "ZMQTRAIN_SCRIPT"
@@ -59,10 +58,7 @@ def main(report_file: int) -> int:
 
 async def _run_role(environment: RoleEnvironment) -> None:
     async with enter_run(environment) as (context, _):
-        if context.role.kind == "worker":
-            await run_worker(context)
-        else:
-            await run_server(context)
+        await run_role(context)
 
 
 async def _stoppable(role: Coroutine[Any, Any, None]) -> None:

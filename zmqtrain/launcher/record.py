@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
+from zmqtrain.topology.schema import Topology
 from zmqtrain.world import wall_s
 
 #: What roles need in equal versions; written into the summary.
@@ -100,6 +102,16 @@ class RunRecord:
                 self.event(peer, event)
         self._directory.flush()
 
+    def note(self, text: str) -> None:
+        """Something happened to the run that people should know."""
+        self.event(COORDINATOR, {"kind": "note", "values": {"text": text}})
+        self._directory.flush()
+        self._view.note(text)
+
+    def agent_log(self, host: str, text: str) -> None:
+        """What an agent on another machine prints itself."""
+        self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
+
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
         """Write one event down."""
         role, _, rank = peer.partition("/")
@@ -120,9 +132,11 @@ class RunRecord:
     def title(self) -> str:
         """The run in a line."""
         placement, exchange = self._placement, self._topology.exchange
+        grid = f", {_divided(self._topology)}" if self._topology.divided else ""
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        servers += ", FC server" if placement.fc_servers else ""
         return (
-            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){servers} "
+            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
             f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
         )
 
@@ -137,9 +151,14 @@ class RunRecord:
             "seconds": seconds,
             **self.summary.to_dict(),
             "hosts": [host.name for host in self._topology.hosts],
-            "roles": {"worker": self._placement.world_size, "server": self._placement.servers},
+            "roles": {
+                "worker": self._placement.world_size,
+                "server": self._placement.servers,
+                **({"fc": self._placement.fc_servers} if self._placement.fc_servers else {}),
+            },
             "groups": self._placement.groups,
             "group_size": self._placement.group_size,
+            "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
             "versions": {"python": platform.python_version(), **_versions()},
@@ -186,3 +205,10 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _divided(topology: Topology) -> str:
+    """How a group divides its model."""
+    counts = Counter(each.choice for each in topology.parallel.layers)
+    layers = f" ({', '.join(f'{count} {choice}' for choice, count in counts.items())} layers)" if counts else ""
+    return f"grid {topology.compute.grid or f'1x{topology.compute.group_size}'}{layers}"

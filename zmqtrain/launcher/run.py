@@ -7,14 +7,16 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from zmqtrain.errors import ZmqTrainError
+from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
+from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation, emulated
-from zmqtrain.launcher.engine import Engine, Handle, make_engine
+from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -22,9 +24,11 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
 
@@ -78,10 +82,17 @@ class Launch:
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:
-            settings = net_settings(self._ladder, self._token, port=self._topology.job.port)
+            encrypted = self._topology.encrypted(emulated=self._emulation is not None)
+            identity = Identity.coordinator(self._token) if encrypted else None
+            settings = net_settings(self._ladder, self._token, port=self._topology.job.port, identity=identity)
             description = self._description
+            hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
+            towards: dict[str, str] = {}  # this machine's address, as each host sees it
             if self._emulation is None:
                 engine = make_engine(self._topology.engine.kind)
+                if isinstance(engine, RemoteEngine):
+                    towards = await addresses_towards(hosts, self._topology.engine.address)
+                    settings = replace(settings, host=listening_address(towards.values()))
             else:
                 emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
                 self._view.note(said)
@@ -89,8 +100,15 @@ class Launch:
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
+            coordinators = {
+                host.name: endpoint_at(towards[host.name], endpoint.address) if towards else endpoint.address for host in hosts
+            }
+            if isinstance(engine, RemoteEngine):
+                stack.push_async_callback(engine.close)
+                await engine.open(self._engine_run(hosts, coordinators))
             coordinator = Coordinator(
                 endpoint,
                 self._placement,
@@ -110,21 +128,45 @@ class Launch:
             )
             async with asyncio.TaskGroup() as group:
                 collecting = group.create_task(collector.run(), name="collect checkpoints")
-                handles = await self._start_agents(stack, engine, endpoint.address)
+                handles = await self._start_agents(stack, engine, hosts, coordinators)
                 # Whatever is left of them is ended before the endpoint closes.
                 outcome = await self._watch(coordinator, handles)
                 collecting.cancel()
             return self._ending(outcome)
 
-    async def _start_agents(self, stack: AsyncExitStack, engine: Engine, address: str) -> dict[str, Handle]:
+    def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
+        script = self._description.script
+        return EngineRun(
+            topology=self._topology,
+            hosts=hosts,
+            coordinators=coordinators,
+            folder=Path.cwd(),
+            directory=self._directory.path,
+            script=script[0] if script else None,
+            ladder=self._ladder,
+            say=self._record.note,
+            log=self._record.agent_log,
+        )
+
+    async def _start_agents(
+        self, stack: AsyncExitStack, engine: Engine, hosts: tuple[Host, ...], coordinators: Mapping[str, str]
+    ) -> dict[str, Handle]:
         handles: dict[str, Handle] = {}
         stack.push_async_callback(self._stop_agents, engine, handles)
         command = (sys.executable, "-m", "zmqtrain", "agent")
-        for host in self._topology.hosts:
-            if not self._placement.of_host(host.name):
-                continue
-            environment = RoleEnvironment(f"agent/{host.name}", address, self._token, timeout_s=self._topology.job.timeout_s)
+        remote = isinstance(engine, RemoteEngine)
+
+        async def start(host: Host) -> None:
+            environment = RoleEnvironment(
+                f"agent/{host.name}", coordinators[host.name], self._token, timeout_s=self._topology.job.timeout_s
+            )
+            if remote:
+                environment = replace(environment, host=host.address, bind=host.listens_at)
             handles[host.name] = await engine.start(host, command, environment.to_environ())
+
+        async with asyncio.TaskGroup() as group:
+            for host in hosts:
+                group.create_task(start(host), name=f"start the agent of {host.name}")
         return handles
 
     async def _stop_agents(self, engine: Engine, handles: dict[str, Handle]) -> None:
@@ -156,13 +198,16 @@ class Launch:
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self._interrupt)
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        if self._topology.engine.kind != "local":
+            # The terminal is gone, or the connection that it was; the machines work on all the same.
+            handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:

@@ -25,6 +25,7 @@ from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.view import View, expected_members
+from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.timeouts import Ladder
@@ -214,7 +215,17 @@ class Coordinator:
     async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
+        self._check_key(caller, address)
         return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
+
+    def _check_key(self, caller: PeerId, address: str) -> None:
+        """The views that go to all must say whom to expect at an address, exactly where connections are encrypted."""
+        try:
+            key = key_in(address)
+        except ValueError as error:
+            raise ProtocolError(f"{caller} joins with a wrong address: {error}") from error
+        if (key is None) != (key_in(self._endpoint.address) is None):
+            raise ProtocolError(f"{caller} {'does not encrypt' if key is None else 'encrypts'}, unlike this run")
 
     async def _serve_ready(self, caller: PeerId) -> Value:
         return await self._decide(lambda ticket: self._roster.handle_ready(caller, ticket, self._now()))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
+from zmqtrain.net.address import key_in
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import SHAPING, Shaping
@@ -21,6 +23,9 @@ HOST = "ZMQTRAIN_HOST"
 TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
+BIND = "ZMQTRAIN_BIND"
+#: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
+ENCRYPTED_IO_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,11 @@ class RoleEnvironment:
 
     peer: PeerId
     coordinator: str
-    """Address of the coordinator's endpoint."""
+    """Address of the coordinator's endpoint. With the coordinator's public key in it, all that this process says is encrypted."""
     token: str = field(repr=False)
     """The run token. A secret: it goes by environment or standard input, never on a command line."""
     host: str = "127.0.0.1"
-    """The address to bind and to advertise."""
+    """The address to advertise, and to bind where ``bind`` does not say another."""
     timeout_s: float = 60.0
     """``[job] timeout``."""
     shaping: str = ""
@@ -42,6 +47,8 @@ class RoleEnvironment:
     """Where the host's shared memory is opened; empty: there is none."""
     slot: int = 0
     """The process's slot in it."""
+    bind: str = ""
+    """The address to bind, where it is not the one that others connect to."""
 
     @property
     def ladder(self) -> Ladder:
@@ -51,7 +58,16 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        return replace(net_settings(self.ladder, self.token, host=self.host), shaping=shaping, arena=arena)
+        settings = net_settings(self.ladder, self.token, host=self.bind or self.host, identity=self._identity())
+        return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
+
+    def _identity(self) -> Identity | None:
+        """New keys, where the run is encrypted."""
+        try:
+            key = key_in(self.coordinator)
+        except ValueError as error:
+            raise UsageError(f"{COORDINATOR_ADDRESS}: {error}") from error
+        return None if key is None else Identity.member(self.token, key)
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables."""
@@ -64,6 +80,7 @@ class RoleEnvironment:
             SHAPING: self.shaping,
             ARENA: self.arena,
             SLOT: str(self.slot),
+            BIND: self.bind,
         }
 
     @classmethod
@@ -99,11 +116,14 @@ class RoleEnvironment:
             variables.get(SHAPING, ""),
             arena,
             int(slot),
+            variables.get(BIND, ""),
         )
 
 
-def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0) -> NetSettings:
-    """An endpoint's settings, its time-outs from the ladder."""
+def net_settings(
+    ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0, identity: Identity | None = None
+) -> NetSettings:
+    """An endpoint's settings, its time-outs from the ladder. ``identity``: its keys, where connections are encrypted."""
     return NetSettings(
         token=token,
         host=host,
@@ -112,6 +132,8 @@ def net_settings(ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: i
         lost_s=ladder.lost_s,
         heartbeat_s=ladder.heartbeat_s,
         drain_s=ladder.drain_s,
+        identity=identity,
+        io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,
     )
 
 

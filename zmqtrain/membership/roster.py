@@ -31,6 +31,7 @@ from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Fail
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.state import TRANSITIONS, Crew, Entry, Presence, State
 from zmqtrain.membership.view import Member, View
+from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Value
@@ -71,7 +72,7 @@ class Roster:
         entry = self._crew.get(peer)
         if entry is None:
             if not peer.startswith("observer/"):
-                expected = name_some([other.member.peer for other in self._crew.of_kind("agent", "worker", "server")])
+                expected = name_some([other.member.peer for other in self._crew.of_kind("agent", "worker", "server", "fc")])
                 return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {expected}"))]
             if len(self._crew.of_kind("observer")) >= MOST_OBSERVERS:
                 return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
@@ -98,7 +99,7 @@ class Roster:
             self._heard[entry.member.host] = now
         if changed:
             self._version += 1
-            values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address}
+            values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address)}
             reason = f"{peer} joined ({len(self._crew.here())} of {len(self._crew)})"
             actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason)]
         if entry.member.is_role and not self._complete:
@@ -124,7 +125,7 @@ class Roster:
             self._heard[entry.member.host] = now
         self._version += 1
         reason = f"{peer} joined the run under way"
-        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": address, "late": True}
+        values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address), "late": True}
         actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason), *self._tell_view(reason, but=peer)]
         view = self.view().to_value()
         assert isinstance(view, dict)
@@ -445,14 +446,14 @@ class Roster:
             reason = "all workers have left"
             self._end_deadline = now + self._ladder.request_s
             actions.append(Note("finishing", {}, reason))
-            servers = [entry.member.peer for entry in self._crew.of_kind("server") if not entry.gone]
+            servers = [entry.member.peer for entry in self._crew.of_kind("server", "fc") if not entry.gone]
             actions += [Push(server, "finish", None, reason) for server in servers]
         return actions + self._maybe_end()
 
     def _maybe_end(self) -> list[Action]:
         if self.state not in (State.FINISHING, State.FAILED):
             return []
-        if not all(map(self._crew.ended, self._crew.of_kind("worker", "server"))):
+        if not all(map(self._crew.ended, self._crew.of_kind("worker", "server", "fc"))):
             return []
         return self._end()
 

@@ -10,7 +10,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.wire.payload import Value
 
-MemberKind = Literal["agent", "worker", "server", "observer"]
+MemberKind = Literal["agent", "worker", "server", "fc", "observer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,11 @@ class Member:
 
     peer: PeerId
     address: str
-    """Where to connect to; empty as long as the member is only expected."""
+    """Where to connect to, with its public key in an encrypted run; empty as long as the member is only expected."""
     host: str
     kind: MemberKind
     index: int
-    """Rank of a worker, number of a server, -1 for others."""
+    """Rank of a worker, number of a server or FC server, -1 for others."""
     group: int = -1
     position: int = -1
     incarnation: int = 0
@@ -34,7 +34,7 @@ class Member:
     @property
     def is_role(self) -> bool:
         """Whether it takes part in training (an agent and an observer do not)."""
-        return self.kind in ("worker", "server")
+        return self.kind in ("worker", "server", "fc")
 
 
 @dataclass(frozen=True, slots=True)

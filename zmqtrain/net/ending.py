@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, RunTokenError, VersionMismatchError, WireError, ZmqTrainError
+from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import RefusalCode
 from zmqtrain.wire.message import WIRE_VERSION
@@ -24,10 +25,13 @@ def lost(peer: PeerId, reason: str) -> Ending:
     return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for))
 
 
-def never_came(peer: PeerId, connect_s: float, address: str) -> Ending:
-    where = f"at {address}" if address else "whose address is unknown"
+def never_came(peer: PeerId, connect_s: float, address: str, trouble: str = "") -> Ending:
+    """``trouble``: what was wrong with the last attempt, as far as that is known."""
+    where = f"at {without_key(address)}" if address else "whose address is unknown"
+    why = f": {trouble}" if trouble else ""
+    where += why
     return Ending(
-        f"no connection within {connect_s:g} s",
+        f"no connection within {connect_s:g} s{why}",
         lambda waiting_for: PeerTimeoutError(
             f"{peer} ({where})", f"its first greeting, for {waiting_for or 'a message'}", connect_s, "[job] timeout (connect_s)"
         ),

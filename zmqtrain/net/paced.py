@@ -21,6 +21,7 @@ from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import LinkShape, Shaping, SharedCards
 from zmqtrain.net.transport import Frames, Receiver, Transport
+from zmqtrain.net.trouble import Intrusion, Trouble
 
 #: What is due so soon after now is due now: waking up again costs more.
 SLACK_S = 20e-6
@@ -185,6 +186,14 @@ class _Ear:
     def on_link_down(self, peer: PeerId) -> None:
         if self.open:
             self._receiver.on_link_down(peer)
+
+    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+        if self.open:
+            self._receiver.on_trouble(peer, trouble)
+
+    def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
+        if self.open:
+            self._receiver.on_intruder(intrusion, origin)
 
 
 class _Parcel:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.net.shaping import Shaping
 from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from zmqtrain.net.curve import Identity  # which needs ZeroMQ; simulated networks do not
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -58,5 +62,7 @@ class NetSettings:
     """Threads that move bytes between memory and sockets."""
     arena: Arena | None = field(default=None, repr=False)
     """This process's slot in the memory of its host; ``None``: it shares none."""
+    identity: Identity | None = field(default=None, repr=False)
+    """This process's keys, and its list of whom it lets in; ``None``: connections are in plain text."""
     shaping: Shaping | None = field(default=None, repr=False)
     """A network to be as slow as; ``None``: as fast as it goes."""

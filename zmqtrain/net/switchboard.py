@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zmqtrain.errors import WireError
 from zmqtrain.net import ending as endings
+from zmqtrain.net.address import without_key
 from zmqtrain.net.doorman import Doorman
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
@@ -19,6 +20,7 @@ from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import SharedBodies
 from zmqtrain.net.transport import Frames, Transport
+from zmqtrain.net.trouble import Intruders, Intrusion, Trouble, Troubles
 from zmqtrain.wire.message import WIRE_VERSION, decode_header
 from zmqtrain.world import random_bits
 
@@ -52,12 +54,14 @@ class Switchboard:
         self._addresses: dict[PeerId, str] = {}
         self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
         self._doorman = Doorman()
+        self._troubles, self._intruders = Troubles(), Intruders()
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
         self._received: Counter[PeerId] = Counter()
         self._dirty: dict[Link, None] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
         self._idle: asyncio.Event | None = None
@@ -77,6 +81,8 @@ class Switchboard:
         return link
 
     def add_peer(self, peer: PeerId, address: str) -> None:
+        if self._settings.identity is not None:
+            self._settings.identity.admit(peer, address)
         known = self._addresses.get(peer)
         self._addresses[peer] = address
         self._gone.pop(peer, None)
@@ -86,11 +92,13 @@ class Switchboard:
         if not link.address:
             self._connect(link, address)
         elif address not in (known, link.address):
-            self._end(link, endings.lost(peer, f"it was restarted at {address}"))
+            self._end(link, endings.lost(peer, f"it was restarted at {without_key(address)}"))
             self._gone.pop(peer, None)
             self._add_link(peer)
 
     def forget(self, peer: PeerId, ending: Ending) -> None:
+        if self._settings.identity is not None:
+            self._settings.identity.dismiss(peer)
         link = self._links.get(peer)
         if link is not None:
             self._end(link, ending, refuse="lost")
@@ -131,6 +139,7 @@ class Switchboard:
             "garbage": 0,
             "stray": 0,
             "refused": 0,
+            "intruders": 0,
             "lost": 0,
             **self._counters,
             "queued_bytes": sum(link.outbox.queued_bytes for link in links),
@@ -159,6 +168,7 @@ class Switchboard:
                     self._send_notices(link)
                 self._end(link, ending)
             self._shut = True
+            self._tell_of_intruders()
             for handle in (self._flush_handle, self._ack_handle, self._timer):
                 if handle is not None:
                     handle.cancel()
@@ -198,6 +208,7 @@ class Switchboard:
     def on_link_up(self, peer: PeerId) -> None:
         link = self._links.get(peer)
         if link is not None:
+            self._troubles.over(peer)
             link.link_up(self._loop.time())
             self.touch(link)
 
@@ -206,6 +217,31 @@ class Switchboard:
         if link is not None:
             link.link_down(self._loop.time())
             self._arm(link)
+
+    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+        link, identity = self._links.get(peer), self._settings.identity
+        if link is None:
+            return
+        if trouble is Trouble.UNLISTED and identity is not None and identity.joins(link.address):
+            log.warning("%s is not let in by %s: it has another run token", self._peer, peer)
+            self._end(link, endings.other_token(peer))
+        elif self._troubles.note(peer, trouble, self._loop.time()):
+            where = without_key(link.address)
+            log.warning("%s cannot connect to %s at %s, and goes on trying: %s", self._peer, peer, where, trouble.value)
+
+    def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
+        self._counters["intruders"] += 1
+        self._intruders.note(intrusion, origin)
+        if self._telling is None:
+            self._telling = self._loop.call_at(self._intruders.due(self._loop.time()), self._tell_of_intruders)
+
+    def _tell_of_intruders(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        told = self._intruders.tell(self._loop.time())
+        if told is not None:
+            log.warning("%s: %s", self._peer, told)
 
     # Greeting
 
@@ -283,6 +319,9 @@ class Switchboard:
         if hello.to != self._peer or peer == self._peer:
             self._refuse(hello, "protocol", f"this is {self._peer}, not {hello.to}")
             return
+        if self._settings.identity is not None and not self._settings.identity.believes(peer, hello.address):
+            self._refuse(hello, "protocol", "it greets from an address with another key than the run's members were told")
+            return
         buried = self._doorman.buried(route)
         if buried is not None:
             self._refuse(hello, "lost", buried)
@@ -317,7 +356,7 @@ class Switchboard:
     def _refuse(self, hello: Hello, code: RefusalCode, reason: str) -> None:
         self._counters["refused"] += 1
         if self._doorman.may_answer(hello.address, self._loop.time()):
-            log.warning("%s refuses %s at %s: %s", self._peer, hello.peer, hello.address, reason)
+            log.warning("%s refuses %s at %s: %s", self._peer, hello.peer, without_key(hello.address), reason)
             self._transport.post(hello.address, encode_greeting(Refusal(self._peer, hello.peer, hello.session, code, reason)))
 
     def _refused(self, refusal: Refusal) -> None:
@@ -338,6 +377,7 @@ class Switchboard:
         self._counters["resent_bytes"] += sum(sending.resent_bytes for sending in link.sending)
         del self._links[link.peer]
         self._dirty.pop(link, None)
+        self._troubles.over(link.peer)
         if remote is not None:
             route = route_of(link.peer, remote.session)
             self._routes.pop(route, None)
@@ -417,7 +457,8 @@ class Switchboard:
         for link in list(self._links.values()):
             due = link.tick(now)
             if due == "connect":
-                self._end(link, endings.never_came(link.peer, settings.connect_s, link.address))
+                trouble = self._troubles.why(link.peer)
+                self._end(link, endings.never_came(link.peer, settings.connect_s, link.address, trouble))
             elif due == "lost":
                 self._end(link, endings.lost(link.peer, f"no connection for {settings.lost_s:g} s"))
             elif link.state is not State.CLOSED:

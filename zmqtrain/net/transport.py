@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.trouble import Intrusion, Trouble
 
 Frames = Sequence[bytes | memoryview]
 
@@ -21,6 +22,12 @@ class Receiver(Protocol):
 
     def on_link_down(self, peer: PeerId) -> None:
         """The connection broke; the transport tries to renew it until `Transport.disconnect`."""
+
+    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+        """An attempt to connect to the peer failed for this reason; the transport goes on trying."""
+
+    def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
+        """A caller was not let in. ``origin``: where it came from, or empty."""
 
 
 class Transport(Protocol):

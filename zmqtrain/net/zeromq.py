@@ -3,6 +3,9 @@
 Each endpoint binds two ROUTER sockets (control, bulk), which only receive, and has two DEALER sockets a peer, which only send.
 That makes ZeroMQ's edge-triggered file descriptors simple: only the ROUTERs are watched, plain sockets suffice, and a receive loop
 hands back to the event loop after a budget. Connections are watched through the DEALERs' monitors.
+
+With an identity (`zmqtrain.net.curve`) everything is encrypted: each ROUTER is a server that asks this endpoint's own ZAP handler
+who may come in, and each DEALER knows the key of the one server that it calls.
 """
 
 from __future__ import annotations
@@ -12,30 +15,38 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from zmqtrain.errors import PortInUseError
+from zmqtrain.net.address import key_in, split_address, with_key, without_key
+from zmqtrain.net.ear import IN_PLACE_BYTES, Ear
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import dilation_of
+from zmqtrain.net.monitor import CallMonitor
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.paced import open_paced
 from zmqtrain.net.settings import MIB, NetSettings
 from zmqtrain.net.transport import Frames, Receiver, Transport
+from zmqtrain.net.trouble import Intrusion, Trouble
+from zmqtrain.net.zap import ZapHandler
 
-#: A turn of the receive loop ends after so many messages or bytes, so that other tasks run.
-BUDGET_MESSAGES = 64
-BUDGET_BYTES = 8 * MIB
-#: Frames from this size on are used in place; copying smaller ones costs less than their bookkeeping.
-IN_PLACE_BYTES = 16 * 1024
 #: The longest patience that ZeroMQ can announce to its peer.
 MAX_TTL_MS = 6_553_599
 #: How the control lane's packets are marked, "low delay": where a queue before a slow link knows priorities, they pass tensors.
 URGENT_TOS = 0x10
+#: Connections that may wait to be accepted; with ZeroMQ's usual 100 those beyond try again after a second.
+BACKLOG = 1024
+#: How a socket for both families writes an address of the old one.
+IPV4_AS_IPV6 = "::ffff:"
 #: Sockets of one context: six a peer (two DEALERs, two monitors with two ends each).
 MAX_SOCKETS = 16384
+
+
+#: Back-off of reconnecting: soon at first, since roles start at about the same time, then less often.
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0
 
 
 async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSettings | None = None) -> Node:
@@ -80,14 +91,21 @@ class ZeroMQTransport:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._receiver: Receiver | None = None
         self._wires: dict[PeerId, _Wire] = {}
-        self._ears: list[_Ear] = []
+        self._ears: list[Ear] = []
+        self.identity = settings.identity
+        self._zap: ZapHandler | None = None
         try:
+            if self.identity is not None:
+                unlisted = partial(self._turned_away, Intrusion.UNLISTED)
+                self._zap = ZapHandler(self._loop, self._context, self.identity, unlisted)
             control = self._listen(CONTROL, settings.port)
             bulk = self._listen(BULK, 0)
         except BaseException:
+            self._shut()
             self._context.destroy(linger=0)
             raise
-        self._address = f"tcp://{_bracketed(settings.advertise or _advertised(settings.host))}:{control},{bulk}"
+        address = f"tcp://{_bracketed(settings.advertise or _advertised(settings.host))}:{control},{bulk}"
+        self._address = address if self.identity is None else with_key(address, self.identity.public)
 
     @property
     def address(self) -> str:
@@ -102,9 +120,9 @@ class ZeroMQTransport:
         return ""
 
     def connect(self, peer: PeerId, address: str, route: bytes) -> None:
-        targets = split_address(address)
+        self._check(address)
         self.disconnect(peer)
-        self._wires[peer] = _Wire(self, peer, targets, route)
+        self._wires[peer] = _Wire(self, peer, address, route)
 
     def disconnect(self, peer: PeerId) -> None:
         wire = self._wires.pop(peer, None)
@@ -117,8 +135,8 @@ class ZeroMQTransport:
 
     def post(self, address: str, frames: Frames) -> None:
         try:
-            target = split_address(address)[CONTROL]
-            dealer = self._dealer(CONTROL, b"", target)
+            self._check(address)
+            dealer = self._dealer(CONTROL, b"", address)
         except (ValueError, zmq.ZMQError):
             return  # whoever gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
@@ -127,14 +145,21 @@ class ZeroMQTransport:
 
     async def close(self) -> None:
         self._receiver = None
-        for ear in self._ears:
-            ear.close()
-        self._ears.clear()
+        self._shut()
         for peer in list(self._wires):
             self.disconnect(peer)
         # Ending a context waits for its I/O threads, and those for what lingers: at most ``farewell_s``.
         ended = asyncio.ensure_future(asyncio.to_thread(self._context.term))
         await asyncio.shield(ended)
+
+    def _shut(self) -> None:
+        """Nobody comes in any more."""
+        for ear in self._ears:
+            ear.close()
+        self._ears.clear()
+        if self._zap is not None:
+            self._zap.close()
+            self._zap = None
 
     def up(self, peer: PeerId, wire: _Wire) -> None:
         if self._receiver is not None and self._wires.get(peer) is wire:
@@ -144,9 +169,26 @@ class ZeroMQTransport:
         if self._receiver is not None and self._wires.get(peer) is wire:
             self._receiver.on_link_down(peer)
 
+    def trouble(self, peer: PeerId, wire: _Wire, trouble: Trouble) -> None:
+        if self._receiver is not None and self._wires.get(peer) is wire:
+            self._receiver.on_trouble(peer, trouble)
+
+    def _turned_away(self, intrusion: Intrusion, origin: str) -> None:
+        if self._receiver is not None:
+            self._receiver.on_intruder(intrusion, origin.removeprefix(IPV4_AS_IPV6))
+
+    def _check(self, address: str) -> None:
+        """Raise `ValueError` for an address that this process cannot connect to."""
+        split_address(address)
+        if (key_in(address) is None) != (self.identity is None):
+            one, other = ("encrypts", "does not") if self.identity is None else ("does not encrypt", "must")
+            raise ValueError(f"the process at {without_key(address)} {one}, and this one {other}")
+
     def _listen(self, lane: int, port: int) -> int:
         router = self._context.socket(zmq.ROUTER)
         self._tune(router)
+        if self.identity is not None:
+            self.identity.guard(router)
         # A peer whose connection broke comes back under its name before the old connection has timed out here: the new one counts.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # ROUTER_MANDATORY would make sends to unknown names fail; these sockets never send.
@@ -156,6 +198,8 @@ class ZeroMQTransport:
         # ZeroMQ drops a connection that announces a larger frame before it takes memory for it. No peer of ours sends one:
         # tensors travel in chunks, and a chunk is never larger than the other side's window allows for.
         router.setsockopt(zmq.MAXMSGSIZE, max(64 * MIB, 2 * self._settings.chunk_bytes))
+        # Callers that wait until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
+        router.setsockopt(zmq.BACKLOG, BACKLOG)
         host = self._settings.host
         endpoint = f"tcp://{_bracketed(host)}:{port or '*'}"
         try:
@@ -165,31 +209,32 @@ class ZeroMQTransport:
             if error.errno == zmq.EADDRINUSE:
                 raise PortInUseError(f"{host}:{port}") from error
             raise OSError(error.errno, f"cannot listen on {host}:{port or 'any port'}: {error}") from error
-        self._ears.append(_Ear(self._loop, lane, router))
+        self._ears.append(Ear(self._loop, lane, router, self.identity, self._turned_away))
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _dealer(
-        self, lane: int, route: bytes, target: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None
+        self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None
     ) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
         try:
             self._tune(dealer)
+            if self.identity is not None:
+                self.identity.arm(dealer, address)
             if lane == CONTROL:
                 dealer.setsockopt(zmq.TOS, URGENT_TOS)
             if route:
                 dealer.setsockopt(zmq.ROUTING_ID, route)
             # The link bounds what is in flight; the mark only has to lie above that, with greetings and acknowledgements.
             dealer.setsockopt(zmq.SNDHWM, 2 * self._settings.inflight_messages + 1000)
-            # Back-off of reconnecting: soon at first, since roles start at about the same time, then less often.
-            dealer.setsockopt(zmq.RECONNECT_IVL, int(0.02 * self._ms))
-            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, int(1.0 * self._ms))
+            dealer.setsockopt(zmq.RECONNECT_IVL, int(LEAST_PAUSE_S * self._ms))
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, int(MOST_PAUSE_S * self._ms))
             # A host that does not answer at all is tried anew after this time, not after the kernel's two minutes.
             dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(3.0 * self._ms))
             # IMMEDIATE stays off: greetings may queue while the connection is being made, and what a reconnect repeats is sorted
             # out by the sequence numbers.
             if watch is not None:
                 watch(dealer)
-            dealer.connect(target)
+            dealer.connect(split_address(address)[lane])
         except BaseException:
             dealer.close(linger=0)
             raise
@@ -210,66 +255,18 @@ class ZeroMQTransport:
         # TCP buffers (SNDBUF, RCVBUF) stay with the kernel, whose autotuning fits them to the path; fixed ones would cap it.
 
 
-class _Ear:
-    """One ROUTER, which only receives."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, lane: int, router: zmq.Socket[bytes]) -> None:
-        self._loop = loop
-        self._lane = lane
-        self._router = router
-        self._fd = int(router.getsockopt(zmq.FD))
-        self._receiver: Receiver | None = None
-        self._more: asyncio.Handle | None = None
-
-    def start(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._loop.add_reader(self._fd, self._drain)
-        self._more = self._loop.call_soon(self._drain)  # what came before gives no edge any more
-
-    def _drain(self) -> None:
-        """Take messages until there are none (the descriptor tells only of the next one after that) or the budget is used up."""
-        if self._more is not None:
-            self._more.cancel()
-            self._more = None
-        router, lane, receiver = self._router, self._lane, self._receiver
-        nbytes = 0
-        for _ in range(BUDGET_MESSAGES):
-            if receiver is None or router.closed:
-                return
-            try:
-                route = router.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            frames: list[bytes | memoryview] = []
-            while router.getsockopt(zmq.RCVMORE):
-                frame = router.recv(zmq.NOBLOCK, copy=False)
-                size = len(frame)
-                nbytes += size
-                frames.append(frame.buffer if size >= IN_PLACE_BYTES else frame.bytes)
-            receiver.on_message(lane, route, frames)
-            receiver = self._receiver
-            if nbytes >= BUDGET_BYTES:
-                break
-        self._more = self._loop.call_soon(self._drain)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        self._receiver = None
-        if self._more is not None:
-            self._more.cancel()
-        self._router.close(linger=0)
-
-
 class _Wire:
     """The connections to one peer: a DEALER a lane, which only sends, and its monitor. The bulk lane connects when it is used."""
 
-    def __init__(self, transport: ZeroMQTransport, peer: PeerId, targets: tuple[str, str], route: bytes) -> None:
+    def __init__(self, transport: ZeroMQTransport, peer: PeerId, address: str, route: bytes) -> None:
         self._transport = transport
         self._peer = peer
-        self._targets = targets
+        self._address = address
         self._route = route
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
-        self._monitors: dict[int, _Monitor] = {}
+        self._monitors: dict[int, CallMonitor] = {}
+        self._again: dict[int, asyncio.TimerHandle] = {}  # lanes that are to be opened once more
+        self._pause_s = LEAST_PAUSE_S
         self._up: dict[int, bool] = {}
         self._was_up = False
         self._open(CONTROL)
@@ -287,24 +284,30 @@ class _Wire:
         return True
 
     def close(self, linger_ms: int) -> None:
-        # In this order: while a dealer is monitored, its I/O thread holds a lock as it sends an event, and would wait for ever on a
-        # monitor that is closed; `disable_monitor` would then wait for the lock, with the GIL held.
-        for dealer in self._dealers.values():
-            dealer.disable_monitor()
-        for monitor in self._monitors.values():
-            monitor.close()
-        for dealer in self._dealers.values():
-            dealer.close(linger=linger_ms)
-        self._dealers.clear()
-        self._monitors.clear()
+        for timer in self._again.values():
+            timer.cancel()
+        for lane in list(self._dealers):
+            self._drop(lane, linger_ms)
+
+    def _drop(self, lane: int, linger_ms: int) -> None:
+        self._monitors.pop(lane).close()
+        self._dealers.pop(lane).close(linger=linger_ms)
 
     def _open(self, lane: int) -> zmq.Socket[bytes]:
-        def watch(dealer: zmq.Socket[bytes]) -> None:
-            self._monitors[lane] = _Monitor(self._transport._loop, dealer, lambda up: self._changed(lane, up))
+        transport = self._transport
 
-        dealer = self._dealers[lane] = self._transport._dealer(lane, self._route, self._targets[lane], watch)
+        def watch(dealer: zmq.Socket[bytes]) -> None:
+            self._monitors[lane] = CallMonitor(
+                transport._loop,
+                dealer,
+                encrypted=transport.identity is not None,
+                changed=lambda up: self._changed(lane, up),
+                failed=lambda trouble, over: self._failed(lane, trouble, over),
+            )
+
         # A lane that is being opened for the first time does not make the link count as down.
-        self._up[lane] = lane == BULK
+        self._up.setdefault(lane, lane == BULK)
+        dealer = self._dealers[lane] = transport._dealer(lane, self._route, self._address, watch)
         return dealer
 
     def _changed(self, lane: int, up: bool) -> None:
@@ -315,41 +318,21 @@ class _Wire:
             self._transport.down(self._peer, self)
         elif all(self._up.values()) and (not self._was_up or again):
             self._was_up = True
+            self._pause_s = LEAST_PAUSE_S
             self._transport.up(self._peer, self)
 
+    def _failed(self, lane: int, trouble: Trouble, over: bool) -> None:
+        """The handshake went wrong. ``over``: ZeroMQ leaves it at that, but the peer may think better of it (a member that has not
+        heard of this one yet), or be replaced."""
+        if over and lane not in self._again:
+            self._again[lane] = self._transport._loop.call_later(self._pause_s, self._reopen, lane)
+            self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
+        self._transport.trouble(self._peer, self, trouble)
 
-class _Monitor:
-    """Tells when a DEALER's connection is made and when it breaks."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, dealer: zmq.Socket[bytes], changed: Callable[[bool], None]) -> None:
-        self._loop = loop
-        self._changed = changed
-        self._socket = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        loop.add_reader(self._fd, self._drain)
-        self._first: asyncio.Handle = loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        while not self._socket.closed:
-            try:
-                event = parse_monitor_message(self._socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            self._changed(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        self._first.cancel()
-        self._socket.close(linger=0)
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """``tcp://HOST:CONTROL,BULK`` as the addresses of both lanes. Raises `ValueError` for anything else."""
-    host, _, ports = address.rpartition(":")
-    control, _, bulk = ports.partition(",")
-    if not host.startswith("tcp://") or len(host) < 7 or not (control.isdecimal() and bulk.isdecimal()):
-        raise ValueError(f"{address!r} is no address of an endpoint: 'tcp://HOST:PORT,PORT' is")
-    return f"{host}:{control}", f"{host}:{bulk}"
+    def _reopen(self, lane: int) -> None:
+        del self._again[lane]
+        self._drop(lane, 0)
+        self._open(lane)
 
 
 def _advertised(host: str) -> str:

@@ -78,4 +78,4 @@ def _row(rows: list[list[float]], begin: float, end: float, *, nested: bool) -> 
 
 def _order(peer: str) -> tuple[str, int]:
     kind, _, index = peer.partition("/")
-    return ({"worker": "0", "server": "1"}.get(kind, kind), int(index) if index.isdigit() else 0)
+    return ({"worker": "0", "server": "1", "fc": "2"}.get(kind, kind), int(index) if index.isdigit() else 0)

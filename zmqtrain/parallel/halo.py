@@ -28,9 +28,10 @@ HEIGHT, WIDTH = 2, 3
 class HaloExchange:
     """One member's side of the exchange that a `Strip` asks for."""
 
-    def __init__(self, communicator: Communicator, strip: Strip, layer: str, dim: int = HEIGHT) -> None:
-        """``layer``: the name on the messages. ``dim``: the dimension that is divided."""
-        self.communicator, self.strip, self.layer, self.dim = communicator, strip, layer, dim
+    def __init__(self, communicator: Communicator, strip: Strip, layer: str, dim: int = HEIGHT, *, overlap: bool = True) -> None:
+        """``layer``: the name on the messages. ``dim``: the dimension that is divided. ``overlap``: whether to go on while rows are
+        on their way; without, all is waited for as soon as it is begun, which is only good for comparing."""
+        self.communicator, self.strip, self.layer, self.dim, self.overlap = communicator, strip, layer, dim, overlap
 
     def begin(self, own: Tensor) -> Arriving:
         """Send the rows of ``own``, this member's strip, that others need. It must stay as it is until `Arriving.wait`."""
@@ -77,7 +78,18 @@ class HaloExchange:
         expected = [Expected(part.member, self.shape(shape, part.rows), dtype) for part in parts]
         if not sends and not expected:
             return None
-        return self.communicator.exchange(sends, expected, Label(self.layer, "halo", phase)), parts
+        pending = self.communicator.exchange(sends, expected, Label(self.layer, "halo", phase))
+        return pending if self.overlap else _Arrived(pending.wait()), parts
+
+
+class _Arrived:
+    """Implements `Pending` for what is there."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> list[Tensor]:
+        return self._tensors
 
 
 class Arriving:

@@ -2,6 +2,8 @@
 
 An operation is begun by handing a coroutine to the loop, and waited for at a condition of the device's: so it runs on real threads
 as it does on virtual time. Within a host tensors pass through shared memory (`zmqtrain.net.shared`); nothing here knows of that.
+
+Tensors without content (on torch's meta device, as modelled compute has them) travel as their sizes, and arrive as such tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from zmqtrain.errors import ConnectivityError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.wire.dtypes import dtype_of_torch
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
 
@@ -38,17 +43,24 @@ class NetworkFabric:
         clock: Callable[[], float],
         timeout_s: float,
         recorder: Recorder | None = None,
+        zeros: bool = False,
     ) -> None:
-        """``peers``: the group's workers, by rank. ``name`` begins all tags. ``condition`` and ``clock``: the device's."""
+        """``peers``: the group's workers, by rank. ``name`` begins all tags. ``condition`` and ``clock``: the device's.
+
+        ``zeros``: tensors without content travel as so many zeros, so that a real network has something to carry.
+        """
         self.rank, self.size = peers.index(endpoint.peer), len(peers)
         self.messages: Counter[Label] = Counter()
         """Messages that this worker has sent, by label."""
         self.nbytes: Counter[Label] = Counter()
         """Bytes of tensors in them."""
+        self.waited_s = 0.0
+        """Seconds that the compute thread has waited for others: exposed communication."""
         self._group = Group(endpoint, peers, self.rank, name, timeout_s=timeout_s)
         self._loop = asyncio.get_running_loop()
         self._changed, self._clock, self._timeout_s = condition, clock, timeout_s
         self._recorder: Recorder = recorder or NullRecorder()
+        self.zeros = zeros
         self._communicators: dict[tuple[int, ...], NetworkCommunicator] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
@@ -88,15 +100,26 @@ class NetworkFabric:
             self.messages[label] += messages
             self.nbytes[label] += nbytes
 
+    def payload(self, flat: Tensor) -> Payload:
+        """What travels for a tensor."""
+        if not flat.is_meta:
+            return TensorPayload.of(flat)
+        name = dtype_of_torch(flat.dtype).name
+        if self.zeros:
+            return TensorPayload.of(torch.zeros(flat.numel(), dtype=flat.dtype))
+        return PhantomPayload(flat.numel(), name)
+
     def wait(self, operation: _Operation) -> list[Tensor]:
         """Block until the operation has ended."""
         if operation.result is None and operation.error is None:
+            start_s = self._clock()
             with self._recorder.span(f"wait for {operation.label}", "wait"), self._changed:
                 ended = self._changed.wait_for(
                     lambda: operation.result is not None or operation.error is not None or self._error is not None,
                     # The loop's own time-outs are first; this is for a loop that is gone.
                     2 * self._timeout_s,
                 )
+            self.waited_s += self._clock() - start_s
             if not ended:
                 raise PeerTimeoutError(operation.peers, str(operation.label), 2 * self._timeout_s)
         error = operation.error or (self._error if operation.result is None else None)
@@ -164,10 +187,11 @@ class NetworkCommunicator:
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Expected], label: Label) -> Pending:
         outgoing = [(to, self._tag(label, to, self._sent), _copied(part)) for to, part in sends if part.numel()]
+        meta = any(part.is_meta for _, part in sends)
         incoming: list[tuple[Tag | None, Expected, Tensor]] = []
         for due in receives:
             tag = self._tag(label, due.source, self._expected) if math.prod(due.shape) else None
-            incoming.append((tag, due, _memory(due.shape, due.dtype)))
+            incoming.append((tag, due, _memory(due.shape, due.dtype, meta)))
         for _, _, part in outgoing:
             self._fabric.count(label, part.nbytes)
 
@@ -175,10 +199,14 @@ class NetworkCommunicator:
             async with asyncio.TaskGroup() as tasks:
                 for to, tag, part in outgoing:
                     tasks.create_task(self._send(to, tag, part))
-                for due_tag, due, memory in incoming:
-                    if due_tag is not None:
-                        tasks.create_task(self._receive(due.source, due_tag, memory, label))
-            return [memory.view(due.shape) for _, due, memory in incoming]
+                arriving = [
+                    None
+                    if due_tag is None
+                    else tasks.create_task(self._receive(due.source, due_tag, memory, label, alone=not sends))
+                    for due_tag, due, memory in incoming
+                ]
+            found = [memory if task is None else task.result() for task, (_, _, memory) in zip(arriving, incoming, strict=True)]
+            return [memory.view(due.shape) for memory, (_, due, _) in zip(found, incoming, strict=True)]
 
         return self._begin(work, label, [sends[0][1].device] if sends else [])
 
@@ -188,7 +216,7 @@ class NetworkCommunicator:
         if self.size == 1:
             return _Done([part])
         number = self._next()
-        parts = [_memory(shape, part.dtype) for shape in shapes]
+        parts = [_memory(shape, part.dtype, part.is_meta) for shape in shapes]
         parts[self.rank] = _copied(part)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         for hop in range(self.size - 1):
@@ -216,7 +244,7 @@ class NetworkCommunicator:
 
         async def work() -> list[Tensor]:
             if flat.numel():
-                await all_reduce(self._group, TensorPayload.of(flat), (str(label), number))
+                await all_reduce(self._group, self._fabric.payload(flat), (str(label), number))
             return [flat.view(tensor.shape)]
 
         return self._begin(work, label, [tensor.device])
@@ -227,7 +255,7 @@ class NetworkCommunicator:
             return _Done([own.clone()])
         number = self._next()
         outgoing = {to: _copied(part) for to, part in enumerate(parts) if to != self.rank and part.numel()}
-        come = [_memory(own.shape, own.dtype) if source != self.rank else _copied(own) for source in range(self.size)]
+        come = [_memory(own.shape, own.dtype, own.is_meta) if source != self.rank else _copied(own) for source in range(self.size)]
         for part in outgoing.values():
             self._fabric.count(label, part.nbytes)
 
@@ -251,23 +279,32 @@ class NetworkCommunicator:
     ) -> Pending:
         peers = ", ".join(peer for rank, peer in enumerate(self._group.members) if rank != self.rank)
         pending = self._fabric.begin(work(), label, peers)
-        device = next((device for device in devices if device.type != "cpu"), None)
+        device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
         return pending if device is None else _OnDevice(pending, device)
 
     async def _send(self, to: int, tag: Tag, part: Tensor) -> None:
         # The endpoint keeps the memory, which is ours alone, until it has arrived.
-        await self._group.endpoint.send(self._group.members[to], tag, TensorPayload.of(part))
+        await self._group.endpoint.send(self._group.members[to], tag, self._fabric.payload(part))
 
-    async def _receive(self, source: int, tag: Tag, memory: Tensor, label: Label) -> None:
+    async def _receive(self, source: int, tag: Tag, memory: Tensor, label: Label, *, alone: bool = False) -> Tensor:
+        """Into ``memory``, which is returned. ``alone``: nothing is sent that would tell whether tensors have content here."""
         peer = self._group.members[source]
         received = await self._group.endpoint.receive(peer, tag)
-        payload = TensorPayload.of(memory)
-        if received.numel != payload.numel or received.dtype != payload.dtype:
+        numel, dtype = memory.numel(), dtype_of_torch(memory.dtype).name
+        if received.numel != numel or received.dtype != dtype:
             raise ProtocolError(
-                f"{label}: {peer} sent {received.numel} {received.dtype} where {payload.numel} {payload.dtype} were due: all "
+                f"{label}: {peer} sent {received.numel} {received.dtype} where {numel} {dtype} were due: all "
                 "workers of a group must have the same model, plan and input sizes"
             )
-        payload.copy_(received)
+        if isinstance(received, PhantomPayload):
+            if not memory.is_meta and not alone:
+                raise ProtocolError(
+                    f"{label}: {peer} sent a tensor without content: all workers of a group must compute, or all must model it"
+                )
+            return torch.empty_like(memory, device="meta")
+        if not memory.is_meta:
+            TensorPayload.of(memory).copy_(received)
+        return memory
 
     def _next(self) -> int:
         self._operations += 1
@@ -288,10 +325,12 @@ class _OnDevice:
         return [each.to(self._device) for each in self._pending.wait()]
 
 
-def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(math.prod(shape), dtype=dtype)
+def _memory(shape: Sequence[int], dtype: torch.dtype, meta: bool) -> Tensor:
+    return torch.empty(math.prod(shape), dtype=dtype, device="meta" if meta else "cpu")
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Flat, in the host's memory, and nobody else's."""
+    """Flat, in the host's memory, and nobody else's; without content it stays so."""
+    if tensor.is_meta:
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)

@@ -97,21 +97,21 @@ def shards_of(
     """The shards of all parameters and buffers of a model, by their names in its state dict.
 
     Modules without shards of their own are whole, and sum over the row; ``summed_over`` names those that sum over other ranks (all
-    of them, for batch- and domain-parallel layers), themselves or by a module that they are in.
+    of them, for batch- and domain-parallel layers): parameters, or modules that they are in.
     """
     found: dict[str, Shard] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         own = module.shards() if isinstance(module, HasShards) else {}
-        ranks = _nearest(name, summed_over or {}, grid.row(rank))
         for kind in (module.named_parameters, module.named_buffers):
             for each, tensor in kind(recurse=False):
+                ranks = _nearest(prefix + each, summed_over or {}, grid.row(rank))
                 found[prefix + each] = own.get(each) or Shard(name, tuple(tensor.shape), grid.column(rank), ranks)
     return found
 
 
 def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    """What is said of a module, or of the nearest one around it."""
+    """What is said of a parameter, or of the nearest module around it."""
     while name:
         if name in named:
             return named[name]
@@ -145,19 +145,32 @@ def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabri
 def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
     """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
 
-    All processes of the group must call it. A parameter that two modules share is summed once. One without a gradient contributes
-    nothing, and receives what others have.
+    All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
+    once. One without a gradient contributes nothing, and receives what others have.
     """
-    begun: list[tuple[nn.Parameter, Pending]] = []
+    begun: list[tuple[list[nn.Parameter], Pending]] = []
+    for layer, members, parameters in summed_together(model, shards):
+        flat = torch.cat([gradient_of(parameter).flatten() for parameter in parameters])
+        begun.append((parameters, fabric.among(members).all_reduce(flat, Label(layer, "dw", "backward"))))
+    for parameters, pending in begun:
+        (flat,) = pending.wait()
+        parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
+
+
+def summed_together(model: nn.Module, shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+    """The layer, the ranks, and the parameters of each sum of gradients."""
+    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         shard = shards[name]
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if len(shard.summed_over) > 1:
-            label = Label(shard.layer, "dw", "backward")
-            begun.append((parameter, fabric.among(shard.summed_over).all_reduce(parameter.grad, label)))
-    for parameter, pending in begun:
-        (gradient,) = pending.wait()
-        parameter.grad = gradient
+        if parameter.requires_grad and len(shard.summed_over) > 1:
+            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
+    return [(layer, members, parameters) for (layer, members, _), parameters in together.items()]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter; zeros where it has none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zmqtrain.parallel.plan import Choice
-from zmqtrain.plan.link import LayerCost, Link
+from zmqtrain.plan.link import NOTHING, LayerCost, Link
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import redistribution
+from zmqtrain.plan.price import layer_cost
 from zmqtrain.plan.problem import Problem
 
 #: How far a batch size or bandwidth is followed, as a factor; further away nobody would go.
@@ -26,7 +26,7 @@ class Alternative:
     cost: LayerCost
     """With redistribution, of its input and of the next layer's."""
     seconds: float
-    """Communication, and compute where its time is known."""
+    """Communication, and compute where its time is known; with what the next layer takes longer than as planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,24 @@ def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence
 
 def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> Alternative:
     """The layer itself, and the changes on both sides of it."""
-    stage = problem.layers[index]
-    cost = problem.pricing.layer(stage, how, problem.batch, first=index == 0)
-    there = back = LayerCost().all_gather
-    if index:
-        there, back = redistribution(problem, problem.layers[index - 1], placed[index - 1], how)
+    stage, seconds = problem.layers[index], problem.link.seconds
+    changed = [*placed[:index], how, *placed[index + 1 :]]
+    cost, longer_s = layer_cost(problem, changed, index), 0.0
     if index + 1 < len(placed):
-        on, returned = redistribution(problem, stage, how, placed[index + 1])
-        there, back = there + on, back + returned
-    cost = replace(cost, redistribute=there, redistribute_back=back)
-    return Alternative(how, cost, problem.link.seconds(cost.total) + sum(problem.seconds(stage, how)))
+        after = layer_cost(problem, changed, index + 1)
+        own, planned = _own(after), _own(layer_cost(problem, placed, index + 1))
+        longer_s = seconds(own.total) - seconds(planned.total)
+        cost = replace(
+            cost,
+            redistribute=cost.redistribute + after.redistribute,
+            redistribute_back=cost.redistribute_back + after.redistribute_back,
+        )
+    return Alternative(how, cost, seconds(cost.total) + longer_s + sum(problem.seconds(stage, how)))
+
+
+def _own(cost: LayerCost) -> LayerCost:
+    """Without redistributions."""
+    return replace(cost, redistribute=NOTHING, redistribute_back=NOTHING)
 
 
 def _nearest(wins: Callable[[float], bool]) -> float | None:

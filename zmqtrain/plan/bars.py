@@ -46,4 +46,5 @@ def _segments(problem: Problem, price: PlanPrice) -> dict[str, float]:
         "dW": seconds(cost["dw"]),
         "halo": seconds(cost["halo"]),
         "redistribute": seconds(cost["redistribute"]),
+        "statistics": seconds(cost["statistics"]),
     }

@@ -14,6 +14,7 @@ COLOURS: Mapping[str, str] = {
     "dW": "#d55e00",
     "halo": "#009e73",
     "redistribute": "#f0e442",
+    "statistics": "#cc79a7",
 }
 BAR, GAP, HEIGHT, LEFT, TOP, BOTTOM = 22, 8, 220, 64, 46, 74
 

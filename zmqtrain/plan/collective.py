@@ -1,10 +1,16 @@
-"""Messages and bytes of this project's collectives, as `zmqtrain.collectives` sends them: those of its busiest rank."""
+"""Messages and bytes of this project's collectives, as `zmqtrain.collectives` and `zmqtrain.parallel` send them: those of its
+busiest rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from zmqtrain.collectives.choose import choose_all_gather, choose_all_reduce
+from zmqtrain.collectives.choose import choose_all_reduce
+from zmqtrain.collectives.operations import sent_by_all_reduce
+
+#: Ranks up to which an all-reduce is followed step by step; of more, bytes are counted to an element a rank.
+FOLLOWED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,24 +21,27 @@ class Sent:
     numel: int
 
 
-def all_gather(numel: int, size: int, itemsize: int, *, ring: bool = False) -> Sent:
-    """Of ``numel`` elements in all. ``ring``: never another algorithm, else the one that `zmqtrain.collectives.choose` chooses.
+def ring(numel: int, units: int, size: int) -> Sent:
+    """Of an all-gather of ``units`` that ranks hold as evenly as can be, ``numel`` elements in all; and of a reduce-scatter.
 
-    The busiest rank passes on all parts but the smallest.
+    A rank passes on all parts but one: the busiest, all but the smallest. Empty parts cost no message.
     """
     if size == 1 or numel == 0:
         return Sent(0, 0)
-    most = numel - numel // size
-    if ring or choose_all_gather(numel * itemsize, size) == "ring":
-        return Sent(size - 1, most)
-    return Sent((size - 1).bit_length(), most)
+    smallest = units // size
+    messages = size - 1 if smallest else min(units, size - 1)
+    return Sent(messages, numel - smallest * numel // units)
 
 
-def all_reduce(numel: int, size: int, itemsize: int, *, ring: bool = False) -> Sent:
+@lru_cache(maxsize=65536)
+def all_reduce(numel: int, size: int, itemsize: int) -> Sent:
     """Of ``numel`` elements. Where ranks are no power of two, halving and doubling fold the others in: two messages more."""
     if size == 1 or numel == 0:
         return Sent(0, 0)
-    algorithm = "ring" if ring else choose_all_reduce(numel * itemsize, size)
+    if size <= FOLLOWED:
+        every = [sent_by_all_reduce(numel, itemsize, size, rank) for rank in range(size)]
+        return Sent(max(messages for messages, _ in every), max(nbytes for _, nbytes in every) // itemsize)
+    algorithm = choose_all_reduce(numel * itemsize, size)
     smallest, larger = divmod(numel, size)
     if algorithm == "ring":  # each rank leaves out two parts that lie side by side
         return Sent(2 * (size - 1), 2 * numel - 2 * smallest - (larger == size - 1))

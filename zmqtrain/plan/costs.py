@@ -8,7 +8,7 @@ alpha, and a word of ``word_bytes`` takes beta. Every function gives a `LayerCos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,12 +28,28 @@ class Pricing(Protocol):
         """Bytes of an element."""
         ...
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool) -> LayerCost:
-        """A layer's own communication. ``first``: nobody needs the gradient of its input."""
+    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
+        """A layer's own communication.
+
+        ``first``: nobody needs the gradient of its input. ``last``: its output is wanted whole. ``joined``: its input comes divided
+        over the rows as it is divided itself (see `joins`), by so many units; 0: it comes as the layer needs it.
+        """
         ...
 
-    def change(self, source: Placed, target: Placed) -> tuple[float, Cost]:
-        """To redistribute activations: messages, and the cost beside them of one byte of the whole batch's activations."""
+    def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
+        """Whether a layer takes the outputs of the one before it as they are, divided over the rows: no change is charged then."""
+        ...
+
+    def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
+        """To redistribute a layer's outputs for the next one: messages, and the cost beside them of one byte of the whole batch's
+        activations.
+
+        ``back``: their gradients, the other way.
+        """
+        ...
+
+    def change_key(self, before: Stage, after: Stage) -> Hashable:
+        """What `change` and `joins` depend on of two layers, one after the other."""
         ...
 
 
@@ -45,7 +61,7 @@ class Paper:
     dx: bool = True
     """Whether the sums of input gradients are counted. They must be made; the paper's stated figures are nearer without."""
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool) -> LayerCost:
+    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         grid, size = placed.grid, placed.grid.size
         samples = batch / grid.columns
         match placed.choice:
@@ -69,10 +85,18 @@ class Paper:
                     dw=self._all_reduce(size, stage.weights),
                 )
 
-    def change(self, source: Placed, target: Placed) -> tuple[float, Cost]:
+    def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
+        """Never: every layer gathers its outputs itself."""
+        return False
+
+    def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
         """Eq. 6, and the same for other changes, by what lacks to a process."""
-        lacking = change(source, target)
+        lacking = change(target, source) if back else change(source, target)
         return float(_log(lacking.pieces)), Cost.sent(0, lacking.share)
+
+    def change_key(self, before: Stage, after: Stage) -> Hashable:
+        """Nothing."""
+        return None
 
     def _all_gather(self, size: int, words: float) -> Cost:
         """alpha ceil(log p) + beta (p-1)/p n (Bruck)."""
@@ -118,7 +142,8 @@ def redistribution(layer: Stage, batch: int, processes: int, word_bytes: int = W
 
     As much as the model-parallel layer's own all-gather, so that the sum is of the same order without it.
     """
-    messages, rest = Paper(word_bytes).change(Placed("batch", Grid(1, processes)), Placed("model", Grid(processes, 1)))
+    batch_parallel, model_parallel = Placed("batch", Grid(1, processes)), Placed("model", Grid(processes, 1))
+    messages, rest = Paper(word_bytes).change(layer, batch_parallel, layer, model_parallel)
     return Cost(messages) + rest.times(batch * layer.numel_out * word_bytes)
 
 

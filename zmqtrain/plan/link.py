@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zmqtrain.parallel.communicator import Term
+from zmqtrain.parallel.communicator import Phase, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +84,33 @@ class LayerCost:
     """Its input, from the placement in which the layer before it left it, in the forward."""
     redistribute_back: Cost = NOTHING
     """The gradient of its input, to that placement, in the backward."""
+    statistics: Cost = NOTHING
+    """A few numbers for norms and pools, in the forward. The paper has none."""
+    statistics_back: Cost = NOTHING
+    """The same, in the backward."""
 
     def __add__(self, other: LayerCost) -> LayerCost:
         return LayerCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def terms(self) -> dict[Term, Cost]:
         """By term, forward and backward together."""
+        found: dict[Term, Cost] = {}
+        for (term, _), cost in self.phases().items():
+            found[term] = found.get(term, NOTHING) + cost
+        return found
+
+    def phases(self) -> dict[tuple[Term, Phase], Cost]:
+        """By term and pass, as labels of messages have them."""
         return {
-            "all_gather": self.all_gather,
-            "dx": self.dx,
-            "dw": self.dw,
-            "halo": self.halo + self.halo_back,
-            "redistribute": self.redistribute + self.redistribute_back,
+            ("all_gather", "forward"): self.all_gather,
+            ("dx", "backward"): self.dx,
+            ("dw", "backward"): self.dw,
+            ("halo", "forward"): self.halo,
+            ("halo", "backward"): self.halo_back,
+            ("redistribute", "forward"): self.redistribute,
+            ("redistribute", "backward"): self.redistribute_back,
+            ("statistics", "forward"): self.statistics,
+            ("statistics", "backward"): self.statistics_back,
         }
 
     @property

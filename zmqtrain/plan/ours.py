@@ -1,20 +1,31 @@
 """What this project's own runtime sends, as another way to price a plan than the paper's equations.
 
-It differs in three ways. The collectives are those of `zmqtrain.collectives`, with their own numbers of messages. Halos are the
-rows that really cross a cut, k - s of them, also at pools. And processes of one host send each other nothing: they add up gradients
-in memory, and share the host's network card for the rest.
+It differs in five ways. The collectives are those of `zmqtrain.collectives` and `zmqtrain.parallel`, with their own numbers of
+messages. Between model-parallel layers of one grid activations stay divided until the next product, are gathered for it after
+pooling, and their gradient is then only scattered: half of the all-reduce in the paper. Halos are the rows that really cross a cut,
+k - s of them, also at pools. Norms sum statistics. And processes of one host send each other nothing: they add up gradients in
+memory, and share the host's network card for the rest.
+
+Exact where shares are even, and a little more than the busiest process's where they are not. `zmqtrain.parallel.rehearsal` is exact
+for any model, at the price of running it without content.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
-from zmqtrain.plan.collective import Sent, all_gather, all_reduce
+from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
+from zmqtrain.plan.collective import Sent, all_reduce, ring
 from zmqtrain.plan.costs import WORD_BYTES
-from zmqtrain.plan.layers import LayerShape, Stage
+from zmqtrain.plan.layers import PASSES, Stage
 from zmqtrain.plan.link import NOTHING, Cost, LayerCost
-from zmqtrain.plan.placed import Placed, change
+from zmqtrain.plan.placed import Change, Lie, Placed, lacking
+
+#: Bytes of the numbers in which statistics of strips are added up.
+STATISTICS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,73 +35,160 @@ class Ours:
     word_bytes: int = WORD_BYTES
     per_host: int = 1
     """Processes of the group on each host."""
-    rings: bool = False
-    """Whether all collectives are rings, else those that `zmqtrain.collectives.choose` chooses."""
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool) -> LayerCost:
-        grid = placed.grid
-        samples = math.ceil(batch / grid.columns)
-        match placed.choice:
-            case "batch":
-                return LayerCost(dw=self._sum_of_row(grid.size, stage.weights))
-            case "whole":
-                return LayerCost(dw=self._sum_of_row(grid.columns, stage.weights))
-            case "model":
-                rounds = stage.rounds
-                dx = NOTHING if first else self._sum_of_column(placed, samples * stage.numel_in, rounds)
-                return LayerCost(
-                    all_gather=self._gather_of_column(placed, samples * stage.numel_out, rounds),
-                    dx=dx,
-                    dw=self._sum_of_row(grid.columns, math.ceil(stage.weights / grid.rows)),
-                )
-            case "domain":
-                halos = [(layer, self._halo(layer, placed, samples)) for layer in stage.layers]
-                back = [cost for layer, cost in halos if not (first and layer is stage.head)]
-                return LayerCost(
-                    halo=sum((cost for _, cost in halos), NOTHING),
-                    halo_back=sum(back, NOTHING),
-                    dw=self._sum_of_row(grid.size, stage.weights),
-                )
+    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
+        samples = math.ceil(batch / placed.grid.columns)
+        told, told_back = self._statistics(stage, placed, samples)
+        always = LayerCost(dw=self._weights(stage, placed), statistics=told, statistics_back=told_back)
+        if placed.choice == "model":
+            gathered = self._input(stage, placed, samples, joined) + self._output(stage, placed, samples, last)
+            return replace(always, all_gather=gathered, dx=self._input_gradient(stage, placed, samples, joined, first))
+        if placed.choice == "domain":
+            there, back = self._halos(stage, placed, samples, first)
+            return replace(always, halo=there, halo_back=back)
+        return always
 
-    def change(self, source: Placed, target: Placed) -> tuple[float, Cost]:
-        """A message to each of the processes that need a part."""
-        lacking = change(source, target)
-        if lacking.pieces == 1:
-            return 0.0, NOTHING
-        columns = math.gcd(source.samples, target.samples)
+    def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
+        """Between products that are model-parallel on one grid."""
+        return source == target and target.choice == "model" and before.leaves_channels and stage.head.kind in PASSES
+
+    def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
+        """A message to each of the processes that need a part; strips come together before an image is flattened."""
+        held, needed = source.leaves(channels=before.leaves_channels, strips=before.leaves_strips), target.needs()
+        ways = [(held, needed)]
+        if held.strips > 1 and not after.head.image:
+            ways = [(held, replace(held, strips=1)), (replace(held, strips=1), needed)]
+        messages, share, memory = 0, 0.0, 0.0
+        for one, other in ways:
+            found = lacking(other, one) if back else lacking(one, other)
+            memory += 2 * found.share * source.grid.size
+            if not back and one.samples == other.samples and other == Lie(one.samples):  # a ring within each column
+                units = before.head.units if one.channels > 1 else before.image_rows
+                sent = ring(units, units, max(one.channels, one.strips))
+                found = Change(sent.messages + 1, sent.numel / units / one.samples)
+            messages, share = messages + found.pieces - 1, share + found.share
         if source.grid.size <= self.per_host:
-            return 0.0, Cost(memory_bytes=2 * lacking.share * source.grid.size)
-        return float(lacking.pieces - 1), Cost.sent(0, lacking.share, sharing=self._crossing(columns))
+            return 0.0, Cost(memory_bytes=memory)
+        return float(messages), Cost.sent(0, share, sharing=self._crossing(math.gcd(source.samples, target.samples)))
 
-    def _halo(self, layer: LayerShape, placed: Placed, samples: int) -> Cost:
-        """The rows that a process between two cuts sends; with two strips there is one cut, and the larger side's rows count."""
-        rows, strips = layer.halo_rows if layer.image else 0, placed.strips
-        if not rows or strips == 1:
+    def change_key(self, before: Stage, after: Stage) -> Hashable:
+        """What a layer leaves divided, into how many parts that can be, and what the next one takes."""
+        rows = before.image_rows if before.leaves_strips else 0
+        return before.leaves_channels and before.head.units, rows, after.head.kind in PASSES, after.head.image
+
+    # Model-parallel layers
+
+    def _input(self, stage: Stage, placed: Placed, samples: int, joined: int) -> Cost:
+        """Gathered here, if it comes divided."""
+        return self._ring(samples * stage.head.numel_in, joined, placed, stage.head.calls) if joined else NOTHING
+
+    def _output(self, stage: Stage, placed: Placed, samples: int, last: bool) -> Cost:
+        """Brought together in the layer, or because the next ones cannot take it divided."""
+        head, mixing = stage.head, stage.gathered_at
+        if head.sums:
+            return self._sum(samples * head.numel_out, placed, head.sums * head.calls)
+        if head.kind == "recurrent":  # each layer its outputs at every position
+            return self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
+        if head.kind not in PASSES:
+            return self._ring(samples * head.numel_out, head.units, placed, head.calls)
+        if mixing is not None:
+            return self._ring(samples * mixing.numel_in, head.units, placed, mixing.calls)
+        return self._ring(samples * stage.layers[-1].numel_out, head.units, placed, head.calls) if last else NOTHING
+
+    def _input_gradient(self, stage: Stage, placed: Placed, samples: int, joined: int, first: bool) -> Cost:
+        head, numel, rounds = stage.head, samples * stage.head.numel_in, stage.head.calls
+        if head.kind == "embedding":
             return NOTHING
-        above = min(rows, layer.padding[0])
-        sent = max(above, rows - above) if strips == 2 else rows
-        sides = 1 if strips == 2 or above in (0, rows) else 2
-        hops = math.ceil(max(above, rows - above) / max(1, layer.inputs[1] // strips))  # farther than the neighbour's strip
-        numel = samples * sent * layer.row_numel * layer.calls
-        if placed.grid.size <= self.per_host:
-            return Cost(memory_bytes=2 * numel * self.word_bytes * placed.grid.size)
-        messages = sides * hops * layer.calls
-        return Cost.sent(messages, numel * self.word_bytes, sharing=self._crossing(placed.grid.columns))
+        if head.sums:
+            return self._sum(numel, placed, (head.sums - first) * rounds)
+        recurrent = NOTHING
+        if head.kind == "recurrent":  # the outputs' gradients, scattered at every position
+            recurrent = self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
+        if first:
+            return recurrent
+        if head.groups > 1 and placed.grid.rows <= head.groups:  # each row has its own groups' gradients, one after another
+            return self._ring(numel, head.groups, placed, rounds)
+        if joined and head.groups == 1:
+            return self._ring(numel, joined, placed, rounds)
+        return recurrent + self._sum(numel, placed, rounds)
 
-    def _gather_of_column(self, placed: Placed, numel: int, rounds: int) -> Cost:
+    # Domain-parallel layers
+
+    def _halos(self, stage: Stage, placed: Placed, samples: int, first: bool) -> tuple[Cost, Cost]:
+        """Forward and backward, by the strips that follow from even ones of the image that came in."""
+        if placed.strips == 1:
+            return NOTHING, NOTHING
+        layers = [layer for layer in stage.layers if layer.image and layer.kind in ("conv", "pool") and not layer.one_row]
+        division = even(stage.before[0].length if stage.before else stage.head.inputs[1], placed.strips)
+        for reach in stage.before:
+            division = _halo(reach, division).outputs
+        members = range(placed.strips)
+        there, back = [NOTHING for _ in members], [NOTHING for _ in members]
+        for layer in layers:
+            halo = _halo(layer.reach, division)
+            row_bytes = samples * layer.row_numel * self.word_bytes * layer.calls
+            for member in members:
+                there[member] += self._rows(halo.forward[member], row_bytes, placed, layer.calls)
+                if not (first and layer is stage.head):
+                    back[member] += self._rows(halo.backward[member], row_bytes, placed, layer.calls)
+            division = halo.outputs
+        return _busiest(there), _busiest(back)
+
+    def _rows(self, sent: Count, row_bytes: int, placed: Placed, calls: int) -> Cost:
+        if placed.grid.size <= self.per_host:
+            return Cost(memory_bytes=2 * sent.nbytes * row_bytes * placed.grid.size)
+        return Cost.sent(sent.messages * calls, sent.nbytes * row_bytes, sharing=self._crossing(placed.grid.columns))
+
+    # All layers
+
+    def _statistics(self, stage: Stage, placed: Placed, samples: int) -> tuple[Cost, Cost]:
+        """Forward and backward."""
+        grid, there, back = placed.grid, NOTHING, NOTHING
+        members = grid.columns if placed.choice in ("model", "whole") else grid.size
+        divided = placed.choice == "model" and stage.head.kind in PASSES
+        for layer in stage.layers:
+            divided = divided and not layer.mixes
+            if layer.statistics and members > 1:
+                channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
+                itemsize = STATISTICS_BYTES if placed.choice == "domain" else self.word_bytes
+                told = Sent(members - 1, (members - 1) * (2 * channels + 1))
+                there += self._wire(told, placed, layer.calls, itemsize)
+                back += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
+            elif layer.one_row and placed.strips > 1:
+                there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
+        return there, back
+
+    def _weights(self, stage: Stage, placed: Placed) -> Cost:
+        """The sums of weight gradients, layer by layer."""
+        grid, total = placed.grid, NOTHING
+        apart = placed.choice in ("batch", "domain")
+        divided = placed.choice == "model"
+        for layer in stage.layers:
+            if layer is not stage.head:
+                divided = divided and stage.head.kind in PASSES and not layer.mixes and layer.kind != "own"
+            for part in layer.weights_by_message if layer.weights else ():
+                units = part.units
+                if divided:
+                    units = layer.most_units(grid.rows) if units == layer.units else -(-units // grid.rows)
+                total += self._sum_of_row(grid.size if apart else grid.columns, units * part.each + part.whole)
+        return total
+
+    def _ring(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
+        """A column's all-gathers, or reduce-scatters, of ``numel`` elements each, of which rows have some of ``units``."""
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:  # each writes its part, and all read all
-            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * self.word_bytes)
-        return self._wire(all_gather(_each(numel, rounds), size, self.word_bytes, ring=self.rings), placed, rounds)
+            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
+        return self._wire(ring(numel, units, size), placed, rounds)
 
-    def _sum_of_column(self, placed: Placed, numel: int, rounds: int) -> Cost:
+    def _sum(self, numel: int, placed: Placed, rounds: int) -> Cost:
+        """A column's all-reduces of ``numel`` elements each."""
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:
-            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * self.word_bytes)
-        return self._wire(all_reduce(_each(numel, rounds), size, self.word_bytes, ring=self.rings), placed, rounds)
+            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
+        return self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
 
-    def _wire(self, sent: Sent, placed: Placed, rounds: int) -> Cost:
-        nbytes = sent.numel * rounds * self.word_bytes
+    def _wire(self, sent: Sent, placed: Placed, rounds: int, itemsize: int = 0) -> Cost:
+        nbytes = sent.numel * rounds * (itemsize or self.word_bytes)
         return Cost.sent(sent.messages * rounds, nbytes, sharing=self._crossing(placed.grid.columns))
 
     def _sum_of_row(self, size: int, numel: int) -> Cost:
@@ -100,7 +198,7 @@ class Ours:
         here = math.gcd(size, self.per_host) if size < self.per_host else self.per_host
         hosts = math.ceil(size / here)
         rows = self.per_host // here  # rows that are added up on this host
-        sent = all_reduce(math.ceil(numel / here), hosts, self.word_bytes, ring=self.rings)
+        sent = all_reduce(math.ceil(numel / here), hosts, self.word_bytes)
         memory = rows * (here + 1) * numel * self.word_bytes if here > 1 else 0
         wire = Cost.sent(sent.messages, sent.numel * self.word_bytes, sharing=self.per_host)
         return wire + Cost(memory_bytes=memory)
@@ -110,5 +208,22 @@ class Ours:
         return min(columns, self.per_host)
 
 
-def _each(numel: int, rounds: int) -> int:
-    return math.ceil(numel / rounds)
+@dataclass(frozen=True, slots=True)
+class _Halo:
+    """Rows and messages that each strip sends, and how the output is divided."""
+
+    forward: tuple[Count, ...]
+    backward: tuple[Count, ...]
+    outputs: Division
+
+
+@lru_cache(maxsize=4096)
+def _halo(reach: Window | Transposed | Table, division: Division) -> _Halo:
+    outputs = follow(reach, division)
+    sent = halo_traffic(reach, division, outputs, 1)
+    return _Halo(sent["forward"], sent["backward"], outputs)
+
+
+def _busiest(costs: Sequence[Cost]) -> Cost:
+    """The most messages, and the most bytes."""
+    return Cost(*(max(getattr(cost, each.name) for cost in costs) for each in fields(Cost)))

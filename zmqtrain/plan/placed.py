@@ -33,8 +33,26 @@ class Placed:
         """Into how many strips each image is divided."""
         return self.grid.rows if self.choice == "domain" else 1
 
+    def needs(self) -> Lie:
+        """How its input must lie."""
+        return Lie(self.samples, 1, self.strips)
+
+    def leaves(self, *, channels: bool, strips: bool) -> Lie:
+        """How its output lies, if the layer leaves channels divided where it is model-parallel, and strips where by domain."""
+        divided = self.grid.rows if channels and self.choice == "model" else 1
+        return Lie(self.samples, divided, self.strips if strips else 1)
+
     def __str__(self) -> str:
         return "batch" if self.choice == "batch" else f"{self.choice} {self.grid}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """How activations lie: into how many parts their samples, channels and rows are divided."""
+
+    samples: int
+    channels: int = 1
+    strips: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +66,19 @@ class Change:
 
 
 def change(source: Placed, target: Placed) -> Change:
-    """What lacks to a process that holds its part of ``source`` and needs that of ``target``.
+    """What lacks to a process between layers whose outputs are whole on their columns, or in strips: see `lacking`."""
+    return lacking(source.needs(), target.needs())
+
+
+def lacking(held: Lie, needed: Lie) -> Change:
+    """What lacks to a process that holds its part of activations that lie so, and needs that of another division.
 
     A process holds 1/Pc of the samples, and of their images 1/Pr where they lie in strips. Finer parts lie within coarser ones
     (rank r is in column r mod Pc and row r div Pc), so what it has of what it needs is one part in lcm of both; where neither is
     finer, that is so for the process that lacks most. Eq. 6 is the case from batch to pure model: (P-1)/P of all activations, from
     P processes.
     """
-    needed = target.samples * target.strips
-    common = math.lcm(source.samples, target.samples) * math.lcm(source.strips, target.strips)
-    return Change(common // needed, 1 / needed - 1 / common)
+    parts = needed.samples * needed.channels * needed.strips
+    common = math.lcm(held.samples, needed.samples)
+    common *= math.lcm(held.channels, needed.channels) * math.lcm(held.strips, needed.strips)
+    return Change(common // parts, 1 / parts - 1 / common)

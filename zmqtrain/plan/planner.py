@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.plan import Plan
+from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import PlanPrice, Times, price
+from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, joined_units, price
 from zmqtrain.plan.problem import Options, Problem, plan_of
 from zmqtrain.topology.units import format_size
 
@@ -96,13 +97,11 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
     if problem.overlap > 0:  # a good plan, whose step bounds how long any way may take
         plain = _search(replace(problem, overlap=0.0), options, limit)
         bound_s = price(problem, plain).step_s * (1 + 1e-9)
-    every = sorted({how for option in options for how in option.placed}, key=str)
-    number = {how: index for index, how in enumerate(every)}
-    messages_s, unit_s = _edges(problem, every)
-    times = [
-        [Times.of(problem, stage, how, first=index == 0) for how in option.placed]
-        for index, (stage, option) in enumerate(zip(problem.layers, options, strict=True))
-    ]
+    states = [_states(problem, option, index) for index, option in enumerate(options)]
+    every = sorted({state for here in states for state in here}, key=str)
+    number = {state: index for index, state in enumerate(every)}
+    edges = _Edges(problem, every)
+    times = [[_times(problem, index, state) for state in here] for index, here in enumerate(states)]
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each
     if limit is not None and least[-1] > limit:
         raise UsageError(
@@ -113,13 +112,13 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
     most = max(FEWEST_WAYS, MOST_WAYS // (len(options) * len(every)))
     trail: list[_Ways] = []
     for index in reversed(range(len(options))):
-        here = [number[how] for how in options[index].placed]
-        nbytes = problem.batch * problem.layers[index].numel_out * problem.pricing.word_bytes
-        edges_s = messages_s + unit_s * nbytes
+        here = [number[state] for state in states[index]]
+        edges_s = edges.seconds(index)
         before = trail[-1] if trail else None
         steps = []
         for state, own in zip(here, times[index], strict=True):
             ways = _arrive(before, state, edges_s, own)
+            ways = ways.only(np.isfinite(ways.time))
             if bound_s < math.inf:
                 ways = ways.only(ways.time + ahead_s[index] <= bound_s)
             if limit is None:
@@ -132,18 +131,60 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
     return _back(trail, every)
 
 
-def _edges(problem: Problem, every: Sequence[Placed]) -> tuple[Array, Array]:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """How a layer is placed, and whether its input comes divided as the layer before has left it."""
+
+    placed: Placed
+    joined: bool = False
+
+
+def _states(problem: Problem, options: Options, index: int) -> list[_State]:
+    found = [_State(how) for how in options.placed]
+    if index:
+        before, stage = problem.layers[index - 1], problem.layers[index]
+        found += [_State(how, True) for how in options.placed if problem.pricing.joins(before, how, stage, how)]
+    return found
+
+
+def _times(problem: Problem, index: int, state: _State) -> Times:
+    stage, first, last = problem.layers[index], index == 0, index == len(problem.layers) - 1
+    joined = joined_units(problem, index) if state.joined else 0
+    cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
+    return Times.of(problem, stage, state.placed, cost)
+
+
+class _Edges:
     """Of every change, there in the forward and back in the backward: seconds of messages, and of each byte of activations."""
-    size = len(every)
-    messages_s, unit_s = np.zeros((size, size)), np.zeros((size, size))
-    if problem.charge_changes:
-        for one, source in enumerate(every):
-            for other, target in enumerate(every):
-                if one != other:
-                    messages, unit = problem.pricing.change(source, target)
-                    messages_s[one, other] = messages * problem.link.alpha_s
-                    unit_s[one, other] = problem.link.volume_s(unit)
-    return messages_s + messages_s.T, unit_s + unit_s.T
+
+    def __init__(self, problem: Problem, every: Sequence[_State]) -> None:
+        self._problem, self._every = problem, every
+        self._known: dict[Any, tuple[Array, Array]] = {}
+
+    def seconds(self, index: int) -> Array:
+        """Between a layer and the one behind it; infinite where they do not fit together."""
+        layers = self._problem.layers
+        before, after = layers[index], layers[min(index + 1, len(layers) - 1)]
+        key = self._problem.pricing.change_key(before, after)
+        if key not in self._known:
+            self._known[key] = self._edges(before, after)
+        messages_s, unit_s = self._known[key]
+        return messages_s + unit_s * changing_bytes(self._problem, after)
+
+    def _edges(self, before: Stage, after: Stage) -> tuple[Array, Array]:
+        size, problem = len(self._every), self._problem
+        messages_s, unit_s = np.zeros((size, size)), np.zeros((size, size))
+        for one, source in enumerate(self._every):
+            for other, target in enumerate(self._every):
+                joins = problem.pricing.joins(before, source.placed, after, target.placed)
+                if joins != target.joined:
+                    messages_s[one, other] = math.inf
+                elif not joins and problem.charge_changes:
+                    for back in (False, True):
+                        messages, unit = problem.pricing.change(before, source.placed, after, target.placed, back=back)
+                        messages_s[one, other] += messages * problem.link.alpha_s
+                        unit_s[one, other] += problem.link.volume_s(unit)
+        return messages_s, unit_s
 
 
 def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Ways:
@@ -202,12 +243,12 @@ def _joined(steps: Sequence[_Ways]) -> _Ways:
     return _Ways(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
 
 
-def _back(trail: Sequence[_Ways], every: Sequence[Placed]) -> list[Placed]:
+def _back(trail: Sequence[_Ways], every: Sequence[_State]) -> list[Placed]:
     """From the first layer's best way to the last layer."""
     at = int(np.argmin(trail[-1].until))
     found = []
     for ways in reversed(trail):
-        found.append(every[ways.state[at]])
+        found.append(every[ways.state[at]].placed)
         at = int(ways.origin[at])
     return found
 

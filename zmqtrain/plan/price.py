@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.link import Cost, LayerCost
@@ -71,49 +70,69 @@ class Times:
     memory: float
 
     @classmethod
-    def of(cls, problem: Problem, stage: Stage, placed: Placed, *, first: bool) -> Times:
+    def of(cls, problem: Problem, stage: Stage, placed: Placed, cost: LayerCost) -> Times:
         """Halos travel while the interior is computed; input gradients while the weight gradients of their layer are computed (half
-        of the backward); weight gradients while the layers before are. All-gathers and redistributions are waited for."""
+        of the backward); weight gradients while the layers before are. All-gathers, statistics and redistributions are waited
+        for. ``cost``: the layer's own."""
         link, overlap = problem.link, problem.overlap
-        cost = problem.pricing.layer(stage, placed, problem.batch, first=first)
         forward_s, backward_s = problem.seconds(stage, placed)
         halo_s, halo_back_s, dx_s = (link.seconds(each) for each in (cost.halo, cost.halo_back, cost.dx))
         hidden_s = min(halo_back_s + dx_s, overlap * backward_s / 2)
-        waits_s = forward_s + backward_s + link.seconds(cost.all_gather)
+        waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
         waits_s += max(0.0, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
         drains_s = overlap * backward_s - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)
 
 
-def redistribution(problem: Problem, before: Stage, source: Placed, target: Placed) -> tuple[Cost, Cost]:
+def changing_bytes(problem: Problem, after: Stage) -> int:
+    """Of a whole batch's activations, as the layer behind a change takes them."""
+    return problem.batch * after.numel_in * problem.pricing.word_bytes
+
+
+def joined_units(problem: Problem, index: int) -> int:
+    """By how many units a layer's input is divided where it comes so: channels, also after they were flattened."""
+    head, before = problem.layers[index].head, problem.layers[index - 1].head
+    return before.units if not head.image and head.numel_in % before.units == 0 else head.input_units
+
+
+def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage, target: Placed) -> tuple[Cost, Cost]:
     """Between two layers: the activations in the forward, and their gradient in the backward."""
-    if not problem.charge_changes or source == target:
+    if not problem.charge_changes:
         return Cost(), Cost()
-    nbytes = problem.batch * before.numel_out * problem.pricing.word_bytes
+    nbytes = changing_bytes(problem, after)
     found = []
-    for one, other in ((source, target), (target, source)):
-        messages, each = problem.pricing.change(one, other)
+    for back in (False, True):
+        messages, each = problem.pricing.change(before, source, after, target, back=back)
         found.append(Cost(messages) + each.times(nbytes))
     return found[0], found[1]
+
+
+def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerCost:
+    """What one layer of a plan sends, with the redistribution of its input."""
+    stage, how, pricing = problem.layers[index], placed[index], problem.pricing
+    first, last = index == 0, index == len(placed) - 1
+    if first:
+        return pricing.layer(stage, how, problem.batch, first=True, last=last)
+    before, source = problem.layers[index - 1], placed[index - 1]
+    if pricing.joins(before, source, stage, how):
+        return pricing.layer(stage, how, problem.batch, first=False, last=last, joined=joined_units(problem, index))
+    there, back = redistribution(problem, before, source, stage, how)
+    cost = pricing.layer(stage, how, problem.batch, first=False, last=last)
+    return replace(cost, redistribute=there, redistribute_back=back)
 
 
 def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
     """The price of placing each layer so, in the order of the problem's layers."""
     layers = []
-    pairs = [(None, problem.layers[0]), *pairwise(problem.layers)]
-    for index, ((before, stage), how) in enumerate(zip(pairs, placed, strict=True)):
-        cost = problem.pricing.layer(stage, how, problem.batch, first=index == 0)
-        if before is not None:
-            there, back = redistribution(problem, before, placed[index - 1], how)
-            cost = replace(cost, redistribute=there, redistribute_back=back)
+    for index, (stage, how) in enumerate(zip(problem.layers, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
-        layers.append(LayerPrice(stage, how, cost, forward_s, backward_s, problem.memory(stage, how)))
+        layers.append(LayerPrice(stage, how, layer_cost(problem, placed, index), forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds
     compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
     waits_s = queue_s = 0.0  # in the order of the backward: weight gradients queue for the network, and compute lets them pass
     for index in reversed(range(len(layers))):
         cost = layers[index].cost
-        times = Times.of(problem, layers[index].stage, placed[index], first=index == 0)
+        times = Times.of(problem, layers[index].stage, placed[index], cost)
         waits_s += times.waits_s + seconds(cost.redistribute + cost.redistribute_back)
         queue_s = max(0.0, queue_s - times.drains_s) + times.queues_s
     communication_s = sum(seconds(layer.cost.total) for layer in layers)

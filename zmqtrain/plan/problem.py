@@ -89,6 +89,8 @@ class Problem:
             return Obstacle(f"{placed.samples} parts of a batch of {self.batch} samples", always=placed.choice == "batch")
         if placed.choice == "model" and grid.rows > head.units:
             return Obstacle(f"more rows than its {head.units} outputs")
+        if placed.choice == "model" and grid.rows > head.groups > 1 and grid.rows % head.groups:
+            return Obstacle(f"a row must have whole groups of its {head.groups}, or a part of one")
         if placed.choice == "domain":
             least = min(head.inputs[1], head.outputs[1])
             if grid.rows > least:
@@ -97,7 +99,7 @@ class Problem:
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
         """What the slowest process computes: forward and backward."""
-        forward, backward = stage.seconds(self.flops_per_s)
+        forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0])
         grid = placed.grid
         share = math.ceil(self.batch / placed.samples)
         if placed.choice == "model":

@@ -17,7 +17,7 @@ def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
     """
     found: list[LayerShape] = []
     inputs: tuple[int, ...] = (1,)
-    samples = profile.batch_size or batch
+    each = profile.scaled(batch) / batch
     for layer in profile.layers:
         shape = _outputs(layer)
         outputs = shape or (layer.activation_numel or 1,)
@@ -32,8 +32,8 @@ def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
                 outputs,
                 layer.numel,
                 flops=layer.flops_forward,
-                forward_s=layer.forward_s / samples,
-                backward_s=layer.backward_s / samples,
+                forward_s=layer.forward_s * each,
+                backward_s=layer.backward_s * each,
             )
         )
         inputs = outputs
@@ -43,8 +43,8 @@ def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
 def with_times(layers: Sequence[LayerShape], profile: Profile, batch: int) -> tuple[LayerShape, ...]:
     """Traced layers with the times of the profile's layers of the same names. Raises `UsageError` where it is of another model."""
     profile.check_model({layer.name: layer.weights for layer in layers})
-    samples = profile.batch_size or batch
-    times = {layer.name: (layer.forward_s / samples, layer.backward_s / samples) for layer in profile.layers}
+    each = profile.scaled(batch) / batch
+    times = {layer.name: (layer.forward_s * each, layer.backward_s * each) for layer in profile.layers}
     return tuple(
         replace(layer, forward_s=times[layer.name][0], backward_s=times[layer.name][1]) if layer.name in times else layer
         for layer in layers

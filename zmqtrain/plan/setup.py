@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from zmqtrain.collectives.choose import ALPHA_S, BETA_S
 from zmqtrain.data.loader import Fetch
@@ -57,7 +59,7 @@ def source_of(topology: Topology, data: str | None = None) -> Source:
             layers = before_pooling(layers)
         return Source(layers, f"the table {table.name}")
     if topology.job.task is not None:
-        layers = _traced(topology, data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path)
+        layers = _traced(topology, data)
         what = f"the model of {topology.job.task}"
         if profile is None:
             return Source(layers, what)
@@ -110,16 +112,23 @@ def link_of(topology: Topology) -> Link:
     return Link(alpha_s, byte_s, MEMORY_BYTE_S)
 
 
-def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
-    job = topology.job
-    assert job.task is not None
+def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The task's model, and the inputs of a few samples. Raises `UsageError` where there is no task, `TaskError` where it fails."""
+    job, data = topology.job, data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    if job.task is None:
+        raise UsageError("there is no model to run: set [job] task")
     task = load_task(job.task, job.args, data, folders=(".", *job.python_path))
     torch.manual_seed(job.seed)
     model = build_model(task)
     with user_code("reading samples of Task.train_data"):
         samples = min(SAMPLES, len(task.train_data))
         batch = Fetch(task.train_data, collate=task.collate, transform=task.transform)(np.arange(samples), (job.seed,))
+    return model, tuple(batch.inputs)
+
+
+def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
+    model, inputs = model_of(topology, data)
     try:
-        return trace_layers(model, batch.inputs)
+        return trace_layers(model, inputs)
     except UsageError as error:
-        raise TaskError(f"the model of {job.task} cannot be traced: {error}") from error
+        raise TaskError(f"the model of {topology.job.task} cannot be traced: {error}") from error

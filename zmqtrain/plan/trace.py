@@ -15,12 +15,18 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _Av
 from torch.utils.hooks import RemovableHandle
 
 from zmqtrain.errors import UsageError
-from zmqtrain.plan.layers import Kind, LayerShape
+from zmqtrain.parallel.domain.make import HALO
+from zmqtrain.parallel.rewrite.rules import DROPOUTS, ELEMENTWISE_LAYERS
+from zmqtrain.plan.layers import DIVISIBLE, Kind, LayerShape, Weights
 
 #: Samples of the traced forward: as few as batch norm allows in training.
 SAMPLES = 2
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _POOLS = (_AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd)
+#: Modules with others inside that are one layer, because they are divided as one.
+_ONE_LAYER = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+#: Layers without weights that take some of the channels as well as all.
+_BY_CHANNEL = (*ELEMENTWISE_LAYERS, *DROPOUTS, *HALO, nn.Flatten)
 
 
 @dataclass(slots=True)
@@ -90,7 +96,7 @@ def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
     for name, module in model.named_modules():
         if module in inside:
             continue
-        if isinstance(module, nn.MultiheadAttention):  # it uses its output's weights without calling the layer
+        if isinstance(module, _ONE_LAYER):  # attention uses its output's weights without calling the layer
             inside.update(module.modules())
         elif any(True for _ in module.children()) and not any(True for _ in module.parameters(recurse=False)):
             continue
@@ -99,7 +105,7 @@ def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
 
 def _layer(call: _Call) -> LayerShape:
     module = call.module
-    whole = isinstance(module, nn.MultiheadAttention)
+    whole = isinstance(module, _ONE_LAYER)
     weights = sum(parameter.numel() for parameter in module.parameters(recurse=whole))
     shape = LayerShape(call.name, _kind(module, weights), call.inputs, call.outputs, weights)
     matrices = sum(parameter.numel() for parameter in module.parameters(recurse=whole) if parameter.dim() > 1)
@@ -111,12 +117,18 @@ def _layer(call: _Call) -> LayerShape:
     if isinstance(module, _ConvTransposeNd):  # each input is multiplied by all weights, rather than each output made of them
         positions = shape.numel_in // call.inputs[0]
     elementwise = 0 if shape.kind == "own" else shape.numel_out
-    shape = replace(shape, flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise)
+    shape = replace(
+        shape,
+        flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise,
+        statistics=isinstance(module, _BatchNorm),
+        mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_BY_CHANNEL)),
+        **_attention(module),
+    )
     if isinstance(module, nn.RNNBase):
         return replace(shape, rounds=call.outputs[0] * module.num_layers)
     if shape.image and isinstance(module, _AdaptiveAvgPoolNd | _AdaptiveMaxPoolNd):
         window = (call.inputs[1] // call.outputs[1], call.inputs[2] // call.outputs[2])
-        return replace(shape, kernel=window, stride=window)
+        return replace(shape, kernel=window, stride=window, adaptive=True)
     if shape.image and isinstance(module, _ConvNd | _AvgPoolNd | _MaxPoolNd):
         return replace(
             shape,
@@ -125,11 +137,42 @@ def _layer(call: _Call) -> LayerShape:
             padding=(0, 0) if isinstance(module.padding, str) else _pair(module.padding),
             dilation=_pair(getattr(module, "dilation", 1)),
             transposed=isinstance(module, _ConvTransposeNd),
+            groups=getattr(module, "groups", 1),
         )
     return shape
 
 
-_MULTIPLIES: tuple[Kind, ...] = ("conv", "linear", "recurrent", "attention")
+def _attention(module: nn.Module) -> dict[str, Any]:
+    """What heads divide: of attention alone, or of a transformer's layers together."""
+    if isinstance(module, nn.TransformerEncoder):
+        layers = [_attention(layer) for layer in module.layers]
+        heads = min((layer["heads"] for layer in layers), default=0)
+        pieces = [piece for layer in layers for piece in layer["pieces"]]
+        return {"heads": heads, "sums": sum(layer["sums"] for layer in layers), "pieces": tuple(pieces)}
+    if isinstance(module, nn.TransformerEncoderLayer):
+        inner, hidden = _attention(module.self_attn), module.linear1.out_features
+        pieces = [*inner["pieces"], Weights(hidden, _numel(module.linear1) // hidden)]
+        pieces.append(Weights(hidden, module.linear2.out_features, _whole(module.linear2)))
+        pieces += [Weights(whole=_numel(norm)) for norm in (module.norm1, module.norm2)]
+        return {"heads": inner["heads"], "sums": 2, "pieces": tuple(pieces)}
+    if isinstance(module, nn.MultiheadAttention):
+        heads, out = module.num_heads, module.out_proj
+        inputs = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        pieces = [Weights(heads, inputs // heads), Weights(heads, out.weight.numel() // heads, _whole(out))]
+        return {"heads": heads, "sums": 1, "pieces": tuple(pieces)}
+    return {}
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _whole(module: nn.Linear) -> int:
+    """The biases, which are whole where inputs are divided."""
+    return 0 if module.bias is None else module.bias.numel()
+
+
+_MULTIPLIES: tuple[Kind, ...] = ("conv", "linear", "recurrent", "attention", "encoder")
 
 
 def _kind(module: nn.Module, weights: int) -> Kind:
@@ -142,6 +185,8 @@ def _kind(module: nn.Module, weights: int) -> Kind:
             return "recurrent"
         case nn.MultiheadAttention():
             return "attention"
+        case nn.TransformerEncoder() | nn.TransformerEncoderLayer():
+            return "encoder"
     if isinstance(module, _ConvNd):
         return "conv"
     if isinstance(module, _NORMS):

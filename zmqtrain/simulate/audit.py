@@ -20,7 +20,7 @@ from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.device.memory import wrong_pieces
-from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.wire.payload import Payload
 
 #: Findings beyond this say nothing new.
@@ -154,7 +154,7 @@ class Auditor:
             self.note(self._wrong_values)
         if job.steps is not None and compute.profile is not None:
             for server, pieces in self._held.items():
-                wrong = wrong_pieces(Profile.load(compute.profile), self._topology, job.steps, pieces)
+                wrong = wrong_pieces(worker_profile(self._topology), self._topology, job.steps, pieces)
                 if wrong is not None:
                     self.note(f"{server}: {wrong}")
         if self._equal_at_end and self._spread:

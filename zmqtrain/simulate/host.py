@@ -201,14 +201,9 @@ async def be_role(plan: Plan, role: RolePlacement, process: Process) -> None:
             make = plan.make_device
             if make is not None:
                 context = replace(context, make_device=lambda _role: make(context))
-            if role.kind == "worker":
-                from zmqtrain.train.worker import run_worker
+            from zmqtrain.train.role import run_role
 
-                await run_worker(context, task=plan.task)
-            else:
-                from zmqtrain.server.role import run_server
-
-                await run_server(context)
+            await run_role(context, task=plan.task)
     finally:
         await endpoint.close()
 

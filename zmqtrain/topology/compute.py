@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from zmqtrain.topology.section import ByteSize, Section, not_yet
 
-_GRID = re.compile(r"(\d{1,4})x(\d{1,4})")
+#: A grid, like ``2x4``.
+GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
 
 
 def _not_auto(value: Any) -> Any:
@@ -18,17 +19,24 @@ def _not_auto(value: Any) -> Any:
     return value
 
 
-def _grid(value: Any) -> Any:
-    if value == "auto":
-        raise not_yet('"auto"', "leave grid out, or give 1xN with N the group's size")
-    if not isinstance(value, str):
-        return value
-    match = _GRID.fullmatch(value)
-    if match is None or int(match[1]) < 1 or int(match[2]) < 1:
-        raise ValueError('is no grid: write "PRxPC", like "1x2"')
-    if int(match[1]) > 1:
-        raise not_yet(f"a grid that divides the model ({value})", "leave grid out, or give 1xN with N the group's size")
+def _parts(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(float(weight) if isinstance(weight, int) and not isinstance(weight, bool) else weight for weight in value)
+    if value not in ("even", "measured"):
+        raise ValueError('are no parts: write "even", "measured", or weights like [2, 1]')
     return value
+
+
+def _grid(value: Any) -> Any:
+    if isinstance(value, str) and value != "auto" and re.match(GRID, value) is None:
+        raise ValueError('is no grid: write "PRxPC", like "1x2", or "auto"')
+    return value
+
+
+def rows_and_columns(grid: str) -> tuple[int, int]:
+    """Pr and Pc."""
+    rows, columns = grid.split("x")
+    return int(rows), int(columns)
 
 
 class Noise(Section):
@@ -59,9 +67,24 @@ class Compute(Section):
         le=2**31,
         description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
     )
+    parts: Annotated[
+        Annotated[Literal["even", "measured"], Tag("word")]
+        | Annotated[tuple[Annotated[float, Field(gt=0, le=1e9)], ...], Tag("weights")],
+        Discriminator(lambda value: "word" if isinstance(value, str) else "weights"),
+        BeforeValidator(_parts),
+    ] = Field(
+        default="even",
+        description="How workers that wait for each other (a group; with allreduce and synchronous model servers all groups) "
+        "divide the batch. measured: by how fast each was, decided anew every `rebalance_every` steps. Or weights, like `[2, 1]`, "
+        "one for each worker of a group or of all groups. Each sample counts alike whatever the parts are.",
+    )
+    rebalance_every: int = Field(
+        default=50, ge=1, le=2**31, description="Steps between decisions about measured parts; the first ones come earlier."
+    )
     grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
         default=None,
-        description="The group's shape Pr x Pc. Now only 1xN, N the group's size (data parallelism).",
+        description="The group's shape Pr x Pc: Pr divides the model, or the images, as `[parallel]` says; Pc divides the batch. "
+        "Left out: 1xN, N the group's size (data parallelism). auto: the grid and the plan that `zmqtrain plan` finds.",
     )
     device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
         default="auto",
@@ -82,6 +105,16 @@ class Compute(Section):
         description="Workers of one host add up their gradients in memory that they share, rather than over the network.",
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
+    channels_last: bool = Field(
+        default=False,
+        description="Give images to the model with their channels last in memory, which many layers compute faster on CPUs (see "
+        "`zmqtrain profile`). A model that uses `view` on images may need `reshape` instead.",
+    )
+    keep_memory: bool = Field(
+        default=True,
+        description="Workers on CPUs keep the memory that a step has freed for the next one, rather than give it back and ask for "
+        "it again page by page.",
+    )
     profile: str | None = Field(
         default=None,
         min_length=1,
@@ -93,6 +126,16 @@ class Compute(Section):
     def bucket_bytes(self) -> int:
         """Size of a bucket in bytes."""
         return self.bucket_size
+
+    @property
+    def rows(self) -> int:
+        """Pr, the workers that divide the model among them. (``auto`` is decided before a run.)"""
+        return 1 if self.grid in (None, "auto") else rows_and_columns(self.grid)[0]
+
+    @property
+    def columns(self) -> int:
+        """Pc, the workers that divide the batch among them."""
+        return self.group_size // self.rows
 
     @property
     def workers(self) -> int:

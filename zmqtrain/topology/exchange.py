@@ -23,9 +23,9 @@ def _staleness(value: Any) -> Any:
     raise ValueError('is no staleness: write "async", "sync" or { bound = 4 }')
 
 
-def _merged_fc(value: Any) -> Any:
-    if value is True:
-        raise not_yet("merged_fc", "leave it out; every worker then computes the fully connected layers itself")
+def _fc_servers(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        raise not_yet("more than one FC server", "leave fc_servers out; give the one a host, or threads, of its own")
     return value
 
 
@@ -66,8 +66,19 @@ class ExchangeSection(Section):
         le=1,
         description="For topk: the share of a gradient's elements that is sent; the others wait.",
     )
-    merged_fc: Annotated[bool, BeforeValidator(_merged_fc)] = Field(
-        default=False, description="Compute fully connected layers on one server. Comes with a later release."
+    merged_fc: bool = Field(
+        default=False,
+        description="For model servers. One FC server holds the fully connected layers and computes them for all groups: workers "
+        "send it activations, and get their gradients. The other layers stay on the model servers.",
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="merged_fc: the module of the model (or layer of the profile) with which the FC server's part begins. Default: "
+        "the first linear layer behind the last convolution; behind recurrent layers or attention, the last linear layer.",
+    )
+    fc_servers: Annotated[int, BeforeValidator(_fc_servers)] = Field(
+        default=1, ge=1, le=4096, description="merged_fc: processes of the FC server. More than one come with a later release."
     )
 
     @property

@@ -21,7 +21,7 @@ _EXAMPLES = {
     "lasts": 'say how long, like lasts = "2 s"',
     "sides": 'say which hosts cannot reach each other, like sides = [["alpha"], ["beta", "gamma"]]',
 }
-_ROLE = re.compile(r"(worker|server)/(0|[1-9][0-9]{0,8})")
+_ROLE = re.compile(r"(worker|server|fc)/(0|[1-9][0-9]{0,8})")
 
 
 def fault_rules(topology: Topology, known: KnownHosts) -> Iterator[BrokenRule]:
@@ -124,21 +124,25 @@ _SHAPE: tuple[Path, ...] = (
     ("compute", "group_size"),
     ("exchange", "kind"),
     ("exchange", "shards"),
+    ("exchange", "merged_fc"),
 )
 
 
 def _is_role(topology: Topology, text: str) -> bool:
     match = _ROLE.fullmatch(text)
-    return match is not None and int(match[2]) < (topology.compute.workers if match[1] == "worker" else topology.servers)
+    return match is not None and int(match[2]) < dict(_numbers(topology))[match[1]]
+
+
+def _numbers(topology: Topology) -> tuple[tuple[str, int], ...]:
+    """How many roles there are of each kind."""
+    return ("worker", topology.compute.workers), ("server", topology.servers), ("fc", topology.fc_servers)
 
 
 def _roles(topology: Topology) -> str:
-    kinds = (("worker", topology.compute.workers), ("server", topology.servers))
-    parts = [f"{kind}/0" + (f" to {kind}/{number - 1}" if number > 1 else "") for kind, number in kinds if number]
+    parts = [f"{kind}/0" + (f" to {kind}/{number - 1}" if number > 1 else "") for kind, number in _numbers(topology) if number]
     return " and ".join(parts)
 
 
 def _first_roles(topology: Topology) -> list[str]:
     """Enough of them to find what a slip of the pen meant."""
-    kinds = (("worker", topology.compute.workers), ("server", topology.servers))
-    return [f"{kind}/{number}" for kind, total in kinds for number in range(min(total, 64))]
+    return [f"{kind}/{number}" for kind, total in _numbers(topology) for number in range(min(total, 64))]

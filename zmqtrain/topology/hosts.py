@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zmqtrain.topology import ranges
+from zmqtrain.topology.login import SshLogin
 from zmqtrain.topology.section import Section, Texts, _tuple
 
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 LONGEST_NAME = 64
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _devices(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,6 +37,39 @@ def _name(value: str) -> str:
 def _address(value: str) -> str:
     ranges.count(value)
     return value
+
+
+def _bind(value: str) -> str:
+    ranges.count(value)
+    if "[" not in value:
+        try:
+            ip_address(value)
+        except ValueError:
+            raise ValueError('is no IP address: write one of the host\'s own, or "0.0.0.0" or "::" for all') from None
+    return value
+
+
+def _path(value: str) -> str:
+    if not value or value.startswith("-") or not value.isprintable():
+        raise ValueError("is no path")
+    return value
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise ValueError(f"holds {name!r}, which is no name of an environment variable")
+        if name.startswith("ZMQTRAIN_"):
+            raise ValueError(f"holds {name}, which zmqtrain sets itself")
+    return values
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or all of a range, is one that every machine has for itself. Looks no name up."""
+    try:
+        return ip_address(ranges.last(address)).is_loopback
+    except ValueError:
+        return address in LOCAL_ADDRESSES or address.endswith(".localhost")
 
 
 class Host(Section):
@@ -60,6 +96,24 @@ class Host(Section):
         default=(),
         description="Accelerators that workers here take in turn, like `cuda:0`. Empty: as `[compute] device` says.",
     )
+    bind: Annotated[str, AfterValidator(_bind)] | None = Field(
+        default=None,
+        description="Address that this host's processes listen at. Left out: `address`, or all of the host's where that is a name. "
+        'Where `address` is translated on the way (NAT): `"0.0.0.0"`, or `"::"`.',
+    )
+    python: Annotated[str, AfterValidator(_path)] | None = Field(
+        default=None,
+        description="The Python of this host that has zmqtrain and torch. Left out: the path of the one that launches.",
+    )
+    folder: Annotated[str, AfterValidator(_path)] | None = Field(
+        default=None,
+        description="The folder on this host that relative paths begin at, where it is there already. Left out: the same path as "
+        "that of the folder one launches in, or, with `[engine] sync`, its copy.",
+    )
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
+        default_factory=dict, description="Environment variables for all processes on this host."
+    )
+    ssh: SshLogin = Field(default_factory=SshLogin, description='How to log in to the host, with `[engine] kind = "ssh"`.')
 
     @model_validator(mode="after")
     def _slots_of_this_machine(self) -> Host:
@@ -82,13 +136,36 @@ class Host(Section):
         """How many addresses they have: as many, or one."""
         return ranges.count(self.address)
 
+    @property
+    def listens_at(self) -> str:
+        """The address that the host's processes bind."""
+        if self.bind is not None:
+            return self.bind
+        try:
+            ip_address(self.address)
+        except ValueError:  # a name; here it may mean something else than elsewhere, or both families
+            return "::"
+        return self.address
+
     def expanded(self) -> tuple[Host, ...]:
         """The hosts that a range stands for."""
-        if self.count == 1 and "[" not in self.name + self.address:
+        if self.count == 1 and "[" not in self.name + self.address + (self.bind or "") + (self.ssh.host or ""):
             return (self,)
-        names, addresses = ranges.expand(self.name), ranges.expand(self.address)
-        each = addresses if len(addresses) == len(names) else addresses[:1] * len(names)
-        return tuple(self.model_copy(update={"name": n, "address": a}) for n, a in zip(names, each, strict=True))
+        names = ranges.expand(self.name)
+
+        def each(text: str) -> tuple[str, ...]:
+            texts = ranges.expand(text)
+            return texts if len(texts) == len(names) else texts[:1] * len(names)
+
+        addresses = each(self.address)
+        binds = (None,) * len(names) if self.bind is None else each(self.bind)
+        logins = [self.ssh] * len(names)
+        if self.ssh.host is not None:
+            logins = [self.ssh.model_copy(update={"host": host}) for host in each(self.ssh.host)]
+        return tuple(
+            self.model_copy(update={"name": name, "address": address, "bind": bind, "ssh": login})
+            for name, address, bind, login in zip(names, addresses, binds, logins, strict=True)
+        )
 
 
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_tuple)]
@@ -110,12 +187,9 @@ def _continues(firsts: Sequence[Host], host: Host, places: int) -> bool:
     first = firsts[0]
     one_address = (host if places == 1 else firsts[1]).address == first.address
     address = first.address if one_address else ranges.ahead(first.address, places)
-    return (host.name, host.address, host.slots, host.devices) == (
-        ranges.ahead(first.name, places),
-        address,
-        first.slots,
-        first.devices,
-    )
+    if (host.name, host.address) != (ranges.ahead(first.name, places), address):
+        return False
+    return host.model_copy(update={"name": first.name, "address": first.address}) == first
 
 
 def _entry(first: Host, last: Host) -> Host:

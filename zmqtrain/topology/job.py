@@ -107,6 +107,12 @@ class Job(Section):
         default=0, ge=0, le=1000, description="How often each worker of an elastic run is started again after it was lost."
     )
     port: int = Field(default=0, ge=0, le=65535, description="The coordinator's TCP port; 0: any free one.")
+    transport_encryption: Literal["auto", "required", "disabled"] = Field(
+        default="auto",
+        description="Encrypt what goes over the network, and let in only who belongs to the run. auto: as soon as a host's address "
+        "is not this machine's own; emulated hosts are on this machine. required: always, also among processes of one machine "
+        "(never over shared memory). disabled: never, on a network that you trust.",
+    )
     oversubscribe: bool = Field(default=False, description="Allow more workers than slots; they then share the processors.")
 
     @model_validator(mode="after")

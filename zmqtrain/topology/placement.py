@@ -1,7 +1,8 @@
 """Which role runs where: a pure function of the topology.
 
 Workers of a group stay together on one host where one has room, groups spread over the hosts with the most free slots, and model
-servers go round the hosts in turn. Servers take no slot: they wait for the network most of the time.
+servers go round the hosts in turn. Servers take no slot: they wait for the network most of the time. The FC server computes, so it
+goes where slots are left, if any are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from zmqtrain.errors import PlacementError
 from zmqtrain.topology.schema import Host, Topology
 
-RoleKind = Literal["worker", "server"]
+RoleKind = Literal["worker", "server", "fc"]
 #: Hosts that an error lists before it says how many more there are.
 MOST_LISTED = 8
 
@@ -26,7 +27,7 @@ class RolePlacement:
 
     kind: RoleKind
     index: int
-    """The worker's rank over all workers, or the server's number."""
+    """The worker's rank over all workers, or the number of the server or FC server."""
     peer: str
     host: str
     local_rank: int
@@ -35,9 +36,9 @@ class RolePlacement:
     device: str
     """``cpu``, ``cuda:N``, ``modelled``, or ``auto``: the worker takes CUDA device ``local_rank`` (modulo their number) if any."""
     group: int
-    """The worker's group; -1 for servers."""
+    """The worker's group; -1 for others."""
     position: int
-    """The worker's place in its group; -1 for servers."""
+    """The worker's place in its group; -1 for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Index:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All processes of the run: workers by rank, then servers by number."""
+    """All processes of the run: workers by rank, then servers by number, then FC servers."""
 
     roles: tuple[RolePlacement, ...]
     hosts: tuple[str, ...]
@@ -65,6 +66,7 @@ class Placement:
     groups: int
     group_size: int
     servers: int
+    fc_servers: int = 0
     _index: _Index | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -75,7 +77,12 @@ class Placement:
     @property
     def server_roles(self) -> tuple[RolePlacement, ...]:
         """By number."""
-        return self.roles[self.world_size :]
+        return self.roles[self.world_size : self.world_size + self.servers]
+
+    @property
+    def fc_roles(self) -> tuple[RolePlacement, ...]:
+        """FC servers, by number."""
+        return self.roles[self.world_size + self.servers :]
 
     @property
     def world_size(self) -> int:
@@ -108,6 +115,7 @@ class Placement:
             "groups": self.groups,
             "group_size": self.group_size,
             "servers": self.servers,
+            "fc_servers": self.fc_servers,
         }
 
     @classmethod
@@ -119,6 +127,7 @@ class Placement:
             groups=values["groups"],
             group_size=values["group_size"],
             servers=values["servers"],
+            fc_servers=values["fc_servers"],
         )
 
 
@@ -149,12 +158,14 @@ def place(topology: Topology) -> Placement:
         )
         taken[name] += 1
     roles.extend(_server(index, topology.hosts) for index in range(topology.servers))
+    roles.extend(_fc_servers(topology, taken))
     return Placement(
         roles=tuple(roles),
         hosts=tuple(host.name for host in topology.hosts),
         groups=compute.groups,
         group_size=compute.group_size,
         servers=topology.servers,
+        fc_servers=topology.fc_servers,
     )
 
 
@@ -195,6 +206,24 @@ def _server(index: int, hosts: tuple[Host, ...]) -> RolePlacement:
     # From the last host backwards: groups fill the first hosts, so servers go where there is more room.
     host = hosts[-1 - index % len(hosts)]
     return RolePlacement("server", index, f"server/{index}", host.name, index // len(hosts), 1, "cpu", -1, -1)
+
+
+def _fc_servers(topology: Topology, workers: Mapping[str, int]) -> list[RolePlacement]:
+    """Each on the host with the most slots left, of equal ones the last, and with those slots for threads. ``workers``: on each."""
+    compute = topology.compute
+    hosts: list[Host] = []
+    for _ in range(topology.fc_servers):
+        left = {host.name: host.slots - workers[host.name] - hosts.count(host) for host in topology.hosts}
+        hosts.append(max(reversed(topology.hosts), key=lambda host: left[host.name]))
+    roles = []
+    for index, host in enumerate(hosts):
+        number = hosts[:index].count(host)
+        threads = compute.threads or max(1, (host.slots - workers[host.name]) // hosts.count(host))
+        device: str = compute.device
+        if device in ("auto", "cuda") and host.devices:
+            device = host.devices[(workers[host.name] + number) % len(host.devices)]
+        roles.append(RolePlacement("fc", index, f"fc/{index}", host.name, number, threads, device, -1, -1))
+    return roles
 
 
 def _too_many(topology: Topology, slots: int) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
+from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
+from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.network_rules import network_rules
-from zmqtrain.topology.ranges import MOST_HOSTS
+from zmqtrain.topology.ranges import MOST_HOSTS, count
 
 if TYPE_CHECKING:
     from zmqtrain.topology.hosts import Host
@@ -23,7 +26,9 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_elastic(topology),
         *_data(topology),
         *_hosts(entries),
+        *_machines(topology, entries),
         *_batch(topology),
+        *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
         *_device(topology),
@@ -109,6 +114,32 @@ def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
             )
 
 
+def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRule]:
+    """What must hold where hosts are machines, rather than process sets on this one."""
+    for index, host in enumerate(entries):
+        for field, text in (("bind", host.bind), ("ssh", host.ssh.host)):
+            if text is not None and count(text) not in (1, host.count):
+                yield rule(
+                    f"{count(text)} addresses for {host.count} hosts: give as many of both, or one for all",
+                    ("hosts", index, field),
+                    ("hosts", index, "name"),
+                )
+    if topology.engine.kind == "local":
+        return
+    if "hosts" not in topology.model_fields_set:
+        yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
+    if len(topology.hosts) < 2:
+        return
+    for index, host in enumerate(entries):
+        for field, text in (("address", host.address), ("bind", host.bind)):
+            if text is not None and is_loopback(text):
+                yield rule(
+                    f"{text} means each host itself, where no other reaches it: give its address on the network that hosts share",
+                    ("hosts", index, field),
+                    ("engine", "kind"),
+                )
+
+
 def _batch(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     least = compute.group_size * compute.accumulate
@@ -122,13 +153,75 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
         )
 
 
-def _grid(topology: Topology) -> Iterator[BrokenRule]:
+def _parts(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
-    if compute.grid is not None and int(compute.grid.split("x")[1]) != compute.group_size:
+    if compute.parts == "even":
+        return
+    path: Path = ("compute", "parts")
+    if compute.parts != "measured" and len(compute.parts) not in (compute.group_size, compute.workers):
         yield rule(
-            f"this grid does not have group_size = {compute.group_size} places: write 1x{compute.group_size}, or leave it out",
+            f"{len(compute.parts)} weights: give one for each of a group's {compute.group_size} workers"
+            + (f", or for each of all {compute.workers}" if compute.groups > 1 else ""),
+            path,
+            ("compute", "group_size"),
+        )
+    if topology.data.shuffle == "ring":
+        yield rule(
+            "the batches of the sample ring pass from worker to worker as they are, in even parts: "
+            'leave parts out, or set shuffle = "global"',
+            ("data", "shuffle"),
+            path,
+        )
+    if topology.divided or compute.grid == "auto":
+        yield rule("workers that divide a model have the same samples: leave parts out, or the grid", path, ("compute", "grid"))
+
+
+def _grid(topology: Topology) -> Iterator[BrokenRule]:
+    compute, parallel = topology.compute, topology.parallel
+    places = math.prod(rows_and_columns(compute.grid)) if compute.grid not in (None, "auto") else compute.group_size
+    if places != compute.group_size:
+        yield rule(
+            f"this grid has {places} places, and group_size is {compute.group_size}: write 1x{compute.group_size} or another grid "
+            "of so many, or leave it out",
             ("compute", "grid"),
             ("compute", "group_size"),
+        )
+    for what in ("plan", "layers"):
+        if getattr(parallel, what) and (compute.grid is None or compute.grid == "auto" or compute.rows == 1):
+            yield rule(
+                f'{what} is for a grid that divides the model: set [compute] grid, like "2x{max(1, compute.group_size // 2)}"',
+                ("parallel", what),
+                ("compute", "grid"),
+            )
+    if parallel.plan and parallel.layers:
+        yield rule("plan and layers are both given: keep one", ("parallel", "layers"), ("parallel", "plan"))
+    if other := sorted(parallel.sizes() - {compute.group_size}):
+        yield rule(
+            f"a layer's grid has {other[0]} places, and group_size is {compute.group_size}",
+            ("parallel", "layers"),
+            ("compute", "group_size"),
+        )
+    if compute.grid == "auto" or topology.divided:
+        yield from _divided(topology)
+
+
+def _divided(topology: Topology) -> Iterator[BrokenRule]:
+    """What a divided model cannot be combined with."""
+    path: Path = ("compute", "grid")
+    if topology.data.shuffle == "ring":
+        yield rule('a divided model needs shuffle = "global" or "none": the sample ring knows no rows', ("data", "shuffle"), path)
+    if topology.optimizer.clip_norm and topology.exchange.kind != "model_server":
+        yield rule(
+            'the gradients of a divided model are clipped by model servers only: set kind = "model_server", or leave clip_norm out',
+            ("optimizer", "clip_norm"),
+            ("exchange", "kind"),
+            path,
+        )
+    if topology.compute.device == "modelled":
+        yield rule(
+            "modelled devices do not compute divided models: set another device; `zmqtrain plan` predicts what they would take",
+            ("compute", "device"),
+            path,
         )
 
 
@@ -158,8 +251,32 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
         )
+    yield from _merged_fc(topology)
     yield from _averaging(topology)
     yield from _gossip(topology)
+
+
+def _merged_fc(topology: Topology) -> Iterator[BrokenRule]:
+    exchange, path = topology.exchange, ("exchange", "merged_fc")
+    if not exchange.merged_fc:
+        for name in ("split", "fc_servers"):
+            if getattr(exchange, name) != type(exchange).model_fields[name].default:
+                yield rule(f"{name} is for merged_fc = true: set that, or leave {name} out", ("exchange", name), path)
+        return
+    if exchange.kind != "model_server":
+        yield rule(
+            f'merged_fc is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or leave merged_fc out',
+            path,
+            ("exchange", "kind"),
+        )
+    if topology.optimizer.clip_norm:
+        yield rule(
+            "clip_norm needs the gradients of all layers, but those of the FC server take effect at once: leave one of the two out",
+            ("optimizer", "clip_norm"),
+            path,
+        )
+    if topology.divided:
+        yield rule("merged_fc is for groups that divide the batch alone: leave [compute] grid out", path, ("compute", "grid"))
 
 
 def _averaging(topology: Topology) -> Iterator[BrokenRule]:

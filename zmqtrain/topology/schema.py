@@ -12,6 +12,7 @@ from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
 from zmqtrain.topology.network import LinkRule, Network, NetworkHost, Rack
+from zmqtrain.topology.parallel import Parallel
 from zmqtrain.topology.plan import PlanSection
 from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
@@ -52,6 +53,7 @@ class Topology(Section):
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
     tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much it may spend.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How the model is divided over the rows of `[compute] grid`.")
     plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 
     @model_validator(mode="after")
@@ -61,7 +63,7 @@ class Topology(Section):
         many = sum(entry.count for entry in entries) > MOST_HOSTS
         object.__setattr__(self, "hosts", () if many else tuple(host for entry in entries for host in entry.expanded()))
         if "kind" not in self.exchange.model_fields_set:
-            kind = "model_server" if self.compute.groups > 1 else "allreduce"
+            kind = "model_server" if self.compute.groups > 1 or self.exchange.merged_fc else "allreduce"
             object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
         broken = broken_rules(self, entries)
         if broken:
@@ -74,10 +76,25 @@ class Topology(Section):
         return self.exchange.shards if self.exchange.kind == "model_server" else 0
 
     @property
+    def fc_servers(self) -> int:
+        """How many processes compute the fully connected layers for the workers."""
+        return self.exchange.fc_servers if self.exchange.merged_fc else 0
+
+    @property
     def elastic(self) -> bool:
         """Whether the run goes on without workers that are lost."""
         can = self.exchange.kind == "gossip" and self.compute.group_size == 1
         return can if self.job.elastic is None else self.job.elastic
+
+    @property
+    def divided(self) -> bool:
+        """Whether the workers of a group have parts of the model, or compute as one in another way."""
+        return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
+
+    def encrypted(self, *, emulated: bool = False) -> bool:
+        """Whether connections between the run's processes are encrypted. ``emulated``: all hosts are put on this machine."""
+        wanted = self.job.transport_encryption
+        return wanted == "required" or (wanted == "auto" and not emulated and not all(host.local for host in self.hosts))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""

@@ -36,8 +36,8 @@ class Optimizer(Section):
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
         description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
-        "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own is "
-        "lowered by that. task: as the task has it. A number: this, instead of the task's.",
+        "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own "
+        "is lowered by that. task: as the task has it. A number: this, instead of the task's.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 
@@ -72,14 +72,32 @@ class Data(Section):
     )
 
 
-_LOCAL = 'use "local", which starts everything on this machine'
+_LOCAL = 'use "local", which starts everything on this machine, or "ssh"'
 
 
 class EngineSection(Section):
     """What starts the agents."""
 
-    kind: Annotated[Literal["local"], later({"ssh": _LOCAL, "slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
-        default="local", description="local: all hosts of the file are process sets on this machine."
+    kind: Annotated[Literal["local", "ssh"], later({"slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+        default="local",
+        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to.",
+    )
+    client: Literal["auto", "asyncssh", "system"] = Field(
+        default="auto",
+        description="ssh: what logs in. asyncssh: the library (`pip install zmqtrain[ssh]`). system: the `ssh` command. auto: the "
+        "library where it is installed.",
+    )
+    sync: bool = Field(
+        default=False,
+        description="ssh: copy the folder that one launches in to every host, but for runs, caches, virtual environments and what "
+        "git keeps for itself.",
+    )
+    sync_limit: ByteSize = Field(default=64 * 2**20, description="The most that `sync` copies to a host, before compression.")
+    address: str | None = Field(
+        default=None,
+        pattern=r"^\S{1,255}$",
+        description="ssh: IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
+        "reaches each of them.",
     )
 
 

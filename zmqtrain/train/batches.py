@@ -15,7 +15,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.topology.schema import Topology
+from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.train.task import Task
 
 
@@ -42,12 +42,14 @@ class Batches(Protocol):
 
 
 class OrderedBatches:
-    """Implements `Batches` by `Partition`."""
+    """Implements `Batches` by `Partition`, of which the worker has its share."""
 
-    def __init__(self, context: RoleContext, partition: Partition, fetch: Fetch, thread: Background) -> None:
+    def __init__(self, context: RoleContext, partition: Partition, shares: Shares, fetch: Fetch, thread: Background) -> None:
         role, seed = context.role, context.topology.job.seed
         self._partition = partition
-        self._loader = Loader(fetch, lambda step: partition.indices(step, role.group, role.position), (seed, role.index), thread)
+        column = role.position % context.topology.compute.columns  # those that divide the model have the same samples
+        key = (seed, role.index - role.position + column)  # and the same random augmentation
+        self._loader = Loader(fetch, lambda step: partition.run(step, *shares.bounds(step)), key, thread)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -75,7 +77,7 @@ class RingBatches:
         """``keep``: the transform may write to what it is given, so it gets a copy."""
         self._fetch, self._thread, self._keep = fetch, thread, keep
         self._seed = (context.topology.job.seed, context.role.index)
-        self._mean = _in_step(context.topology)
+        self._mean = in_step(context.topology)
         self.ring = ring_loader(context, samples, members, TensorContents(fetch.collated), thread)
         self._steps = Ring.of(samples, context.placement.groups, context.topology.compute.batch_size, self._seed[0]).steps
 
@@ -102,12 +104,12 @@ class RingBatches:
 
 
 def make_batches(
-    context: RoleContext, task: Task, partition: Partition, members: Members, fetch: Fetch, thread: Background
+    context: RoleContext, task: Task, partition: Partition, shares: Shares, members: Members, fetch: Fetch, thread: Background
 ) -> Batches:
     """What ``[data] shuffle`` asks for."""
     if context.topology.data.shuffle == "ring":
         return RingBatches(context, len(task.train_data), members, fetch, thread, keep=task.transform is not None)
-    return OrderedBatches(context, partition, fetch, thread)
+    return OrderedBatches(context, partition, shares, fetch, thread)
 
 
 def ring_loader(context: RoleContext, samples: int, members: Members, contents: Contents, thread: Background) -> RingLoader:
@@ -140,9 +142,3 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
 
     members.on_change(change)
     return loader
-
-
-def _in_step(topology: Topology) -> bool:
-    """Whether the groups' gradients are averaged, so that each sample of a step must count alike in all groups."""
-    exchange = topology.exchange
-    return exchange.kind == "allreduce" or (exchange.kind == "model_server" and exchange.policy == "sync")

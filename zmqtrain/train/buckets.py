@@ -15,6 +15,13 @@ class ParameterInfo:
     itemsize: int
     dtype: str
     group: int  # the optimizer's parameter group
+    rows: str = ""  # the grid over whose rows it is divided
+    largest: int = 0  # elements of the largest row's part, where rows have more or fewer
+
+    @property
+    def planned(self) -> int:
+        """Elements that the plan counts: so many that all rows plan alike."""
+        return max(self.numel, self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +43,20 @@ def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int) -> tupl
 
     Backward meets the last registered parameters first, roughly, so bucket 0 holds those. A bucket has one dtype and one
     optimizer parameter group, and at most ``bucket_bytes`` unless a single parameter is larger. Buckets stand in the order
-    in which their gradients become complete. Parameters without elements are left out; each name must come once.
+    in which their gradients become complete. Parameters without elements are left out; each name must come once. What is divided
+    over the rows of a grid is in other buckets than what is whole.
     """
     assert bucket_bytes > 0, bucket_bytes
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a shared parameter must come once"
     # Weights and biases often alternate between two optimizer groups: one open bucket for each keeps buckets large.
-    open_buckets: dict[tuple[str, int], list[ParameterInfo]] = {}
+    open_buckets: dict[tuple[str, int, str], list[ParameterInfo]] = {}
     closed: list[list[ParameterInfo]] = []
     for parameter in reversed(parameters):
         if parameter.numel == 0:
             continue
-        key = (parameter.dtype, parameter.group)
+        key = (parameter.dtype, parameter.group, parameter.rows)
         current = open_buckets.setdefault(key, [])
-        if current and sum(p.numel * p.itemsize for p in current) + parameter.numel * parameter.itemsize > bucket_bytes:
+        if current and sum(p.planned * p.itemsize for p in current) + parameter.planned * parameter.itemsize > bucket_bytes:
             closed.append(current)
             current = open_buckets[key] = []
         current.append(parameter)

@@ -55,13 +55,14 @@ class RunShape:
     groups: int
     group_size: int
     servers: int
+    fc_servers: int = 0
 
     def parts(self) -> tuple[str, ...]:
         """The parts of a complete checkpoint.
 
         ``model`` is rank 0's state_dict; ``group-G`` is what the workers of a group have in common (the optimizer's state, and the
-        parameters where groups differ); servers have parameters and optimizer state of their pieces; workers the rest (random
-        states, buffers).
+        parameters where groups differ); servers have parameters and optimizer state of their pieces, FC servers those of their
+        layers; workers the rest (random states, buffers).
         """
         groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
         return (
@@ -69,6 +70,7 @@ class RunShape:
             *(f"group-{group}" for group in range(groups)),
             *(f"worker-{rank}" for rank in range(self.groups * self.group_size)),
             *(f"server-{index}" for index in range(self.servers)),
+            *(f"fc-{index}" for index in range(self.fc_servers)),
         )
 
 
@@ -211,6 +213,7 @@ _SETTINGS = {
     "groups": "[compute] groups",
     "group_size": "[compute] group_size",
     "servers": "[exchange] shards",
+    "fc_servers": "[exchange] merged_fc",
 }
 
 

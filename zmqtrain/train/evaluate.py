@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_reduce, broadcast
-from zmqtrain.data.loader import Fetch
+from zmqtrain.data.loader import Batch, Fetch
 from zmqtrain.data.partition import even_bounds
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.metrics import Metrics, Sums
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import Precision, autocast
@@ -28,6 +32,7 @@ class EvaluationSettings:
 
     batch_size: int
     precision: Precision = "float32"
+    channels_last: bool = False
 
 
 class Evaluation:
@@ -36,7 +41,7 @@ class Evaluation:
     def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> None:
         assert task.eval_data is not None
         self._samples = len(task.eval_data)
-        self._fetch = Fetch(task.eval_data, collate=task.collate)
+        self._fetch = Fetch(task.eval_data, collate=task.collate, channels_last=settings.channels_last)
         self._metrics = Metrics(task)
         self._replica, self._device, self._settings = replica, device, settings
 
@@ -45,29 +50,69 @@ class Evaluation:
 
         Statistics that layers keep (batch norm) differ from worker to worker, so those of the group's first member are taken.
         """
-        async with first_buffers(self._replica.model, group, tag):
-            start, stop = even_bounds(self._samples, group.size, group.rank)
-            sums = await self._device.run(lambda: self._sums(start, stop))
+        model = self._replica.model
+        # A divided model's statistics are divided as its parameters are, and equal within a group.
+        alike = group if not isinstance(model, ParallelModel) else same_position(model, group)
+        async with first_buffers(model, alike, tag):
+            if isinstance(model, ParallelModel):
+                sums = await self._device.run(lambda: self._divided_sums(model, group))
+            else:
+                start, stop = even_bounds(self._samples, group.size, group.rank)
+                sums = await self._device.run(lambda: self._sums(start, stop))
         await all_reduce(group, TensorPayload.of(sums), (tag, "sums"))
         return self._metrics.means(sums)
 
     def _sums(self, start: int, stop: int) -> Sums:
         """In the compute thread."""
-        model, settings = self._replica.model, self._settings
-        device = self._device.torch_device
         sums = self._metrics.zeros()
+        with self._evaluating():
+            for first in range(start, stop, self._settings.batch_size):
+                batch, output = self._forward(first, min(first + self._settings.batch_size, stop))
+                self._metrics.add(sums, output, batch.target, batch.samples)
+        return sums
+
+    def _divided_sums(self, model: ParallelModel, group: Group) -> Sums:
+        """The group's share, which all its workers go through together. In the compute thread."""
+        size, columns = model.fabric.size, model.grid.columns
+        start, stop = even_bounds(self._samples, group.size // size, group.rank // size)
+        if stop - start < columns:
+            raise UsageError(
+                f"each group has {stop - start} samples of the task's eval_data, too few for the {columns} columns of its grid: "
+                "give more, or a grid with fewer columns"
+            )
+        share, sums = share_of_model(model, 0), self._metrics.zeros()
+        chunks = -(-(stop - start) // (columns * self._settings.batch_size))
+        with self._evaluating():
+            for first, last in bounds(stop - start, chunks):
+                model.batch.size = last - first
+                own_first, own_last = model.samples(last - first)
+                batch, output = self._forward(start + first + own_first, start + first + own_last)
+                batch = share.of_output(batch)
+                if share.counts and batch.samples:
+                    self._metrics.add(sums, output, batch.target, batch.samples)
+        return sums
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        model = self._replica.model
         training = model.training
         model.eval()
         try:
-            with torch.no_grad(), autocast(device, settings.precision):
-                for first in range(start, stop, settings.batch_size):
-                    batch = self._fetch(np.arange(first, min(first + settings.batch_size, stop))).to(device)
-                    with user_code("the model's forward, in evaluation"):
-                        output = model(*batch.inputs)
-                    self._metrics.add(sums, output, batch.target, batch.samples)
+            with torch.no_grad(), autocast(self._device.torch_device, self._settings.precision):
+                yield
         finally:
             model.train(training)
-        return sums
+
+    def _forward(self, first: int, last: int) -> tuple[Batch, Any]:
+        batch = self._fetch(np.arange(first, last)).to(self._device.torch_device)
+        with user_code("the model's forward, in evaluation"):
+            return batch, self._replica.model(*batch.inputs)
+
+
+def same_position(model: ParallelModel, group: Group) -> Group:
+    """Those of ``group``, one compute group or several, at this worker's place of their grids."""
+    size = model.fabric.size
+    return group.part(tuple(range(group.rank % size, group.size, size)))
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.members import Members, group_of
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.rebalance import Rebalance, announce
 from zmqtrain.train.work import Work
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -48,6 +49,7 @@ class TrainLoop:
         role, placement = context.role, context.placement
         own = placement.group_members(role.group)
         self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
+        self._rebalance = Rebalance.of(context, work.shares)
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
@@ -62,6 +64,7 @@ class TrainLoop:
         self.step = first = restored or joined or 0
         steps = self._steps()
         self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
+        announce(self._context, work.shares, first)
         reached = False
         while not reached and (steps is None or self.step < steps):
             if not await self._train_step(last=self.step + 1 == steps):
@@ -109,6 +112,8 @@ class TrainLoop:
         self.phase = Phase.BETWEEN
         self.step += 1
         self.work.after_step()
+        if self._rebalance is not None:
+            await self._rebalance.after(step, result.samples, result.compute_s)
         updating_s = self.work.updating_s()
         staleness = list(self.exchange.staleness())
         self._recorder.event(
@@ -122,6 +127,7 @@ class TrainLoop:
             exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
             staleness=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
+            **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
         )
         return True
 

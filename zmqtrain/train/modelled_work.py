@@ -10,9 +10,8 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier, broadcast
 from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents
-from zmqtrain.data.partition import Partition, even_bounds
+from zmqtrain.data.partition import Partition
 from zmqtrain.data.ring_loader import RingLoader
-from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
@@ -22,8 +21,10 @@ from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
-from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
+from zmqtrain.train.modelled_behind import BehindWorker
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.work import StepResult
 
 
@@ -36,11 +37,10 @@ class ModelledWork:
     def __init__(self, context: RoleContext, members: Members) -> None:
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
-        if compute.profile is None:
-            raise UsageError('[compute] device = "modelled" needs profile: a JSON file with layer times, or a shipped one\'s name')
         self._context = context
-        self._profile = Profile.load(compute.profile)
+        self._profile = worker_profile(topology)
         self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
+        self._behind = BehindWorker.of(context, self._profile) if topology.fc_servers else None
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,
@@ -50,10 +50,10 @@ class ModelledWork:
             recorder=context.recorder,
             memory=self._memory,
             tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
+            behind=self._behind,
         )
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
-        start, stop = even_bounds(compute.batch_size, compute.group_size, role.position)
-        self._samples = stop - start
+        self.shares = Shares.of(topology, placement, role)
         self._ring: RingLoader | None = None
         if topology.data.shuffle == "ring":
             contents = PhantomContents(topology.data.sample_size or 0)
@@ -86,7 +86,7 @@ class ModelledWork:
         return False
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
-        samples = self._samples if self._ring is None else len((await self._ring.block(step)).ids)
+        samples = self.shares.samples(step) if self._ring is None else len((await self._ring.block(step)).ids)
         result = await self._replica.step(step, samples, hand_over=hand_over)
         if self._ring is not None:
             self._ring.used(step)
@@ -132,6 +132,8 @@ class ModelledWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
+        if self._behind is not None:
+            await self._behind.client.finish()
         if self._ring is not None:
             await self._ring.close(timeout_s)
 

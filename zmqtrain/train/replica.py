@@ -18,7 +18,7 @@ needs all workers to agree on what was unused.)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,12 +30,14 @@ from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.parallel.shard import Shard
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
+from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
 from zmqtrain.wire.tensor import TensorPayload
@@ -90,7 +92,9 @@ class TorchReplica:
         *,
         recorder: Recorder | None = None,
         allocate: Allocate = allocate_privately,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
+        """``shards``: which part of each parameter the model has, where it is divided within the group."""
         self.model, self.optimizer, self.settings = model, optimizer, settings
         self._device = device
         self._recorder: Recorder = recorder or NullRecorder()
@@ -100,14 +104,23 @@ class TorchReplica:
         if not named:
             raise TaskError("the optimizer has none of the model's trainable parameters: pass it model.parameters()")
         infos = [
-            ParameterInfo(name, p.numel(), p.element_size(), str(p.dtype).removeprefix("torch."), group_of[id(p)])
+            ParameterInfo(
+                name, p.numel(), p.element_size(), str(p.dtype).removeprefix("torch."), group_of[id(p)], *rows_of(name, shards)
+            )
             for name, p in named.items()
         ]
         self._named = named
         self.parameters = list(named.values())
         self._held = [self._hold(plan, named, allocate) for plan in plan_buckets(infos, settings.bucket_bytes)]
         self._buckets = tuple(
-            Bucket(index, TensorPayload.of(h.host_parameters), TensorPayload.of(h.host_gradients), h.plan.group, h.plan.names)
+            Bucket(
+                index,
+                TensorPayload.of(h.host_parameters),
+                TensorPayload.of(h.host_gradients),
+                h.plan.group,
+                h.plan.names,
+                rows_of_bucket(h.plan.names, shards),
+            )
             for index, h in enumerate(self._held)
         )
         self.gates = Gates(len(self._held), settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
@@ -133,6 +146,7 @@ class TorchReplica:
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
+        self._also_abort: list[Callable[[BaseException], None]] = []
         self.waited_s = 0.0
         """Seconds that this step's forward and backward waited for parameters: exposed communication."""
         self.update_s = 0.0
@@ -173,7 +187,7 @@ class TorchReplica:
         held, staging = self._held[bucket.index], self._device.staging
         if staging is not None:  # it is copied while backward goes on with other buckets
             if held.due:
-                held.arrive = staging.to_device(held.host_sums, held.gradients, self._read)
+                held.arrive = staging.to_device(held.host_sums, held.gradients, partial(self._read, bucket.index))
             else:
                 held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
         self.gates.arrive(bucket.index)
@@ -185,9 +199,15 @@ class TorchReplica:
             for index in range(len(self._held)):
                 self.gates.arrive(index)
 
+    def also_abort(self, abort: Callable[[BaseException], None]) -> None:
+        """Call ``abort(error)`` whenever the replica is aborted: something else that the compute thread waits for."""
+        self._also_abort.append(abort)
+
     def abort(self, error: BaseException) -> None:
         """Every wait for parameters, now and later, raises ``error`` in the compute thread."""
         self.gates.abort(error)
+        for abort in self._also_abort:
+            abort(error)
 
     def release(self) -> None:
         """The model is nobody's but the caller's again."""
@@ -355,12 +375,12 @@ class TorchReplica:
                 self._optimizers.prepare(index)
             self._optimizers.step(index)
         if self._device.staging is None:
-            self._read()
+            self._read(index)
 
-    def _read(self) -> None:
+    def _read(self, index: int) -> None:
         """The sums of a bucket were read; with staging, in a thread of its own."""
         if self._sharing is not None:
-            self._sharing.taken()
+            self._sharing.taken(index)
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
@@ -370,9 +390,9 @@ class TorchReplica:
 
     def _update(self, gradient_scale: float, clip: bool) -> None:
         staging = self._device.staging
-        for held in self._held:
+        for index, held in enumerate(self._held):
             if staging is not None:
-                staging.to_device(held.host_sums, held.gradients, self._read)()
+                staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
@@ -382,8 +402,8 @@ class TorchReplica:
         with user_code("the optimizer's step()"):
             self.optimizer.step()
         if staging is None:
-            for _ in self._held:
-                self._read()
+            for index in range(len(self._held)):
+                self._read(index)
         self.publish()
 
     def _views(self, plan: BucketPlan, flat: Tensor) -> list[Tensor]:

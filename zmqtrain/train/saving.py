@@ -16,8 +16,11 @@ from torch import Tensor
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
+from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload
@@ -36,29 +39,39 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    fc: FcClient | None = None
+    """Who has the rest of the model, if this worker has only a phase of it."""
 
-    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: torch.device) -> None:
-        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile."""
+    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
+        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
+
+        All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
+        parts = Parts.of(replica.model)
+        state = await device.run(lambda: parts.whole(_state(replica)))
+        if self.rank == 0 and self.fc is not None:
+            state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
         if self.rank == 0:
-            await self._send(step, MODEL, _state(replica), values)
-        if self._keeps_group:
-            tensors = _optimizer_state(replica)
-            if self._apart:
-                tensors |= _parameters(replica)
-            await self._send(step, self._group_part, tensors, values)
-        tensors, random = random_state(device)
-        tensors |= {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+            await self._send(step, MODEL, state, values)
+        del state
+        if self.kind != "model_server":
+            tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
+            tensors = await device.run(lambda: parts.whole(tensors))
+            if self._keeps_group:
+                await self._send(step, self._group_part, tensors, values)
+        tensors, random = random_state(device.torch_device)
+        buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        tensors |= await device.run(lambda: parts.whole(buffers))
         await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
-        others = await self._restore_into(MODEL, _state(replica))
-        if others:
+        others = await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
+        if others and self.fc is None:
             raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
         replica.publish()
 
-    async def restore(self, replica: TorchReplica, exchange: Exchange, device: torch.device) -> int | None:
+    async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
         """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
 
         Parameters that the exchange spreads when it starts (from rank 0, or from servers) are not read here.
@@ -66,19 +79,20 @@ class Saver:
         own = await self._fetch(f"worker-{self.rank}")
         if own is None:
             return None
-        tensors = _tensors(own)
+        parts = Parts.of(replica.model)
+        tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
-        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, tensors)
-        if self.kind == "allreduce" and self.rank == 0:
-            others = await self._restore_into(MODEL, _state(replica))
+        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
+        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
+            others = await self._restore_into(MODEL, _state(replica), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
-            _load_optimizer_state(replica, await self._restore_into(self._group_part, into))
+            _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
-        restore_random_state(device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
 
     @property
@@ -101,14 +115,15 @@ class Saver:
     async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
 
-    async def _restore_into(self, name: str, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         """Fill ``targets`` from the part; those in plain host memory are received in place. Returns the part's other tensors."""
-        plain = {key: t for key, t in targets.items() if t.device.type == "cpu" and t.is_contiguous()}
+        whole = {} if parts.divided else targets
+        plain = {key: t for key, t in whole.items() if t.device.type == "cpu" and t.is_contiguous()}
         part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
-        tensors = _tensors(part)
-        _fill(name, targets, tensors)
+        tensors = tensors_of(part)
+        _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
@@ -143,7 +158,8 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
         replica.optimizer.state[parameter][key] = tensor
 
 
-def _tensors(part: Part) -> dict[str, Tensor]:
+def tensors_of(part: Part) -> dict[str, Tensor]:
+    """The part's tensors, which alias the part."""
     tensors = {}
     for name, payload in part.tensors.items():
         assert isinstance(payload, TensorPayload)

@@ -15,6 +15,7 @@ from zmqtrain.data.loader import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.work import StepResult
@@ -53,6 +54,7 @@ class TrainStep:
     def __init__(self, replica: TorchReplica, loss: Measure, device: Device, settings: StepSettings, recorder: Recorder) -> None:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
+        self._share = share_of_model(replica.model, settings.group_batch, loss)
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
         """Without ``hand_over`` the gradients are only added to. ``group_batch``: this step's, where it is another than usual.
@@ -63,34 +65,42 @@ class TrainStep:
         scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
         replica.model.train()
         replica.begin_step(step)
-        total = 0.0
+        self._share.waited_s()  # evaluations are no part of the step
+        total, samples = 0.0, 0
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
-                loss = self._forward(part)
+                self._share.begin(step, number, len(parts))
+                loss, counted = self._forward(part)
                 value = float(loss.detach())
             if not math.isfinite(value) and settings.on_nan == "stop":
                 raise NonFiniteLossError(value, settings.rank, step)
-            total += value * part.samples
+            total += value * counted
+            samples += counted
             replica.begin_backward(last=hand_over and number == len(parts) - 1)
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
-                (loss * (scale * part.samples)).backward()  # type: ignore[no-untyped-call]
+                (loss * (scale * counted)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
-        exposed_s = replica.waited_s
-        return StepResult(total / batch.samples, batch.samples, self._clock() - start - exposed_s, exposed_s)
+        exposed_s = replica.waited_s + self._share.waited_s()
+        mean = total / samples if samples else None
+        return StepResult(mean, samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
 
-    def _forward(self, part: Batch) -> Tensor:
+    def _forward(self, part: Batch) -> tuple[Tensor, int]:
+        """The loss, and of how many samples it is the mean."""
         with autocast(self._device, self._settings.precision):
             with user_code("the model's forward"):
                 output = self._replica.model(*part.inputs)
+            part = self._share.of_output(part)
+            if not part.samples:
+                return output.sum() * 0.0, 0  # others of the group have all of them, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
-                loss = self._loss(output, part.target)
+                loss = self._share.loss(self._loss, output, part.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError(
                 f"Task.loss(output, target) returned {_describe(loss)}; it must return the mean loss as a tensor of one element "
                 "that depends on the model's parameters"
             )
-        return loss
+        return loss, part.samples
 
 
 def _describe(loss: Callable[..., Any] | object) -> str:

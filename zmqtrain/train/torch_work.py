@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
@@ -19,20 +19,24 @@ from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.parallel.network import NetworkFabric
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
+from zmqtrain.train.fc_link import FcLink
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
+from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
+from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Shares
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer_of, load_task
+from zmqtrain.train.task import Task, build_model, load_task
 from zmqtrain.train.work import StepResult
-
-#: Workers that run in one process share torch's random state; each seeds and builds its model undisturbed.
-_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,10 @@ class _Built:
     replica: TorchReplica
     schedule: LRScheduler | None
     partition: Partition
+    fabric: NetworkFabric | None
+    link: FcLink | None
+    changes: Hyperparameters | None
+    """What schedules have changed, for the FC server."""
 
 
 class TorchWork:
@@ -60,19 +68,41 @@ class TorchWork:
             on_nan=context.topology.job.on_nan,
         )
         task = self._task
-        self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
-        fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, pin=device.torch_device.type == "cuda")
-        self._batches = make_batches(context, task, self._partition, members, fetch, device.background("zmqtrain-loader"))
+        self._step: TrainStep | MergedStep
+        if built.link is None or built.changes is None:
+            self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
+        else:
+            self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
+        fetch = Fetch(
+            task.train_data,
+            collate=task.collate,
+            transform=task.transform,
+            pin=device.torch_device.type == "cuda",
+            channels_last=compute.channels_last,
+        )
+        self.shares = Shares.of(context.topology, context.placement, role)
+        thread = device.background("zmqtrain-loader")
+        self._batches = make_batches(context, task, self._partition, self.shares, members, fetch, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.group_size), compute.precision)
-            self._evaluation = Evaluation(task, self._replica, device, evaluation)
+            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
+            if built.link is None:
+                self._evaluation = Evaluation(task, self._replica, device, evaluation)
+            else:
+                self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
         self._update_s = 0.0
+        self._fabric, self._link = built.fabric, built.link
 
     @classmethod
     async def build(cls, context: RoleContext, device: Device, members: Members, task: Task | None = None) -> TorchWork:
         """Load the task and build its model, in the compute thread. Raises `TaskError` and `UsageError`."""
-        built = await device.run(lambda: _build(context, device, task))
+        fabric, link = make_fabric(context, device), make_link(context, device)
+        try:
+            built = await device.run(lambda: _build(context, device, task, fabric, link))
+        except BaseException:
+            if link is not None:
+                await link.close()
+            raise
         return cls(context, device, built, members)
 
     @property
@@ -101,7 +131,7 @@ class TorchWork:
 
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
         saver = self._saver(endpoint)
-        step = await saver.restore(self._replica, exchange, self._device.torch_device)
+        step = await saver.restore(self._replica, exchange, self._device)
         if step is None and self._context.topology.job.weights is not None:
             await saver.begin_with_weights(self._replica)
         for _ in range(step or 0):
@@ -109,7 +139,7 @@ class TorchWork:
         return step
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint).save(step, self._replica, exchange, self._device.torch_device)
+        await self._saver(endpoint).save(step, self._replica, exchange, self._device)
         return True
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
@@ -150,17 +180,21 @@ class TorchWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
+        if self._fabric is not None:
+            await self._fabric.close()
+        if self._link is not None:
+            await self._link.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
     def _saver(self, endpoint: Endpoint) -> Saver:
-        role, ladder = self._context.role, self._context.ladder
-        return Saver(
-            endpoint, self._context.topology.exchange.kind, role.index, role.group, role.position, timeout_s=ladder.barrier_s
-        )
+        role, kind = self._context.role, self._context.topology.exchange.kind
+        fc = None if self._link is None else self._link.client
+        timeout_s = self._context.ladder.barrier_s
+        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, fc=fc)
 
 
-def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
+def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:
     """In the compute thread."""
     topology, role = context.topology, context.role
     job, compute = topology.job, topology.compute
@@ -173,23 +207,23 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
     partition = Partition(
         samples=len(task.train_data),
         groups=context.placement.groups,
-        group_size=context.placement.group_size,
+        group_size=compute.columns,
         batch_size=compute.batch_size,
         seed=job.seed,
         shuffle="none" if topology.data.shuffle == "none" else "global",
     )
     started = device.clock()
-    with _BUILDING:
+    model: nn.Module
+    with BUILDING:
         seed_everything(job.seed)
-        model = build_model(task).to(device.torch_device)
-        settings = topology.optimizer
-        optimizer, schedule = build_optimizer_of(
-            task,
-            model,
-            lr_factor=settings.lr_factor(context.placement.groups),
-            lr=settings.lr,
-            momentum=settings.explicit_momentum,
-        )
+        if link is not None:
+            phase = build_phase(task, "convolution", topology, device)
+            model, optimizer, schedule = phase.model, phase.optimizer, phase.schedule
+        else:
+            model = build_model(task).to(device.torch_device)
+            if fabric is not None:
+                model = divide(model, topology, fabric, context.recorder)
+            optimizer, schedule = build_optimizer(task, model, topology)
         seed_everything(job.seed, role.index)
     how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
@@ -199,6 +233,19 @@ def _build(context: RoleContext, device: Device, task: Task | None) -> _Built:
         loss_scale=LOSS_SCALE[compute.precision],
     )
     device.watch(model, optimizer)
-    replica = TorchReplica(model, optimizer, device, how, recorder=context.recorder, allocate=allocate_in(context.arena))
+    replica = TorchReplica(
+        model,
+        optimizer,
+        device,
+        how,
+        recorder=context.recorder,
+        allocate=allocate_in(context.arena),
+        shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
+    )
+    if fabric is not None:
+        replica.also_abort(fabric.abort)
+    if link is not None:
+        replica.also_abort(link.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, partition)
+    changes = None if link is None else changes_of(optimizer)
+    return _Built(task, replica, schedule, partition, fabric, link, changes)

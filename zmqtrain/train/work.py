@@ -10,6 +10,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange, Replica
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class StepResult:
     loss: float | None  # mean over the worker's samples; None where nothing is computed
     samples: int
     compute_s: float  # the whole step in the compute thread, without waiting
-    exposed_s: float  # waiting for parameters
+    exposed_s: float  # waiting for parameters, and for the network between this worker and the FC server
+    fc_wait_s: float | None = None  # waiting for the FC server, its own computing and queue included; None where there is none
 
 
 class Work(Protocol):
@@ -27,6 +29,11 @@ class Work(Protocol):
 
     @property
     def replica(self) -> Replica: ...
+
+    @property
+    def shares(self) -> Shares:
+        """Which samples of each step are this worker's (unless they come from the ring)."""
+        ...
 
     @property
     def steps_per_epoch(self) -> int: ...

@@ -49,7 +49,8 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
     if context.make_device is not None:
         device = context.make_device(role)
     else:
-        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
+        keep = context.topology.compute.keep_memory
+        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads, keep=keep)
     try:
         return await TorchWork.build(context, device, members, task)
     except BaseException:
@@ -125,7 +126,7 @@ async def _save_last_good(context: RoleContext, loop: TrainLoop, step: int) -> N
     """Best effort: the run fails anyway, for the reason that is known."""
     try:
         if context.role.index == 0:
-            for server in context.placement.server_roles:
+            for server in (*context.placement.server_roles, *context.placement.fc_roles):
                 await context.endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
         await loop.save(step)
         await wait_committed(context.endpoint, step, timeout_s=context.ladder.request_s)

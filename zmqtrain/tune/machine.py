@@ -31,7 +31,7 @@ class Machine(ABC):
         self._decisions: list[Decision] = []
         self._first: dict[int | None, float] = {}  # where trials begin -> loss there
         self.search_s = 0.0
-        """Time that went into probes."""
+        """Time that went into probes, with starting and ending them."""
         self.train_s = 0.0
         self._start: int | None = None  # where training stands
         self._setting: Setting | None = None
@@ -58,9 +58,9 @@ class Machine(ABC):
         if math.isfinite(outcome.first):
             self._first.setdefault(trial.start, outcome.first)
         if trial.kind == "probe":
-            self.search_s += outcome.seconds
+            self.search_s += outcome.spent_s
         else:
-            self.train_s += outcome.seconds
+            self.train_s += outcome.spent_s
         self._advance(outcome)
 
     def decisions(self) -> list[Decision]:

@@ -11,20 +11,25 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel")
 
 
 def run_bench(
     name: str,
     *,
     json_lines: bool = False,
+    encrypted: bool = False,
     mxnet_python: str | None = None,
     mxnet_script: str | None = None,
     mpi_python: str | None = None,
     mpi_script: str | None = None,
 ) -> int:
-    """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name."""
-    cases = _cases(name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+    """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
+
+    ``encrypted``: for ``net``, what encryption costs."""
+    if encrypted and name != "net":
+        raise UsageError(f"bench {name} has no --encrypted: bench net has")
+    cases = _cases("net --encrypted" if encrypted else name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
     if json_lines:
         for case in cases:
             print(json.dumps(case), flush=True)
@@ -57,6 +62,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.net import bench_net
 
         return iter(bench_net())
+    if name == "net --encrypted":
+        from zmqtrain.cli.bench.encrypted import bench_encrypted
+
+        return iter(bench_encrypted())
     if name == "collectives":
         from zmqtrain.cli.bench.collectives import bench_collectives
 
@@ -89,6 +98,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.host import bench_host
 
         return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
+    if name == "parallel":
+        from zmqtrain.cli.bench.parallel import bench_parallel
+
+        return iter(bench_parallel())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 

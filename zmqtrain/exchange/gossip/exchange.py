@@ -31,6 +31,7 @@ from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
@@ -74,9 +75,12 @@ class GossipExchange:
         column: frozenset[PeerId],
         settings: GossipSettings,
         *,
+        like: Like | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups."""
+        """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups.
+        ``like`` makes what is sent."""
+        self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
         self._group = group = sums.group
         self._recorder: Recorder = recorder or NullRecorder()
@@ -243,7 +247,7 @@ class GossipExchange:
                 await lent.wait_released()
         outgoing = self._outgoing.get(index)
         if outgoing is None:
-            outgoing = self._outgoing[index] = part.empty_like()
+            outgoing = self._outgoing[index] = self._like(part)
         outgoing.copy_(part)
         return outgoing
 

@@ -180,7 +180,7 @@ def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
 def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
     """Bytes from each role (a row) to each other (a column). Of many, only what each sent in all."""
     peers = sorted({*traffic, *(to for sent in traffic.values() for to in sent)}, key=_order)
-    roles = [peer for peer in peers if peer.startswith(("worker/", "server/"))]
+    roles = [peer for peer in peers if peer.startswith(("worker/", "server/", "fc/"))]
     if len(roles) > MOST_ROWS:
         totals = {peer: sum(sent.values()) for peer, sent in traffic.items()}
         most = sorted(totals, key=lambda peer: (-totals[peer], _order(peer)))[:MOST_ROWS]
@@ -191,7 +191,7 @@ def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
 
 def _order(peer: str) -> tuple[str, int]:
     kind, _, index = peer.partition("/")
-    return ({"worker": "0", "server": "1"}.get(kind, kind), int(index) if index.isdigit() else 0)
+    return ({"worker": "0", "server": "1", "fc": "2"}.get(kind, kind), int(index) if index.isdigit() else 0)
 
 
 def figures_of(events: Iterable[Mapping[str, Any]], *, group_size: int = 1) -> Json:

@@ -94,7 +94,7 @@ class DomainBatchNorm2d(nn.Module):
         if self.momentum is not None:
             return self.momentum
         assert self.num_batches_tracked is not None
-        return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.num_batches_tracked.is_meta else 1.0 / float(self.num_batches_tracked)
 
     def _moments(self, own: Tensor) -> tuple[float, Tensor, Tensor]:
         """How many values a channel has over all processes; by channel their mean, and their squares' sum about it (float64)."""
@@ -110,7 +110,7 @@ class DomainBatchNorm2d(nn.Module):
             parts = self.statistics.all_gather(moments, shapes, Label(self.name, "statistics")).wait()
         all_moments = torch.stack([part.to(own.device) for part in parts])
         counts, means, squares = all_moments[:, :1], all_moments[:, 1 : 1 + self.channels], all_moments[:, 1 + self.channels :]
-        total = float(counts.sum())
+        total = float(count * self.statistics.size) if own.is_meta else float(counts.sum())
         if total < 2:
             raise ValueError(f"{self.name}: expected more than 1 value per channel when training, over all processes")
         joined = (counts * means).sum(0) / total

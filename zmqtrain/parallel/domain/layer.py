@@ -38,6 +38,9 @@ class DomainLayer(nn.Module):
     contribution only: whoever updates them sums over all members. All members have the same samples.
     """
 
+    overlap = True
+    """Whether the interior is computed while the halo is on its way. Set it before `divide`."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -95,7 +98,7 @@ class DomainLayer(nn.Module):
         if len(self.out_division) != len(division) or self.out_division[-1][1] != reach.outputs:
             raise UsageError(f"{self.name}: {self.out_division} does not divide {reach.outputs} rows in {len(division)} strips")
         self.strip = strip(reach, division, self.out_division, self.communicator.rank)
-        self.exchange = HaloExchange(self.communicator, self.strip, self.name, self.dim)
+        self.exchange = HaloExchange(self.communicator, self.strip, self.name, self.dim, overlap=self.overlap)
         return self.out_division
 
     def forward(self, own: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def head_divisions(site: Site, heads: int, head_dim: int) -> Divisions:
     """The features of each row's heads: ``divisions`` for linear layers that make or take queries, keys and values.
 
     With ``Linear(..., divisions=..., gather=False)`` for these three, and ``Linear(..., divisions=..., input_divided=True)`` for
-    the layer after `torch.nn.functional.scaled_dot_product_attention`, attention in between is each row's own.
+    the layer after `torch.nn.functional.scaled_dot_product_attention`, attention in between is each row's own. Backward
+    then sums the gradients of their inputs one by one: three sums, where `MultiheadAttention` has one.
     """
     return scaled(site.divide(heads, "heads"), head_dim)
 

@@ -15,7 +15,8 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import gather, gather_traffic, gathered
-from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, lowered, product
+from zmqtrain.parallel.model.precision import lowered
+from zmqtrain.parallel.model.product import Alone, Collected, Meeting, Scattered, Summed, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions, Range, scaled
@@ -90,13 +91,19 @@ class Convolution(Divided):
         here = (self._used_here[1] - self._used_here[0]) * self.groups // self.in_channels
         self._pad, self._pad_mode, padding = _padding(original)
         self._operation = ConvolutionOperation(tuple(original.stride), padding, tuple(original.dilation), here)
-        self.input_divided = input_divided
-        self.input_divisions = None if gathers is None else self.given_or_even(gathers, self.in_channels, "input channels")
+        self.input_divisions: Divisions | None
+        self.input_divided, self._used_by = input_divided, used
+        self.takes(gathers)
         if input_divided:
             if gathers is not None or not _one_after_the_other(used):
                 raise UsageError(f"layer {site.layer}: its rows need other input channels than each other's, not divided ones")
-            self.input_divisions = used
-        self._meeting = self._meet(used)
+            self.input_divisions = tuple(used)
+            self._meeting = self._meet(used)
+
+    def takes(self, gathers: Divisions | None) -> None:
+        """From now on the input's channels are divided so, and gathered here; ``None``: they are whole. Raises `UsageError`."""
+        self.input_divisions = None if gathers is None else self.given_or_even(gathers, self.in_channels, "input channels")
+        self._meeting = self._meet(self._used_by)
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, channels, ...), the channels whole or divided as the layer was made."""

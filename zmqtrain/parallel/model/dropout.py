@@ -28,6 +28,9 @@ _32_BITS = (1 << 32) - 1
 #: Odd numbers below 2^31, so that their product with a number below 2^32 is one below 2^63.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 
+#: Elements whose numbers stay in a processor's cache while they are computed, which nearly halves the time.
+_AT_ONCE = 1 << 15
+
 
 @dataclass(slots=True)
 class Batch:
@@ -82,32 +85,37 @@ class Masks:
 
 def keep(key: str, probability: float, block: Block, shape: tuple[int, ...], sample_dimension: int, device: torch.device) -> Tensor:
     """Which elements of a block of an activation of ``shape`` are kept: true with 1 - ``probability``."""
+    if device.type == "meta":
+        return torch.empty([stop - start for start, stop in block], dtype=torch.bool, device=device)
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     sample = torch.arange(*block[sample_dimension], dtype=torch.int64, device=device)
     first = _mix((sample + keys[0]) & _32_BITS)
     second = _mix((first + keys[1]) & _32_BITS)
-    along = [1] * len(shape)
-    along[sample_dimension] = -1
-    numbers = torch.zeros([1] * len(shape), dtype=torch.int64, device=device)
-    stride = 1
-    for dimension in reversed(range(len(shape))):
-        if dimension != sample_dimension:
-            index = torch.arange(*block[dimension], dtype=torch.int64, device=device) * stride
-            numbers = numbers + index.reshape([-1 if each == dimension else 1 for each in range(len(shape))])
-            stride *= shape[dimension]
-    numbers = _mix(numbers ^ first.reshape(along))
-    numbers = _mix(numbers.add_(second.reshape(along)).bitwise_and_(_32_BITS))
-    return numbers < round((1 - probability) * (1 << 32))
+    others = [dimension for dimension in range(len(shape)) if dimension != sample_dimension]
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    for dimension in others:
+        index = torch.arange(*block[dimension], dtype=torch.int64, device=device)
+        position = (position.unsqueeze(-1) * shape[dimension] + index).flatten()
+    kept = torch.empty((len(sample), len(position)), dtype=torch.bool, device=device)
+    limit = round((1 - probability) * (1 << 32))
+    some = max(1, _AT_ONCE // max(1, len(position)))
+    for start in range(0, len(sample), some):
+        here = slice(start, start + some)
+        numbers = _mix(position ^ first[here, None])
+        numbers = _mix(numbers.add_(second[here, None]).bitwise_and_(_32_BITS))
+        torch.lt(numbers, limit, out=kept[here])
+    lengths = [block[dimension][1] - block[dimension][0] for dimension in others]
+    return kept.reshape(len(sample), *lengths).movedim(0, sample_dimension)
 
 
 def _mix(numbers: Tensor) -> Tensor:
     """Another 32-bit number for each; in place."""
-    numbers ^= numbers >> 16
+    numbers.bitwise_xor_(numbers >> 16)
     numbers.mul_(_MULTIPLIERS[0]).bitwise_and_(_32_BITS)
-    numbers ^= numbers >> 15
+    numbers.bitwise_xor_(numbers >> 15)
     numbers.mul_(_MULTIPLIERS[1]).bitwise_and_(_32_BITS)
-    numbers ^= numbers >> 15
+    numbers.bitwise_xor_(numbers >> 15)
     return numbers
 
 

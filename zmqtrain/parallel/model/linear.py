@@ -11,7 +11,8 @@ from torch.nn import functional
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.parts import add_up, gather, gather_traffic, gathered, sum_traffic
-from zmqtrain.parallel.model.product import Scattered, Summed, lowered, product
+from zmqtrain.parallel.model.precision import lowered
+from zmqtrain.parallel.model.product import Scattered, Summed, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
 from zmqtrain.parallel.placement import Divisions
@@ -76,12 +77,18 @@ class Linear(Divided):
             self.hold("bias", original.bias)
             return
         self.divisions = self.given_or_even(divisions, self.out_features, "outputs")
-        self.input_divisions = None if gathers is None else self.given_or_even(gathers, self.in_features, "inputs")
         self.hold("weight", original.weight, 0, one_range(self.divisions))
         self.hold("bias", original.bias, 0, one_range(self.divisions))
         self._operation = LinearOperation()
+        self.takes(gathers)
+
+    def takes(self, gathers: Divisions | None) -> None:
+        """From now on the input is divided so, and gathered here; ``None``: it is whole. Raises `UsageError`."""
+        self.input_divisions = None if gathers is None else self.given_or_even(gathers, self.in_features, "inputs")
         self._meeting: Summed | Scattered = (
-            Summed(site, self.in_features) if self.input_divisions is None else Scattered(site, one_range(self.input_divisions))
+            Summed(self.site, self.in_features)
+            if self.input_divisions is None
+            else Scattered(self.site, one_range(self.input_divisions))
         )
 
     def forward(self, x: Tensor) -> Tensor:

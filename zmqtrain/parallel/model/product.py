@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zmqtrain.parallel.model.parts import gather_traffic, sum_traffic
+from zmqtrain.parallel.model.precision import lowered
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Sent, reduce_scatter
 from zmqtrain.parallel.placement import Divisions, Range
@@ -58,14 +59,6 @@ def product(
     """
     weight, bias = lowered(weight), None if bias is None else lowered(bias)
     return cast(Tensor, _Product.apply(x, given, weight, bias, operation, meeting))  # type: ignore[no-untyped-call]
-
-
-def lowered(tensor: Tensor) -> Tensor:
-    """In autocast's precision, where a product is to be computed in that, and what is sent is smaller; with its gradient."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _Product(torch.autograd.Function):

@@ -26,6 +26,10 @@ class Site:
                 f"layer {self.layer}: the grid {self.grid} has {self.grid.size} processes, the group {self.fabric.size}"
             )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Site:
+        """A copy of a layer has the same connections."""
+        return self
+
     @property
     def rank(self) -> int:
         return self.fabric.rank

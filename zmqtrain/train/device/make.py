@@ -7,15 +7,19 @@ import torch
 from zmqtrain.errors import UsageError
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.cpu import CpuDevice
+from zmqtrain.train.device.memory_kept import keep_memory
 
 
-def make_device(name: str, *, local_rank: int = 0, threads: int = 0) -> Device:
-    """The device of this name (see `device_named`), with a compute thread of its own. Not for ``modelled``.
+def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool = False) -> Device:
+    """The device of this name (see `device_named`), with a compute thread of its own. Not for ``modelled``. ``keep``: on a CPU the
+    process keeps memory that it has freed (`zmqtrain.train.device.memory_kept`).
 
     Raises `UsageError` where the device is not there.
     """
     device = device_named(name, local_rank)
     if device.type == "cpu":
+        if keep:
+            keep_memory()
         return CpuDevice(threads)
     from zmqtrain.train.device.cuda import CudaDevice
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
@@ -38,6 +38,19 @@ class Stretch:
     """Backward: buckets whose gradients are complete after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What a worker's forward and backward had between them."""
+
+    seconds: float
+    exposed_s: float
+    """Without the time in which somebody else computed for it."""
+
+
+#: Computes the layers between a worker's forward and its backward elsewhere: called with the step and its samples.
+Behind = Callable[[int, int], Awaitable[Waited]]
+
+
 class ModelledReplica:
     """Implements `zmqtrain.exchange.base.Replica` without a model. Everything on the loop's thread."""
 
@@ -51,11 +64,13 @@ class ModelledReplica:
         recorder: Recorder,
         memory: Memory | None = None,
         tempo: Tempo | None = None,
+        behind: Behind | None = None,
     ) -> None:
-        """``memory`` makes and fills the payloads; by default zeros in full size."""
+        """``memory`` makes and fills the payloads; by default zeros in full size. ``behind``: layers that others compute."""
         self._profile, self._overlap, self._timeout_s, self._recorder = profile, overlap, timeout_s, recorder
         self._memory = memory or NoMemory.real(profile.optimizer)
         self._tempo = tempo or Tempo()
+        self._behind = behind
         make = self._memory.payload
         plans = profile.bucket_plans(bucket_bytes)
         self._buckets = tuple(
@@ -111,7 +126,7 @@ class ModelledReplica:
         for bucket in self._buckets:
             self._memory.update(bucket, gradient_scale)
             if self._sharing is not None:
-                self._sharing.taken()
+                self._sharing.taken(bucket.index)
             if not hold:
                 self._open[bucket.index].set()
 
@@ -127,6 +142,12 @@ class ModelledReplica:
                 if stretch.take is not None:
                     exposed_s += await self._take(stretch.take, step, pace)
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+        waited: Waited | None = None
+        if self._behind is not None:
+            with self._recorder.span("wait for the FC server", "wait", step=step):
+                waited = await self._behind(step, samples)
+            exposed_s += waited.exposed_s
+            pace.restart()
         if self._sharing is not None:
             before = clock()
             await self._sharing.writable()
@@ -139,7 +160,9 @@ class ModelledReplica:
                 for index in stretch.hand_over:
                     await self._complete(index, step, pace, hand_over)
         self._added = 0 if hand_over else self._added + 1
-        return StepResult(None, samples, clock() - start - exposed_s, exposed_s)
+        idle_s = exposed_s if waited is None else exposed_s + waited.seconds - waited.exposed_s
+        fc_wait_s = None if waited is None else waited.seconds
+        return StepResult(None, samples, clock() - start - idle_s, exposed_s, fc_wait_s)
 
     async def evaluate(self, share: float) -> None:
         """As long as the evaluation of such a share of the data takes."""
@@ -171,7 +194,7 @@ class ModelledReplica:
             await pace.work(self._update_s[index] * self._tempo.slowdown())
         self._memory.update(self._buckets[index], 1.0)
         if self._sharing is not None:
-            self._sharing.taken()
+            self._sharing.taken(index)
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""

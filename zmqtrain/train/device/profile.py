@@ -6,15 +6,15 @@ A profile is a JSON file::
      "update_s": 0.001, "evaluate_s": 0.5, "samples": 50000, "batch_size": 32, "source": "measured on ..."}
 
 in the order of the forward. Times are those of one worker's step; with ``batch_size`` they are of so many samples and grow with the
-worker's. The fields of `Layer` and `Profile` are all that there are. Some profiles are shipped, and found by name: `shipped`.
+worker's: with ``measured`` as other numbers of samples were measured, else in proportion. The fields of `Layer` and `Profile` are
+all that there are. Some profiles are shipped, and found by name (`shipped`); `zmqtrain profile` makes one of a task.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from zmqtrain.errors import UsageError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
+from zmqtrain.train.device.fields import check_fields
+from zmqtrain.train.device.measured import Measured
 from zmqtrain.wire.dtypes import DTYPES, dtype_named
 
 SHIPPED = Path(__file__).parents[1] / "profiles"
@@ -44,6 +46,15 @@ class Layer:
     """Multiplications and additions of the forward, of one sample; 0: not known."""
     activation_numel: int = 0
     """Elements of its output, of one sample; 0: not known."""
+    kind: str = ""
+    """What it is, as `zmqtrain.plan.layers.Kind` has it; empty: not known."""
+    phase: str = ""
+    """``conv`` or ``fc``; empty: not known."""
+    forward_spread_s: float = 0.0
+    """Half the distance between the quartiles of what was measured."""
+    backward_spread_s: float = 0.0
+    peak_share: float = 0.0
+    """Of the device's peak in products of matrices, reached in forward and backward; 0: not known, or no products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,8 @@ class Profile:
     batch_size: int = 0
     """A worker's samples for which the times hold; 0: for any number."""
     optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("torch.optim:SGD", ({"lr": 0.0},)))
+    measured: Measured | None = None
+    """What else was measured."""
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -84,7 +97,9 @@ class Profile:
         rest = {key: value for key, value in values.items() if key != "layers"}
         if "optimizer" in rest:
             rest["optimizer"] = _optimizer(rest["optimizer"])
-        _check_fields("the profile", cls, {"layers": layers, **rest})
+        if "measured" in rest:
+            rest["measured"] = Measured.of(rest["measured"])
+        check_fields("the profile", cls, {"layers": layers, **rest})
         names: set[str] = set()
         for layer in layers:
             if layer.name in names:
@@ -106,12 +121,56 @@ class Profile:
 
     def scaled(self, samples: int) -> float:
         """By what times are multiplied for a step of so many samples."""
-        return samples / self.batch_size if self.batch_size else 1.0
+        if not self.batch_size:
+            return 1.0
+        if self.measured is None or not self.measured.sizes:
+            return samples / self.batch_size
+        of = self.measured
+        return (of.conv_s(samples) + of.fc_s(samples)) / (of.conv_s(self.batch_size) + of.fc_s(self.batch_size))
+
+    def conv_s(self, samples: float) -> float:
+        """t_conv: forward and backward of so many samples in the layers before the FC phase (of a worker; of k workers a group,
+        so many are its batch divided by k)."""
+        return self._phase_s("conv", samples)
+
+    def fc_s(self, samples: float) -> float:
+        """t_fc: the same in the FC phase. Raises `UsageError` where the profile does not say which layers that is."""
+        return self._phase_s("fc", samples)
+
+    def to_values(self) -> dict[str, Any]:
+        """What `of` takes, without what is as it is by default."""
+        values: dict[str, Any] = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("layers", "optimizer", "measured") and getattr(self, each.name) != each.default
+        }
+        if self.measured is not None:
+            values["measured"] = self.measured.to_values()
+        if len(self.optimizer.groups) == 1 and self.optimizer != Profile(()).optimizer:
+            values["optimizer"] = {"name": self.optimizer.name, "groups": [dict(self.optimizer.groups[0])]}
+        usual = {each.name: each.default for each in fields(Layer)}
+        layers = [{key: value for key, value in asdict(layer).items() if value != usual[key]} for layer in self.layers]
+        return {**values, "layers": layers}
+
+    def known(self) -> Measured:
+        """What else was measured, or nothing."""
+        return self.measured or Measured()
 
     def bucket_plans(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
         """How the parameters are divided into buckets."""
         infos = [ParameterInfo(each.name, each.numel, dtype_named(each.dtype).itemsize, each.dtype, 0) for each in self.layers]
         return plan_buckets(infos, bucket_bytes)
+
+    def _phase_s(self, phase: str, samples: float) -> float:
+        if self.measured is not None and self.measured.sizes:
+            return self.measured.conv_s(samples) if phase == "conv" else self.measured.fc_s(samples)
+        if not any(layer.phase for layer in self.layers):
+            raise UsageError(
+                f"profile {self.name or 'of the job'} does not say which layers are the FC phase: give its layers `phase`, or make "
+                "it anew with `zmqtrain profile`"
+            )
+        seconds = sum(layer.forward_s + layer.backward_s for layer in self.layers if layer.phase == phase)
+        return seconds * (samples / self.batch_size if self.batch_size else 1.0)
 
     def check_model(self, layers: Mapping[str, int]) -> None:
         """Raise `UsageError` where these are not the profile's layers that have parameters. ``layers``: names and sizes of the
@@ -165,9 +224,9 @@ def _layer(number: int, values: Any) -> Layer:
     if not isinstance(values, dict):
         raise ValueError(f"layer {number} is {values!r:.60}, where an object belongs")
     name = values.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str):
         raise ValueError(f"layer {number} has no name" if name is None else f"layer {number} has the name {name!r:.60}")
-    _check_fields(f"layer {name!r}", Layer, values)
+    check_fields(f"layer {name!r}", Layer, values)
     if values.get("dtype", "float32") not in DTYPES:
         raise ValueError(f"layer {name!r}: there is no element type {values['dtype']!r:.60}; there are {', '.join(DTYPES)}")
     return Layer(**values)
@@ -178,28 +237,6 @@ def _optimizer(values: Any) -> OptimizerSpec:
         case {"name": str(name), "groups": [dict(group)]}:
             return OptimizerSpec(name, (group,))
     raise ValueError('optimizer must be like {"name": "torch.optim:SGD", "groups": [{"lr": 0.1}]}')
-
-
-def _check_fields(what: str, cls: type[Any], values: Mapping[str, Any]) -> None:
-    """No field unknown or missing, and all numbers such as a device and a model can have."""
-    known = {each.name: each for each in fields(cls)}
-    for key, value in values.items():
-        if key not in known:
-            meant = did_you_mean(key, known)
-            hint = f"; did you mean {meant!r}?" if meant else f"; there are {', '.join(known)}"
-            raise ValueError(f"{what} has an unknown field {key!r}{hint}")
-        kind = known[key].type
-        if kind == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{what}: {key} is {value!r:.60}, where seconds belong")
-        if kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"{what}: {key} is {value!r:.60}, where a whole number belongs")
-        if kind == "str" and not isinstance(value, str):
-            raise ValueError(f"{what}: {key} is {value!r:.60}, where a text belongs")
-        if kind in ("float", "int") and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{what}: {key} is {value}; it must be 0 or more, and finite")
-    for name, each in known.items():
-        if name not in values and each.default is MISSING and each.default_factory is MISSING:
-            raise ValueError(f"{what} has no {name}")
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,61 @@
+"""The grid and the plan of a run are decided before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zmqtrain.cli.divided import decided
+from zmqtrain.errors import UsageError
+from zmqtrain.topology.schema import Topology
+
+PLAN = [{"layer": "0", "choice": "domain", "grid": "2x2"}, {"layer": "3", "choice": "model", "grid": "2x2"}]
+
+
+def topology_of(grid: str, **parallel: object) -> Topology:
+    compute = {"group_size": 4, "batch_size": 256, "grid": grid}
+    plan = {"layers": "alexnet", "pricing": "paper", "flops": 0.0}
+    return Topology.model_validate(
+        {"job": {"oversubscribe": True}, "compute": compute, "parallel": parallel, "plan": plan, "exchange": {"kind": "allreduce"}}
+    )
+
+
+def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    found = decided(topology_of("2x2", plan="plan.json"), tmp_path)
+    assert found.parallel.plan is None
+    assert [(each.layer, each.choice, each.grid) for each in found.parallel.layers] == [
+        ("0", "domain", "2x2"),
+        ("3", "model", "2x2"),
+    ]
+    assert Topology.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "cannot be read"), ("{}", "a plan is a list"), ('[{"layer": "0"}]', "lacks choice, grid")]
+)
+def test_a_file_that_is_no_plan_is_named(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        decided(topology_of("2x2", plan="plan.json"), tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"plan\.json cannot be read"):
+        decided(topology_of("2x2", plan="plan.json"), tmp_path)
+
+
+def test_auto_takes_what_the_planner_finds(tmp_path: Path) -> None:
+    """By communication alone AlexNet's linear layers are divided at a small batch, and its convolutions are not by outputs."""
+    found = decided(topology_of("auto"), tmp_path)
+    assert found.compute.grid not in (None, "auto", "1x4")
+    choices = {each.layer: each.choice for each in found.parallel.layers}
+    assert choices["fc6"] == choices["fc7"] == "model"
+    assert choices["conv1"] != "model"
+
+
+def test_what_is_decided_stays(tmp_path: Path) -> None:
+    topology = topology_of("2x2")
+    assert decided(topology, tmp_path) is topology

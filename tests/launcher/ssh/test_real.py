@@ -1,0 +1,184 @@
+"""Real launches over ssh, on machines that are network namespaces of this one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import launched
+from tests.launcher.launched import Launched
+from tests.launcher.ssh.machines import Machines, command, machines
+
+HEAD = """
+[job]
+name = "trial"
+timeout = "20 s"
+
+[compute]
+group_size = 2
+batch_size = 4
+threads = 1
+
+[engine]
+kind = "ssh"
+client = "{client}"
+sync = true
+"""
+
+#: Goes on until somebody makes the file ``go``; all notice it in the same round.
+SCRIPT = """
+import os, sys, time, zmqtrain
+from words import READY
+with zmqtrain.session() as session:
+    import torch
+    print(READY, os.getcwd(), os.environ["WHO"])
+    while not session.all_reduce(torch.tensor([float(os.path.exists(sys.argv[1]))])).item():
+        time.sleep(0.02)
+    print("sum", session.all_reduce(torch.tensor([session.rank + 1.0])).item())
+"""
+#: Of machines that all compute on this one.
+PATIENCE_S = 45.0
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "PATIENCE_S", PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with machines(2, tmp_path_factory.mktemp("machines")) as made:
+        yield made
+
+
+def prepare(folder: Path, hosts: str, client: str) -> None:
+    (folder / "trial.toml").write_text(HEAD.format(client=client) + hosts)
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "words.py").write_text('READY = "ready"\n')  # copied along with it
+    (folder / "runs").mkdir()
+    (folder / "runs" / "large").write_bytes(bytes(1000))
+
+
+def until(what: str, happens: object) -> None:
+    assert callable(happens)
+    end = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert time.monotonic() < end, f"{what} does not happen"
+        time.sleep(0.05)
+
+
+def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> None:
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
+        told = run.wait_for(r"worker/(\d) \| ready (\S+) (\S+)", 2)
+        assert {match[2] for match in told} == {str(path) for path in two.state.glob("zmqtrain/runs/run-*/m?/task")}
+        assert {match[3] for match in told} == {"machine"}
+        assert not [path for path in two.state.rglob("*") if path.name == "large"]  # runs are left out
+        token = next(process for process in two.processes("m1") if "agent" in process.cmdline()).environ()["ZMQTRAIN_TOKEN"]
+        assert not any(token in " ".join(process.cmdline()) for name in two.names for process in two.processes(name))
+        # What has logged in dies, and the server with it for a while.
+        assert two.break_connections("m1") > 0
+        run.wait_for("m1: lost the ssh connection. The run goes on")
+        run.wait_for("m1: the ssh connection is back")
+        # And the terminal is gone, or the connection that it was.
+        run.signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert run.end() == 0, run
+        assert all("sum 3.0" in (run.run / "logs" / f"worker-{rank}.log").read_text() for rank in range(2))
+        assert any('"note"' in line for line in (run.run / "events.jsonl").read_text().splitlines())
+        assert run.json("summary.json")["hosts"] == ["m1", "m2"]
+        assert not any(token in path.read_text(errors="replace") for path in run.run.rglob("*") if path.is_file())
+    assert two.left() == []
+
+
+def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> None:
+    """By the system's ssh, over IPv6."""
+    addresses = {name: f"fd77::{number}" for number, name in enumerate(two.names, 2)}
+    two.add_addresses("fd77::1", addresses)
+    hosts = "".join(two.hosts(name, environment={"WHO": name}, address=f'"{address}"') for name, address in addresses.items())
+    prepare(tmp_path, hosts, "system")
+    detached = zmqtrain(tmp_path, "launch", "--detach", "--run-dir", "run", "trial.toml", "script.py", str(tmp_path / "go"))
+    assert detached.returncode == 0, detached
+    assert "detached. zmqtrain attach run shows it" in detached.stdout
+    attached = subprocess.Popen(command("attach", "run"), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        assert attached.stdout is not None
+        assert "status running" in attached.stdout.readline()
+        assert "attached to run" in attached.stdout.readline()
+        stopped = zmqtrain(tmp_path, "stop", "run")
+        assert stopped.returncode == 0, stopped
+        assert attached.wait(PATIENCE_S) == 130
+        assert "interrupted after" in attached.stdout.read()
+    finally:
+        attached.kill()
+        attached.wait()
+        attached.stdout.close()  # type: ignore[union-attr]
+    log = (tmp_path / "run" / "launcher.log").read_text()
+    assert "worker/0 | ready" in log
+    assert "tcp://[fd77::" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert two.left() == []
+
+
+def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machines) -> None:
+    """Agents end by themselves when they have not heard of it for half the time-out; then what they leave is cleared."""
+    prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}), "asyncssh")
+    with Launched(
+        tmp_path, "--set=job.timeout=12", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+    ) as run:
+        run.wait_for(r"\| ready")
+        assert len(two.processes("m1")) >= 4  # keeper, agent, fork server, worker
+        run.signal(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        gone = zmqtrain(tmp_path, "attach", "run")
+        assert gone.returncode == 129
+        assert "the launcher of run is gone" in gone.stderr
+        assert "m1: its agent" in gone.stderr
+        until("the end of the agent", lambda: not two.processes("m1"))
+        assert two.left()  # the folder, with its log
+        assert zmqtrain(tmp_path, "status", "run").stdout.split()[3] == "lost"
+        stopped = zmqtrain(tmp_path, "stop", "run")
+        assert (stopped.returncode, stopped.stdout) == (0, "m1: stopped, and nothing is left there\n"), stopped
+        assert zmqtrain(tmp_path, "stop", "run").returncode == 2
+    assert two.left() == []
+
+
+def test_a_launcher_that_is_gone_is_stopped_at_once(tmp_path: Path, two: Machines) -> None:
+    """Everything that the host runs for it, whatever the time-outs, and also what a role has started itself."""
+    prepare(tmp_path, two.hosts("m2", environment={"WHO": "machine"}), "system")
+    script = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + SCRIPT
+    (tmp_path / "script.py").write_text(script)
+    with Launched(
+        tmp_path, "--set=job.timeout=300", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+    ) as run:
+        run.wait_for(r"\| ready")
+        run.signal(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        assert len(two.processes("m2")) >= 5
+        stopped = zmqtrain(tmp_path, "stop", "run")
+        assert stopped.returncode == 0, stopped
+        assert two.processes("m2") == []
+    assert two.left() == []
+
+
+def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machines) -> None:
+    prepare(tmp_path, two.hosts("m1", python='"/nowhere/python"') + two.hosts("m2"), "asyncssh")
+    refused = zmqtrain(tmp_path, "launch", "trial.toml", "script.py")
+    assert refused.returncode == 2, refused
+    assert "1 of 2 hosts cannot take part" in refused.stderr
+    assert "there is no Python at /nowhere/python" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    (tmp_path / "data.bin").write_bytes(bytes(100_000))
+    large = zmqtrain(tmp_path, "launch", "--set=engine.sync_limit=64 KiB", "trial.toml", "script.py")
+    assert large.returncode == 2, large
+    assert "The largest: data.bin (0.1 MiB)" in large.stderr
+    assert two.left() == []
+
+
+def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)

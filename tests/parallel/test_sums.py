@@ -1,0 +1,76 @@
+"""Sums of weight gradients during backward: the same as after it, and begun before it ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zmqtrain.parallel.communicator import Label
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.shard import shards_of, sum_gradients
+from zmqtrain.parallel.sums import GradientSums
+from zmqtrain.testing.threads import ThreadFabric, run_ranks
+
+
+def model() -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2, bias=False))
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    layers[2].bias.requires_grad_(False)
+    return layers
+
+
+def gradients(layers: nn.Module) -> list[torch.Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_same_sums_step_by_step(overlap: bool) -> None:
+    def run(fabric: ThreadFabric) -> None:
+        mine, other = model(), model()
+        shards = shards_of(mine, Grid(1, 3), fabric.rank)
+        sums = GradientSums(mine, fabric, shards, overlap=overlap)
+        for step in range(2):
+            x = torch.full((2, 4), float(fabric.rank + step + 1))
+            for layers in (mine, other):
+                layers.zero_grad()
+                layers(x).sum().backward()
+            sums.finish()
+            sum_gradients(other, fabric, shards)
+            for one, two in zip(gradients(mine), gradients(other), strict=True):
+                assert (one is None) == (two is None)
+                if one is not None and two is not None:
+                    torch.testing.assert_close(one, two)
+
+    _, world = run_ranks(3, run)
+    counted = {(label.layer, label.term) for traffic in world.traffic for label in traffic.messages}
+    assert counted == {("0", "dw"), ("2", "dw"), ("3", "dw")}
+
+
+def test_the_last_layer_is_begun_while_the_first_is_still_to_come() -> None:
+    def run(fabric: ThreadFabric) -> list[Label]:
+        layers = model()
+        seen: list[Label] = []
+        layers[0].register_full_backward_pre_hook(lambda *_: seen.extend(fabric.traffic.messages))
+        sums = GradientSums(layers, fabric, shards_of(layers, Grid(1, 2), fabric.rank))
+        layers(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        sums.finish()
+        return seen
+
+    results, _ = run_ranks(2, run)
+    assert results == [[Label("3", "dw", "backward"), Label("2", "dw", "backward")]] * 2
+
+
+def test_parameters_without_a_gradient_receive_those_of_others() -> None:
+    def run(fabric: ThreadFabric) -> torch.Tensor:
+        layers = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+        sums = GradientSums(layers, fabric, shards_of(layers, Grid(1, 2), fabric.rank), overlap=False)
+        layers[fabric.rank](torch.ones(1, 2)).sum().backward()
+        sums.finish()
+        return torch.cat([each.weight.grad for each in layers])  # type: ignore[misc]
+
+    results, _ = run_ranks(2, run)
+    assert all((each == 1).all() for each in results)

@@ -1,0 +1,108 @@
+"""What plans are priced at is what ranks in threads then count: by layer, term and phase, of the rank that sends most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import Tensor, nn
+
+from tests.parallel.rewrite.models import Transformer, alexnet, images, words
+from tests.parallel.rewrite.test_parallelize import divided
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.model.traffic import Sent
+from zmqtrain.parallel.modelled import without_content
+from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
+from zmqtrain.parallel.shard import sum_gradients
+from zmqtrain.plan.counted import counted, predicted
+from zmqtrain.plan.layers import Stage, stages
+from zmqtrain.plan.link import Link
+from zmqtrain.plan.ours import Ours
+from zmqtrain.plan.price import price
+from zmqtrain.plan.problem import Problem, placed_of
+from zmqtrain.plan.trace import trace_layers
+from zmqtrain.testing.threads import ThreadFabric, run_ranks
+
+BATCH = 8
+LINK = Link(200e-6, 8e-9)
+WORD_BYTES = 8  # float64
+
+
+class Block(nn.Module):
+    """A residual block whose layers are all modules, which is what the planner sees."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after)
+        self.second, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)
+        self.project = nn.Conv2d(before, after, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.second(self.relu(self.norm1(self.first(x)))))
+        return self.relu(y + self.project(x))  # type: ignore[no-any-return]
+
+
+def resnet() -> nn.Module:
+    stem = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks = [Block(4, 4, 1), Block(4, 8, 2), Block(8, 8, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def vgg() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((3, 4), (4, 8), (8, 6)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.Conv2d(after, after, 3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 4 * 4, 10), nn.ReLU(), nn.Dropout(), nn.Linear(10, 5))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "alexnet": (alexnet, images(95)),
+    "resnet": (resnet, images(32)),
+    "vgg": (vgg, images(32)),
+    "transformer": (Transformer, words),
+}
+#: Of a layer with images, and of the others; on which grid.
+PLANS: dict[str, tuple[tuple[Choice, str], tuple[Choice, str]]] = {
+    "pure batch": (("batch", "1x4"), ("batch", "1x4")),
+    "pure model": (("model", "4x1"), ("model", "4x1")),
+    "model on a square": (("model", "2x2"), ("model", "2x2")),
+    "domain, then model": (("domain", "4x1"), ("model", "4x1")),
+    "batch, then model": (("batch", "2x2"), ("model", "2x2")),
+    "two grids": (("model", "2x2"), ("model", "4x1")),
+    "domain, then model on another grid": (("domain", "2x2"), ("model", "4x1")),
+}
+
+
+def plan_of(layers: Sequence[Stage], how: str) -> Plan:
+    """All stages that take images one way, and all others another."""
+    found = []
+    for stage in layers:
+        choice, grid = PLANS[how][0 if stage.head.image else 1]
+        found.append(LayerPlan(stage.name, choice, Grid.parse(grid)))
+    return Plan(tuple(found))
+
+
+@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_plan_is_priced_at_is_what_is_sent(name: str, how: str) -> None:
+    x = MODELS[name][1](BATCH).to("meta")
+    layers = stages(trace_layers(MODELS[name][0]().double(), [x]))
+    plan = plan_of(layers, how)
+    problem = Problem(layers, BATCH, 4, LINK, Ours(WORD_BYTES))
+    found = price(problem, placed_of(problem, plan))
+
+    def step(fabric: ThreadFabric) -> None:
+        model = divided(without_content(MODELS[name][0]().double()), Grid(2, 2), plan, fabric)
+        fabric.traffic.messages.clear()  # of the meeting after the tracing
+        fabric.traffic.nbytes.clear()
+        model.batch.size = BATCH
+        model(x[slice(*model.samples(BATCH))]).sum().backward()
+        sum_gradients(model, fabric, model.shards_by_name())
+
+    _, world = run_ranks(4, step)
+    ranks = [{label: Sent(each.messages[label], each.nbytes[label]) for label in each.messages} for each in world.traffic]
+    sent = counted(layers, ranks)
+    assert sent == predicted(found)
+    assert sent, "nothing at all was sent"

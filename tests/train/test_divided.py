@@ -1,0 +1,195 @@
+"""Groups that divide their model over a grid: training equals one process, under every exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.train.staged import StagedDevice
+from tests.train.test_worker import alone
+from tests.train.world import Recipe, run, topology_of
+from zmqtrain.arena import Arena, shared_memory_missing
+from zmqtrain.errors import UsageError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "allreduce": {"kind": "allreduce"},
+    "server": {"kind": "model_server", "staleness": "sync", "shards": 1},
+    "servers": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128},
+    "averaging": {"kind": "averaging"},
+}
+
+
+def network(norm: bool = True) -> nn.Module:
+    """A convolution, batch norm and pooling, then linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1),
+        nn.BatchNorm2d(5) if norm else nn.Identity(),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(5, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(4 * 4 * 3, 10),
+        nn.ReLU(),
+        nn.Linear(10, 3),
+    ).double()
+
+
+def data_of(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(samples, 2, 9, 7, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (samples,), generator=generator))
+
+
+def recipe_of(norm: bool = True, **fields: Any) -> Recipe:
+    return Recipe(model=lambda: network(norm), train_data=data_of(72), eval_data=data_of(23), **fields)
+
+
+def whole(recipe: Recipe, peers: list[str]) -> torch.Tensor:
+    """The ordinary model's parameters, of the parts that a column has."""
+    parts = [dict(recipe.models[peer].named_parameters()) for peer in peers]
+    found = []
+    for name, parameter in network(norm="1.weight" in parts[0]).named_parameters():
+        tensors = [part[name].detach() for part in parts]
+        same = tuple(tensors[0].shape) == tuple(parameter.shape)
+        found.append((tensors[0] if same else torch.cat(tensors)).reshape(-1))
+    return torch.cat(found)
+
+
+def plan_of(choice: str, grid: str) -> list[dict[str, str]]:
+    return [{"layer": name, "choice": choice if name in "04" else "model", "grid": grid} for name in ("0", "4", "7", "9")]
+
+
+@pytest.mark.parametrize("choice", ["model", "domain", "batch"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "grid"), [(1, "2x1"), (1, "2x2"), (2, "2x1"), (2, "3x2")])
+async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: str, choice: str) -> None:
+    recipe, steps, (rows, columns) = recipe_of(), 4, map(int, grid.split("x"))
+    topology = topology_of(
+        job={"steps": steps},
+        compute={"groups": groups, "group_size": rows * columns, "batch_size": 12 // groups, "grid": grid},
+        parallel={"layers": plan_of(choice, grid)},
+        exchange=KINDS[kind],
+    )
+    result = await run(topology, recipe)
+    assert not result.errors, result.errors
+    # Batch norm's statistics are of a group's batch, and one process would have those of all groups.
+    if groups == 1:
+        expected = alone(recipe_of(), steps, 12)
+        torch.testing.assert_close(
+            whole(recipe, [f"worker/{row * columns}" for row in range(rows)]), expected, rtol=1e-10, atol=1e-12
+        )
+    for group in range(groups):
+        for column in range(columns):
+            peers = [f"worker/{group * rows * columns + row * columns + column}" for row in range(rows)]
+            assert torch.equal(whole(recipe, peers), whole(recipe, [f"worker/{row * columns}" for row in range(rows)]))
+    losses = [result.losses(f"worker/{rank}") for rank in range(groups * rows * columns)]
+    assert all(len(each) == steps for each in losses)
+    spans = {name for name, _ in result.recorders["worker/0"].spans}
+    assert "statistics of 9 (forward)" in spans, "logits stay divided"
+    evaluations = [event for recorder in result.recorders.values() for event in recorder.of("eval")]
+    assert evaluations
+    assert all(0 <= event["eval_accuracy"] <= 1 for event in evaluations)
+
+
+@pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
+@pytest.mark.parametrize("kind", ["allreduce", "averaging", "gossip"])
+@pytest.mark.parametrize("staged", [False, True])
+async def test_rows_sum_in_the_hosts_memory(kind: str, staged: bool) -> None:
+    """Each row its own part, all together what is whole: the numbers are those of sums over the network."""
+    found = []
+    for shared in (True, False):
+        recipe = recipe_of()
+        topology = topology_of(
+            job={"steps": 5},
+            compute={"groups": 2, "group_size": 4, "batch_size": 12, "grid": "2x2"},
+            parallel={"layers": plan_of("domain", "2x2")},
+            exchange={"kind": kind},
+        )
+        region = Arena.create(16, 1 << 20) if shared else None
+        result = await run(
+            topology, recipe, region=region, make_device=(lambda _role: StagedDevice(1e-4)) if staged and shared else None
+        )
+        assert not result.errors, result.errors
+        found.append([recipe.parameters(peer) for peer in sorted(recipe.models)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["async", "gossip"])
+async def test_divided_groups_train_asynchronously(kind: str) -> None:
+    """Two grids, asynchronous to each other: what a column has of whole parameters stays the same on all its rows."""
+    exchange = {"kind": "model_server", "staleness": "async"} if kind == "async" else {"kind": "gossip"}
+    recipe = recipe_of()
+    topology = topology_of(
+        job={"steps": 12},
+        compute={"groups": 2, "group_size": 4, "batch_size": 12, "grid": "2x2"},
+        parallel={"layers": plan_of("domain", "2x2")},
+        exchange=exchange,
+    )
+    result = await run(topology, recipe)
+    assert not result.errors, result.errors
+    losses = [loss for rank in (0, 4) for loss in result.losses(f"worker/{rank}")]
+    assert min(losses[-6:]) < losses[0]
+    for peer in recipe.models:
+        group = int(peer.removeprefix("worker/")) // 4
+        assert torch.equal(recipe.models[peer][0].weight, recipe.models[f"worker/{4 * group}"][0].weight)  # type: ignore[index]
+
+
+async def test_evaluation_of_a_divided_model_is_that_of_the_whole() -> None:
+    values = []
+    for grid in ("2x2", "1x1"):
+        size = 4 if grid == "2x2" else 1
+        topology = topology_of(
+            job={"steps": 2}, compute={"group_size": size, "batch_size": 12, "grid": grid}, exchange={"kind": "allreduce"}
+        )
+        result = await run(topology, recipe_of())
+        assert not result.errors, result.errors
+        (event,) = result.recorders["worker/0"].of("eval")
+        values.append((event["eval_loss"], event["eval_accuracy"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "averaging", "server"])
+@pytest.mark.parametrize("other", ["2x2", "4x1", "1x4"])
+async def test_a_run_resumes_on_another_grid(kind: str, other: str, tmp_path: Path) -> None:
+    """Checkpoints hold the ordinary model and optimizer: the run goes on as if it had never stopped."""
+    if kind == "server" and other != "2x2":
+        pytest.skip("servers keep their pieces as they are cut")
+    compute = {"group_size": 4, "batch_size": 12, "grid": "2x2"}
+    exchange = KINDS[kind]
+    norm = other != "1x4"  # where nothing but the batch is divided, batch norm's statistics are each worker's own
+    straight, stopped, resumed = recipe_of(norm), recipe_of(norm), recipe_of(norm)
+    assert not (await run(topology_of(job={"steps": 6}, compute=compute, exchange=exchange), straight)).errors
+    half = topology_of(job={"steps": 3, "checkpoint_every": 3}, compute=compute, exchange=exchange)
+    assert not (await run(half, stopped, folder=tmp_path)).errors
+    rest = topology_of(job={"steps": 6}, compute={**compute, "grid": other}, exchange=exchange)
+    result = await run(rest, resumed, resume=tmp_path)
+    assert not result.errors, result.errors
+    rows, columns = map(int, other.split("x"))
+    found = whole(resumed, [f"worker/{row * columns}" for row in range(rows)])
+    torch.testing.assert_close(found, whole(straight, ["worker/0", "worker/2"]), rtol=1e-10, atol=1e-12)
+
+
+async def test_a_model_that_cannot_be_traced_is_a_clear_error() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+    topology = topology_of(
+        job={"steps": 1}, compute={"group_size": 2, "batch_size": 4, "grid": "2x1"}, exchange={"kind": "allreduce"}
+    )
+    result = await run(topology, Recipe(model=lambda: nn.Sequential(nn.Tanh(), Branches())))
+    errors = list(result.errors.values())
+    assert errors
+    assert all(isinstance(error, UsageError) for error in errors)
+    assert "torch.fx cannot trace its module '1' (Branches)" in str(errors[0])

@@ -1,0 +1,149 @@
+"""An FC server on modelled devices, simulated: times, bytes and staleness are what they must be."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqtrain.errors import UsageError
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.train.device.parts import split_profile
+from zmqtrain.train.device.profile import Profile, shipped
+
+FILE = """
+[job]
+name = "merged"
+steps = {steps}
+[[hosts]]
+name = "n[00-{last:02d}]"
+address = "10.0.0.1"
+slots = 1
+[compute]
+groups = {groups}
+group_size = {size}
+batch_size = {batch}
+device = "modelled"
+profile = "{profile}"
+{compute}
+[exchange]
+kind = "model_server"
+staleness = "{staleness}"
+merged_fc = {merged}
+[network]
+bandwidth = "{bandwidth}"
+latency = "{latency}"
+[simulation]
+payload = "{payload}"
+"""
+
+
+class Events(defaultdict[str, list[dict[str, Any]]]):
+    """By kind."""
+
+    def hear(self, peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            self[str(event.get("kind"))].append({"peer": peer, "step": event.get("step"), **(event.get("values") or {})})
+
+
+def profile_of(folder: Path, conv_s: float = 0.3, fc_s: float = 0.1) -> Path:
+    """Times of one sample: a convolution, and one linear layer; forward a third of each."""
+    layers = [
+        {"name": "conv", "numel": 1000, "forward_s": conv_s / 3, "backward_s": conv_s * 2 / 3, "flops_forward": 10**6,
+         "activation_numel": 500},
+        {"name": "fc", "numel": 100_000, "forward_s": fc_s / 3, "backward_s": fc_s * 2 / 3, "flops_forward": 200_000,
+         "activation_numel": 10},
+    ]  # fmt: skip
+    path = folder / "profile.json"
+    path.write_text(json.dumps({"layers": layers, "batch_size": 1, "samples": 100_000}))
+    return path
+
+
+def run(profile: object, groups: int, size: int, batch: int, **fields: Any) -> tuple[Result, Events]:
+    given = {
+        "steps": 30, "staleness": "async", "merged": "true", "bandwidth": "1000 Gbit/s", "latency": "1 us", "payload": "phantom",
+        "compute": "",
+    }  # fmt: skip
+    text = FILE.format(profile=profile, groups=groups, size=size, batch=batch, last=groups * size, **{**given, **fields})
+    events = Events(list)
+    result = simulate(parse_topology(text), options=Options(on_report=events.hear))
+    assert result.ending.status == "done", result.ending
+    assert not result.broken, result.broken
+    return result, events
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 8])
+def test_the_step_is_that_of_the_queue(groups: int, tmp_path: Path) -> None:
+    """HE(g) = max(t_fc, (t_conv + t_fc) / g), with t_conv = 3 t_fc (Hadjis et al., section 4)."""
+    _, events = run(profile_of(tmp_path), groups, 1, 1, steps=60)
+    (fc,) = events["fc"]
+    assert fc["staleness"] == {"0": groups * 60}
+    seconds = [event["seconds"] for event in events["step"] if event["step"] >= 20]
+    expected = max(0.1, 0.4 / groups)
+    assert sum(seconds) / len(seconds) / groups == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_convolutions_are_stale_by_the_other_groups_and_fully_connected_layers_not_at_all(groups: int, tmp_path: Path) -> None:
+    noise = 'noise = { kind = "normal", spread = 0.1 }'
+    _, events = run(profile_of(tmp_path), groups, 1, 1, steps=60, compute=noise)
+    (server,), (fc,) = events["server"], events["fc"]
+    assert fc["staleness_mean"] == 0
+    assert server["staleness_mean"] == pytest.approx(groups - 1, abs=0.2)
+
+
+@pytest.mark.parametrize(("size", "staleness"), [(1, "sync"), (2, "sync"), (4, "async")])
+def test_the_whole_batch_of_a_group_is_one_turn(size: int, staleness: str, tmp_path: Path) -> None:
+    """4 samples take the FC server 0.4 s, and each worker its part of 1.2 s."""
+    _, events = run(profile_of(tmp_path), 1, size, 4, staleness=staleness, steps=5)
+    for event in events["step"]:
+        assert event["seconds"] == pytest.approx(1.2 / size + 0.4, rel=0.01)
+        assert event["fc_wait_s"] == pytest.approx(0.4, rel=0.01)
+        assert event["exposed_s"] == pytest.approx(0, abs=0.01)
+        assert event["samples"] == 4 // size
+
+
+def test_fc_parameters_stay_off_the_wire(tmp_path: Path) -> None:
+    sent = {}
+    for merged in ("true", "false"):
+        _, events = run(profile_of(tmp_path), 2, 2, 8, merged=merged, steps=10, staleness="sync")
+        sent[merged] = sum(event["bytes_sent"] for event in events["traffic"])
+    # A step of a group: 8 samples' activations and their gradients, against 100,000 parameters and their gradients.
+    assert sent["true"] < 0.2 * sent["false"]
+
+
+@pytest.mark.parametrize("staleness", ["sync", "async"])
+def test_nothing_is_lost_or_doubled(staleness: str, tmp_path: Path) -> None:
+    run(profile_of(tmp_path), 3, 2, 6, payload="small", staleness=staleness, steps=6)
+
+
+def test_alexnet_splits_behind_its_convolutions() -> None:
+    first, second = split_profile(Profile.load("alexnet"))
+    assert [layer.name for layer in second.layers] == ["fc6", "fc7", "fc8"]
+    assert first.layers[-1].name == "pool5"
+    assert first.update_s + second.update_s == pytest.approx(Profile.load("alexnet").update_s)
+    assert second.numel > 20 * first.numel
+    assert [layer.name for layer in split_profile(Profile.load("alexnet"), "fc8")[1].layers] == ["fc8"]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_profiles_split_or_say_why_not(name: str) -> None:
+    profile = Profile.load(name)
+    if name in ("lstm", "transformer"):
+        with pytest.raises(UsageError, match=r"cannot be split in two phases.*name"):
+            split_profile(profile)
+        return
+    first, second = split_profile(profile)
+    assert [layer.name for layer in (*first.layers, *second.layers)] == [layer.name for layer in profile.layers]
+
+
+def test_a_profile_without_activations_cannot_be_split(tmp_path: Path) -> None:
+    path = profile_of(tmp_path)
+    path.write_text(path.read_text().replace('"activation_numel": 500', '"activation_numel": 0'))
+    with pytest.raises(UsageError, match="give it activation_numel"):
+        split_profile(Profile.load(path))

@@ -1,0 +1,118 @@
+"""``zmqtrain attach RUN``: see a run that goes on elsewhere: in another terminal, or detached."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zmqtrain.cli.runs import launcher_of, run_status
+from zmqtrain.errors import HostLostError, SshError
+from zmqtrain.launcher.ssh.leftovers import look_at_hosts
+from zmqtrain.observe.live import View, make_view
+from zmqtrain.observe.run_directory import find_run
+from zmqtrain.topology.load import load_topology
+from zmqtrain.topology.placement import place
+
+#: How often the run's files are looked at.
+LOOK_S = 0.2
+
+
+class Follower:
+    """Hands what a run adds to its files to a view."""
+
+    def __init__(self, path: Path, view: View) -> None:
+        """From now on; what is there already is left out."""
+        self._path, self._view = path, view
+        self._seen: dict[Path, int] = {file: file.stat().st_size for file in self._files()}
+
+    def look(self) -> None:
+        """Show what has come."""
+        for file in self._files():
+            lines = self._new_lines(file)
+            if file.suffix == ".log" and lines:
+                self._view.log(file.stem.replace("-", "/", 1), "\n".join(lines))
+            elif file.suffix == ".jsonl":
+                for line in lines:
+                    self._show(json.loads(line))
+
+    def _show(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "note":
+            self._view.note(str(event["values"]["text"]))
+        else:
+            self._view.event(event, float(event["time"]))
+
+    def _files(self) -> list[Path]:
+        return [self._path / "events.jsonl", *sorted((self._path / "logs").glob("*.log"))]
+
+    def _new_lines(self, file: Path) -> list[str]:
+        start = self._seen.get(file, 0)
+        with file.open("rb") as stream:
+            stream.seek(start)
+            data = stream.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the rest of a line may not be written yet
+        self._seen[file] = start + len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def run_attach(name: str, *, json_lines: bool = False) -> int:
+    """Show a run until it ends, or until Ctrl-C, which leaves the run alone. Returns the run's exit code, or 0.
+
+    Raises `UsageError` where there is no such run, and `HostLostError` where it has lost its launcher.
+    """
+    path = find_run(name)
+    launcher = launcher_of(path)
+    if launcher is None:
+        return _without_launcher(path)
+    topology = load_topology(path / "topology.toml")
+    groups = {role.peer: role.group for role in place(topology).workers}
+    view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
+    if not json_lines:
+        run_status(str(path))
+    follower = Follower(path, view)
+    view.begin(f"attached to {path}: Ctrl-C leaves it, zmqtrain stop {path} stops it")
+    try:
+        while _lives(launcher):
+            follower.look()
+            time.sleep(LOOK_S)
+        follower.look()
+    except KeyboardInterrupt:
+        view.end()
+        print(f"left; the run goes on ({path})", file=sys.stderr)
+        return 0
+    view.end()
+    return _without_launcher(path)
+
+
+def _without_launcher(path: Path) -> int:
+    """How a run has ended, or what there is of one that has lost its launcher."""
+    summary = path / "summary.json"
+    if summary.exists():
+        values = json.loads(summary.read_text(encoding="utf-8"))
+        print(f"{values['status']} after {values['seconds']:.1f} s, {values['steps']} steps: {path}")
+        return int(values["exit_code"])
+    lines = [f"the launcher of {path} is gone, and the run with it"]
+    timeout = load_topology(path / "topology.toml").job.timeout
+    for host, state in asyncio.run(look_at_hosts(path)).items():
+        if isinstance(state, SshError):
+            lines.append(f"  {state}")
+        elif state["agent"] == "running":
+            lines.append(f"  {host}: its agent is still there; it ends within {timeout:g} s after it last heard of the launcher")
+        else:
+            code = f" (exit code {state['exit']})" if "exit" in state else ""
+            lines.append(f"  {host}: its agent has ended{code}")
+    lines.append(f"zmqtrain stop {path} clears up; zmqtrain launch FILE --resume {path} goes on from its last checkpoint, if any")
+    raise HostLostError("\n".join(lines))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

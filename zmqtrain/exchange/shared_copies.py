@@ -1,0 +1,29 @@
+"""Copies that are made to be sent: in the memory that the processes of a host share, where a message only says where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from zmqtrain.arena.arena import Arena
+from zmqtrain.errors import HostMemoryError
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+#: Makes a payload of the same dtype and size, with undefined content, that stays for the whole run.
+Like: TypeAlias = Callable[[Payload], Payload]
+
+
+def like_in(arena: Arena | None) -> Like:
+    """Makes payloads in shared memory, as far as there is any."""
+
+    def like(payload: Payload) -> Payload:
+        if arena is None or not isinstance(payload, TensorPayload) or not payload.nbytes:
+            return payload.empty_like()
+        try:
+            block = arena.allocate(payload.nbytes, "a copy to be sent")
+        except HostMemoryError:
+            return payload.empty_like()
+        return TensorPayload.received(block.memory, payload.dtype, (payload.numel,))
+
+    return like

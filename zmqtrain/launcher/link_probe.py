@@ -1,0 +1,143 @@
+"""A process on one host that measures the ways to the others, and its processor, when it is asked to. An engine starts it.
+
+It talks to `zmqtrain.launcher.links`, which gives it everything by environment variables, as agents get theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from zmqtrain.errors import ConnectivityError, ProtocolError
+from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.local import PARENT
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.net.loop import run
+from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.wire.payload import Value
+from zmqtrain.wire.tensor import TensorPayload
+
+#: Round trips of a small message; the median counts.
+TRIPS = 50
+#: Tensors of a bulk transfer; the time from the first's arrival to the last's counts.
+TENSORS = 9
+SMALLEST_BYTES, LARGEST_BYTES = 64 << 10, 16 << 20
+#: A tensor is as large as the link carries in about this time.
+TENSOR_S = 0.05
+
+
+def _multiply(count: int) -> float:
+    import torch
+
+    from zmqtrain.plan.measure.peak import measure_peak, threads
+    from zmqtrain.plan.measure.timing import Patience
+
+    with threads(min(count, os.cpu_count() or 1)):
+        return measure_peak(torch.device("cpu"), Patience(0.4, least=7, most=100)).product
+
+
+class LinkProbe:
+    """Answers requests until it is told that all is measured."""
+
+    def __init__(self, endpoint: Endpoint, *, patience_s: float, multiply: Callable[[int], float] = _multiply) -> None:
+        """``patience_s``: for one measurement. ``multiply(threads)``: this host's speed, in operations a second."""
+        self._endpoint, self._patience_s, self._product = endpoint, patience_s, multiply
+        self.ended = asyncio.Event()
+        for name in ("know", "measure", "multiply", "trip", "take", "end"):
+            endpoint.serve(f"probe.{name}", getattr(self, f"_{name}"))
+
+    async def _know(self, _caller: PeerId, peer: Value, address: Value) -> Value:
+        """Where another probe is."""
+        self._endpoint.add_peer(str(peer), str(address))
+        return None
+
+    async def _measure(self, _caller: PeerId, target: Value) -> Value:
+        """The way from here to another probe: bytes a second, and seconds of a round trip."""
+        to, clock = str(target), asyncio.get_running_loop().time
+        trips = []
+        for _ in range(TRIPS):
+            start = clock()
+            await self._endpoint.request(to, "probe.trip", timeout=self._patience_s)
+            trips.append(clock() - start)
+        rate = await self._transfer(to, 0, SMALLEST_BYTES)
+        size = SMALLEST_BYTES
+        for turn in range(1, 4):  # a first guess of a fast link is far too low: its messages are nothing but overhead
+            larger = int(min(LARGEST_BYTES, max(SMALLEST_BYTES, rate * TENSOR_S)))
+            if larger < 1.5 * size:
+                break
+            size = larger
+            rate = await self._transfer(to, turn, size)
+        return [rate, statistics.median(trips)]
+
+    async def _transfer(self, to: PeerId, turn: int, size: int) -> float:
+        payload = TensorPayload.of(np.ones(size // 4, np.float32))
+        async with asyncio.TaskGroup() as tasks:
+            taken = tasks.create_task(self._endpoint.request(to, "probe.take", turn, size // 4, timeout=self._patience_s))
+            for number in range(TENSORS):
+                await self._endpoint.send(to, ("probe", turn, number), payload)
+        seconds = (await taken).meta
+        if not isinstance(seconds, float) or seconds <= 0:
+            raise ProtocolError(f"{to} says that a transfer took {seconds!r:.40}")
+        return size * (TENSORS - 1) / seconds
+
+    async def _trip(self, _caller: PeerId) -> Value:
+        return None
+
+    async def _take(self, caller: PeerId, turn: Value, numel: Value) -> Value:
+        """Receive the tensors of a transfer. The seconds from the first's arrival to the last's."""
+        if not isinstance(turn, int) or not isinstance(numel, int) or not 0 < numel <= LARGEST_BYTES // 4:
+            raise ProtocolError(f"{caller} announces a transfer in a wrong way")
+        into, clock = TensorPayload.empty(numel, "float32"), asyncio.get_running_loop().time
+        arrivals = []
+        for number in range(TENSORS):
+            await self._endpoint.receive(caller, ("probe", turn, number), into=into)
+            arrivals.append(clock())
+        return arrivals[-1] - arrivals[0]
+
+    async def _multiply(self, _caller: PeerId, threads: Value) -> Value:
+        """The fastest product of matrices here, in operations a second."""
+        if not isinstance(threads, int) or not 0 < threads <= 4096:
+            raise ProtocolError("probe.multiply asks for no number of threads")
+        return await asyncio.to_thread(self._product, threads)
+
+    async def _end(self, _caller: PeerId) -> Value:
+        self.ended.set()
+        return None
+
+
+async def run_probe(environment: RoleEnvironment) -> int:
+    """A probe's life. Returns the process's exit code."""
+    ladder = environment.ladder
+    async with await open_zeromq(environment.peer, settings=environment.settings()) as endpoint:
+        probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
+        endpoint.add_peer(COORDINATOR, environment.coordinator)
+        await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=ladder.join_s)
+        await probe.ended.wait()
+    return 0
+
+
+def main() -> int:
+    """Everything comes from the environment."""
+    environment = RoleEnvironment.from_environ()
+    if environment is None:
+        print("link probes are started by `zmqtrain profile FILE --links`", file=sys.stderr)
+        return 2
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    try:
+        return run(run_probe(environment))
+    except ConnectivityError as error:
+        print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The ssh engine: an agent on each machine, started over ssh, which goes on when the connection does not.
+
+What travels over ssh is the first look at a host, the copied folder, the start, the agent's own log, and the end. All else is the
+run's own network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from zmqtrain.errors import HostsError, SshError
+from zmqtrain.launcher.engine import EngineRun, Handle
+from zmqtrain.launcher.ssh.clients import make_client
+from zmqtrain.launcher.ssh.handle import SshHandle
+from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
+from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.session import Client, Session
+from zmqtrain.launcher.ssh.survey import Survey
+from zmqtrain.launcher.ssh.target import launching_python
+from zmqtrain.membership.environment import BIND, HOST
+from zmqtrain.topology.schema import Host
+from zmqtrain.world import random_bits
+
+#: How long a host may take to remove a folder when the launch has failed.
+REMOVE_S = 5.0
+
+
+class SshEngine:
+    """Implements `zmqtrain.launcher.engine.RemoteEngine`."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[EngineRun, Client, Places, Survey] | None = None
+
+    async def open(self, run: EngineRun) -> None:
+        """Log in everywhere, look the hosts over, and copy the folder.
+
+        Raises `HostsError`, or `HostLostError` where hosts are merely not there; `UsageError` for a folder that is too large.
+        """
+        engine = run.topology.engine
+        client = make_client(engine.client)
+        files = program_files(run.topology.job, run.script, run.folder)
+        if engine.sync:
+            require_inside(files, run.folder)
+        packed = await asyncio.to_thread(pack, run.folder, engine.sync_limit) if engine.sync else None
+        python = launching_python()
+        name = f"{run.directory.resolve().name}-{random_bits(32):08x}"
+        places = Places(run.directory, name, python, [host.name for host in run.hosts])
+        survey = Survey(run, client, name, python)
+        self._opened = run, client, places, survey
+        await survey.log_in()
+        await survey.compare(files, copied=packed is not None)
+        places.write()  # from here on there may be something to remove
+        if packed is not None:
+            await survey.copy(packed)
+        await survey.try_ways()
+
+    async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
+        """Start the agent, with the host's own Python."""
+        assert self._opened is not None
+        run, client, places, survey = self._opened
+        session = survey.sessions[host.name]
+        await session.ask(
+            "start",
+            command=[session.target.python, *command[1:]],
+            environ={**environ, HOST: host.address, BIND: survey.binds[host.name]},
+            folder=survey.folders[host.name],
+        )
+        return SshHandle(session, client, places.run, run.ladder, say=run.say, log=run.log)
+
+    async def stop(self, handle: Handle, grace: float) -> None:
+        """End the agent, and remove what the run has on its host. Where the host cannot be reached, it says so."""
+        assert isinstance(handle, SshHandle)
+        assert self._opened is not None
+        if await handle.stop(grace):
+            self._opened[2].forget(handle.host)
+
+    async def close(self) -> None:
+        """Log out everywhere, and remove what `open` has copied before it failed."""
+        if self._opened is not None:
+            _, _, places, survey = self._opened
+            async with asyncio.TaskGroup() as group:
+                for name, session in survey.sessions.items():
+                    group.create_task(_leave(session, places, name), name=f"leave {name}")
+
+
+async def _leave(session: Session, places: Places, name: str) -> None:
+    try:
+        if name in places.hosts:
+            with suppress(HostsError, SshError, TimeoutError):  # then `zmqtrain stop` does it later
+                async with asyncio.timeout(REMOVE_S):
+                    await session.ask("remove")
+                    places.forget(name)
+    finally:
+        await session.close()

@@ -1,0 +1,104 @@
+"""An agent that was started over ssh: followed, found again after the connection broke, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from zmqtrain.errors import HostsError, SshError
+from zmqtrain.launcher.ssh.session import Client, Session
+from zmqtrain.topology.timeouts import Ladder
+
+#: Pauses between attempts to log in again: the first, and the longest.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: What stopping may take on the other side beside the grace time: processes that are killed, and the network.
+STOPPING_S = 20.0
+
+
+class SshHandle:
+    """Implements `zmqtrain.launcher.engine.Handle`. One caller at a time: `wait` is cancelled before `stop`."""
+
+    def __init__(
+        self,
+        session: Session,
+        client: Client,
+        run: str,
+        ladder: Ladder,
+        *,
+        say: Callable[[str], None],
+        log: Callable[[str, str], None],
+    ) -> None:
+        """``say`` takes lines for people, ``log(host, text)`` what the agent itself prints."""
+        self._session, self._client, self._run, self._ladder = session, client, run, ladder
+        self._say, self._log = say, log
+        self._offset = 0
+        self._code: int | None = None
+        session.on_log(self._printed)
+
+    @property
+    def host(self) -> str:
+        """The host's name."""
+        return self._session.target.name
+
+    async def wait(self) -> int:
+        """The agent's exit code. A connection that breaks is made again, for as long as it takes: whether the host itself is lost,
+        its heartbeats tell."""
+        while self._code is None:
+            try:
+                self._code = await self._session.follow(self._offset)
+            except (SshError, HostsError):
+                self._say(f"{self.host}: lost the ssh connection. The run goes on; ssh is tried again")
+                await self._come_back()
+        return self._code
+
+    async def stop(self, grace_s: float) -> bool:
+        """End the agent, and remove what the run has on the host. Returns whether that is done; says so if not."""
+        try:
+            async with asyncio.timeout(grace_s + STOPPING_S + self._ladder.connect_s):
+                try:
+                    await self._stop(grace_s)
+                except SshError:
+                    await self._log_in()
+                    await self._stop(grace_s)
+        except (SshError, HostsError, TimeoutError) as error:
+            why = str(error) or f"{self.host}: no answer"
+            self._say(
+                f"{why}. Its agent ends by itself {self._ladder.lost_s:g} s after it has last heard of the launcher; "
+                "`zmqtrain stop` looks once more"
+            )
+            return False
+        finally:
+            await self._session.close()
+        return True
+
+    async def _stop(self, grace_s: float) -> None:
+        answer = await self._session.ask("stop", grace_s=grace_s, offset=self._offset)
+        code = answer["stopped"]
+        self._code = -signal.SIGKILL if code is None else int(code)
+        await self._session.ask("remove")
+
+    async def _come_back(self) -> None:
+        """Log in again, however often it takes."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            try:
+                await self._log_in()
+            except SshError:
+                continue
+            self._say(f"{self.host}: the ssh connection is back")
+            return
+
+    async def _log_in(self) -> None:
+        await self._session.close()
+        session = await Session.open(self._client, self._session.target, self._run, patience_s=self._ladder.connect_s)
+        session.on_log(self._printed)
+        self._session = session
+        if session.state["agent"] == "none":  # somebody has removed all of it
+            self._code = -signal.SIGKILL
+
+    def _printed(self, text: str, offset: int) -> None:
+        self._offset = offset
+        self._log(self.host, text)

@@ -1,0 +1,79 @@
+"""What a run has on its hosts, when its launcher is gone: look, and clear up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zmqtrain.errors import HostsError, SshError
+from zmqtrain.launcher.ssh.clients import make_client
+from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.session import Session
+from zmqtrain.launcher.ssh.survey import MOST_LOGINS
+from zmqtrain.launcher.ssh.target import Target
+from zmqtrain.topology.load import load_topology
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Ladder
+
+T = TypeVar("T")
+
+
+async def look_at_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshError]:
+    """How the agent of each host is that may have one of this run: as `Session.state`, or why that cannot be told."""
+
+    async def look(session: Session) -> Mapping[str, Any]:
+        return session.state
+
+    return await _on_each(directory, look)
+
+
+async def stop_hosts(directory: Path) -> dict[str, int | SshError | None]:
+    """End what a run has on its hosts, and remove its folders there. The agents' exit codes (``None``: there was none), or why it
+    could not be done: another call tries these again."""
+    places = Places.read(directory)
+
+    async def stop(session: Session) -> int | None:
+        # At once: without a launcher there is nobody to whom roles could hand anything.
+        answer = await session.ask("stop", grace_s=0, offset=0)
+        await session.ask("remove")
+        code = answer["stopped"]
+        return None if code is None else int(code)
+
+    done = await _on_each(directory, stop)
+    for name, result in done.items():
+        if places is not None and not isinstance(result, SshError):
+            places.forget(name)
+    return done
+
+
+async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> dict[str, T | SshError]:
+    places = Places.read(directory)
+    if places is None:
+        return {}
+    topology = _topology(directory)
+    client = make_client(topology.engine.client)
+    patience_s = Ladder.of(topology.job.timeout_s).connect_s
+    gate = asyncio.Semaphore(MOST_LOGINS)
+
+    async def one(name: str) -> T | SshError:
+        target = Target.of(next(host for host in topology.hosts if host.name == name), places.python)
+        try:
+            async with gate:
+                session = await Session.open(client, target, places.run, patience_s=patience_s)
+            try:
+                return await do(session)
+            finally:
+                await session.close()
+        except SshError as error:
+            return error
+        except HostsError as error:
+            return SshError(name, str(error).removeprefix(f"{name}: "))
+
+    results = await asyncio.gather(*(one(name) for name in places.hosts))
+    return dict(zip(list(places.hosts), results, strict=True))
+
+
+def _topology(directory: Path) -> Topology:
+    return load_topology(directory / "topology.toml")

@@ -1,0 +1,158 @@
+"""A talk with one host: requests to the remote program, and its answers, over whichever client has logged in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from zmqtrain.errors import HostsError, SshError
+from zmqtrain.launcher.ssh.remote import MARK
+from zmqtrain.launcher.ssh.target import Target, remote_program
+
+#: What a login shell says before the remote program speaks: so much of it is kept, for an error to show.
+KEPT_BYTES = 2000
+_MARK = MARK.encode()
+
+
+class Connection(Protocol):
+    """The remote program's standard streams."""
+
+    async def write(self, data: bytes) -> None:
+        """Send to its standard input. Raises `SshError`."""
+
+    async def line(self) -> bytes:
+        """The next line of its standard output; empty at its end. May be cancelled without a loss. Raises `SshError`."""
+        ...
+
+    async def ended(self) -> tuple[int | None, str]:
+        """After the end: the exit status of whatever ran, if there is one, and what stands on standard error."""
+        ...
+
+    async def close(self) -> None:
+        """Let go. What runs detached on the other side goes on. Idempotent."""
+
+
+class Client(Protocol):
+    """Logs in to hosts."""
+
+    async def connect(self, target: Target, patience_s: float) -> Connection:
+        """Log in, and start the remote program's Python. Raises `SshError`, saying what to do."""
+        ...
+
+
+#: ``take(text, offset)``: the agent has printed this, and its log is told up to there.
+TakeLog: TypeAlias = Callable[[str, int], None]
+
+
+class Session:
+    """One login. Make it by `open`; one caller at a time."""
+
+    def __init__(self, target: Target, connection: Connection) -> None:
+        self.target = target
+        self.state: Mapping[str, Any] = {}
+        """What `begin` was answered: the run's ``folder`` there, and the ``agent``: none, running or ended (with its ``exit``)."""
+        self._connection = connection
+        self._take: TakeLog = lambda text, offset: None
+        self._number = 0
+
+    @classmethod
+    async def open(cls, client: Client, target: Target, run: str, *, patience_s: float) -> Session:
+        """Log in and begin to talk about a run. Raises `SshError`."""
+        try:
+            async with asyncio.timeout(patience_s):
+                connection = await client.connect(target, patience_s)
+                try:
+                    session = cls(target, connection)
+                    await connection.write(remote_program())
+                    await session._greeting()
+                    session.state = await session.ask("begin", run=run, host=target.name, environment=dict(target.environment))
+                except BaseException:
+                    await connection.close()
+                    raise
+        except TimeoutError as error:
+            raise SshError(target.name, f"no answer within {patience_s:g} s", f"does `{target.by_hand}` work?") from error
+        return session
+
+    def on_log(self, take: TakeLog) -> None:
+        """Hand over what the agent prints, from now on."""
+        self._take = take
+
+    async def ask(self, do: str, *, data: bytes = b"", **arguments: Any) -> dict[str, Any]:
+        """Let the remote program do something; its answer. ``data`` follows the request.
+
+        Raises `HostsError` where it could not be done, saying why, and `SshError` where the connection is lost.
+        """
+        self._number += 1
+        await self._connection.write(json.dumps({"do": do, "number": self._number, **arguments}).encode() + b"\n" + data)
+        return await self._answer(self._number)
+
+    async def follow(self, offset: int) -> int:
+        """The agent's exit code, once it has ended; log lines go to whom `on_log` says. Raises `SshError`.
+
+        When this is cancelled the next `ask` ends it on the other side, too."""
+        answer = await self.ask("follow", offset=offset)
+        return int(answer["exit"])
+
+    async def close(self) -> None:
+        """Log out. Idempotent."""
+        await self._connection.close()
+
+    async def _answer(self, number: int) -> dict[str, Any]:
+        while True:
+            line = await self._connection.line()
+            if not line:
+                raise SshError(self.target.name, "lost the ssh connection")
+            value = _parse(line)
+            if value is None:
+                continue
+            if "log" in value:
+                self._take(str(value["log"]), int(value["at"]))
+            elif value.get("number") != number:
+                continue  # of a request whose caller has been cancelled
+            elif "error" in value:
+                raise HostsError(f"{self.target.name}: {value['error']}")
+            else:
+                return value
+
+    async def _greeting(self) -> None:
+        kept = b""
+        while line := await self._connection.line():
+            value = _parse(line)
+            if value is not None and "hello" in value:
+                return
+            kept = (kept + line)[-KEPT_BYTES:]
+        status, said = await self._connection.ended()
+        raise _no_greeting(self.target, status, kept.decode(errors="replace") + said)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """An answer of the remote program; ``None`` for anything else that comes on its standard output."""
+    # Not at the line's start only: a prompt may stand before it.
+    _, mark, text = line.partition(_MARK)
+    if not mark:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_greeting(target: Target, status: int | None, said: str) -> SshError:
+    """What to say of a login after which Python did not run."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = f": {lines[-1]}" if lines else ""
+    lasting = True
+    if status in (126, 127):
+        what, remedy = f"there is no Python at {target.python}", "give its path as python in [[hosts]]"
+    elif "SyntaxError" in said or "ModuleNotFoundError" in said:
+        what, remedy = f"{target.python} is too old{last}", "give the path of a later one as python in [[hosts]]"
+    elif status in (255, None):  # ssh's own
+        what, remedy = f"cannot log in{last}", f"see that `{target.by_hand}` works without a question"
+        lasting = any(words in said for words in ("Permission denied", "verification failed", "Could not resolve", "Bad config"))
+    else:
+        what = f"{target.python} did not run (exit code {status}){last}"
+        remedy = "look at the login shell's start files"
+    return SshError(target.name, what, remedy, lasting=lasting)

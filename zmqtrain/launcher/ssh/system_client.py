@@ -1,0 +1,83 @@
+"""Log in by the system's ``ssh``: whatever the user has configured for it works."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from typing import IO
+
+from zmqtrain.errors import SshError, UsageError
+from zmqtrain.launcher.ssh.target import Target, system_arguments
+
+#: Longest line of an answer: a log text in JSON.
+_LONGEST_LINE = 1 << 20
+#: What is kept of what it says on standard error.
+_KEPT_BYTES = 4000
+
+
+class SystemClient:
+    """Implements `zmqtrain.launcher.ssh.session.Client`."""
+
+    def __init__(self) -> None:
+        """Raises `UsageError` where there is no ``ssh``."""
+        if shutil.which("ssh") is None:
+            raise UsageError("there is no ssh command here: install OpenSSH's client, or the library: pip install zmqtrain[ssh]")
+
+    async def connect(self, target: Target, patience_s: float) -> SystemConnection:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
+        try:
+            # In a session of its own: Ctrl-C is for the launcher, and there is no terminal on which it might ask.
+            process = await asyncio.create_subprocess_exec(
+                *system_arguments(target, connect_s=patience_s),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                limit=_LONGEST_LINE,
+            )
+        except BaseException:
+            errors.close()
+            raise
+        return SystemConnection(target, process, errors)
+
+
+class SystemConnection:
+    """An ``ssh`` process (`zmqtrain.launcher.ssh.session.Connection`)."""
+
+    def __init__(self, target: Target, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self._target, self._process, self._errors = target, process, errors
+
+    async def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError):  # uvloop says RuntimeError of a transport that has closed
+            return  # why it has ended is told by what comes out of it
+
+    async def line(self) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            return await self._process.stdout.readline()
+        except (ConnectionError, ValueError) as error:  # ValueError: a line beyond every measure
+            raise SshError(self._target.name, f"lost the ssh connection: {error}") from error
+
+    async def ended(self) -> tuple[int | None, str]:
+        status = await self._process.wait()
+        self._errors.seek(0)
+        return status, self._errors.read(_KEPT_BYTES).decode(errors="replace")
+
+    async def close(self) -> None:
+        if self._errors.closed:
+            return
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        self._errors.close()
+        # Its end of the pipe is closed by the transport's own callback, which has run when the reader has seen the end.
+        assert self._process.stdout is not None
+        try:
+            await self._process.stdout.read()
+        except ConnectionError:
+            return

@@ -1,0 +1,51 @@
+"""What was sent, as the planner sees it: by layer, term and pass, of the rank that sends most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from zmqtrain.parallel.communicator import Label, Phase, Term
+from zmqtrain.parallel.model.traffic import Sent
+from zmqtrain.plan.layers import Stage
+from zmqtrain.plan.price import PlanPrice
+
+#: By the layer's place in the plan.
+Counts: TypeAlias = dict[tuple[int, Term, Phase], Sent]
+
+
+def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> Counts:
+    """The most messages, and the most bytes, that a rank has sent in a step.
+
+    What is brought together for a layer without weights, as strips before they are flattened, counts with the layer behind it.
+    Where the last layers lie on another grid the output goes to the columns that were given its samples; that is no layer's, and
+    does not count.
+    """
+    sums: dict[tuple[int, Term, Phase], list[Sent]] = defaultdict(lambda: [Sent()] * len(ranks))
+    for rank, sent in enumerate(ranks):
+        for label, each in sent.items():
+            index = stage_of(layers, label)
+            if index is not None:
+                sums[index, label.term, label.phase][rank] += each
+    return {key: Sent(max(each.messages for each in found), max(each.nbytes for each in found)) for key, found in sums.items()}
+
+
+def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
+    """The place of the layer that a message counts with; ``None`` for what the planner does not see: functions, and the output."""
+    found = next((index for index, stage in enumerate(layers) if any(each.name == label.layer for each in stage.layers)), None)
+    if found is None:  # a part of a layer, as of a transformer's
+        return next((index for index, stage in enumerate(layers) if label.layer.startswith(f"{stage.name}.")), None)
+    if label.term == "redistribute" and label.layer != layers[found].name:
+        return min(found + 1, len(layers) - 1)
+    return found
+
+
+def predicted(price: PlanPrice) -> Counts:
+    """The same, as the plan is priced."""
+    found: Counts = {}
+    for index, layer in enumerate(price.layers):
+        for (term, phase), cost in layer.cost.phases().items():
+            if cost.messages or cost.nbytes:
+                found[index, term, phase] = Sent(round(cost.messages), round(cost.nbytes))
+    return found

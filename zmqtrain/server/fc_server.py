@@ -1,0 +1,362 @@
+"""An FC server as a coroutine: activations come in, their gradients go out, and the parameters are updated between two turns.
+
+What is decided stands in `fc_queue`, what is computed in a `Head`; here is the way of the messages::
+
+    activations of a group's workers -> fc_queue -> head: forward, loss, backward -> gradients of the activations -> head: update
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.checkpoint_part import pack_manifest
+from zmqtrain.exchange.fc_messages import (
+    ACTIVATIONS,
+    EVALUATE,
+    MOST_TENSORS,
+    PRIORITY,
+    ActivationsMeta,
+    AnswerMeta,
+    answer_tag,
+    gradient_tag,
+    measured_tag,
+    model_tag,
+    parse_activations_tag,
+)
+from zmqtrain.exchange.together import first_error, together
+from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.fc_queue import Applied, Evaluation, FcQueue, Place, Turn
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
+
+#: Refusals on their way to senders; beyond them a flood of bad messages is dropped without a word.
+MOST_REFUSALS = 16
+#: Batches of one worker of which some tensors are here: those of one step and one evaluation.
+MOST_BATCHES = 4
+#: Checkpoints that are kept for worker 0 to fetch: it may be late, but not by more.
+MOST_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FcSettings:
+    """An FC server's place, and when it keeps checkpoints."""
+
+    groups: tuple[tuple[PeerId, ...], ...]
+    """The workers of each group, by position."""
+    checkpoint_every: int = 0
+    request_s: float = 60.0
+    """How long a peer may take to answer a request."""
+    stop_on_nan: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One worker's part of a batch. Its tensors alias the transport's memory: read them, and drop them soon."""
+
+    meta: ActivationsMeta
+    tensors: tuple[Payload, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a turn has given."""
+
+    loss: float | None
+    compute_s: float
+    gradients: tuple[tuple[Payload, ...], ...]
+    """For each part, those of the activations that want one."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What an FC server has, copied."""
+
+    model: dict[str, Tensor]
+    """By the names of the model's state dict."""
+    more: dict[str, Tensor]
+    """The optimizer's state, and whatever else goes on from there."""
+    sidecar: dict[str, Value]
+
+
+class Head(Protocol):
+    """The fully connected layers, on a device. One call at a time."""
+
+    async def train(self, turn: Turn, parts: Sequence[Part]) -> Trained:
+        """Forward, loss and backward of a group's micro-batch. The gradients of the parameters are added to the group's; where the
+        loss is not finite and the run is to stop, nothing is."""
+        ...
+
+    async def update(self, applied: Applied) -> None:
+        """One step of the optimizer with the mean of these groups' gradients, which are used up."""
+        ...
+
+    async def evaluate(self, part: Part) -> list[float]:
+        """The sums of the metrics over a batch."""
+        ...
+
+    async def state(self) -> State:
+        """For a checkpoint."""
+        ...
+
+
+class FcCheckpoints(Protocol):
+    """Where an FC server's part of a checkpoint goes to."""
+
+    async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
+
+
+class FcServer:
+    """Computes for all groups until all workers have finished. `run` it once."""
+
+    def __init__(
+        self, endpoint: Endpoint, settings: FcSettings, queue: FcQueue, head: Head, checkpoints: FcCheckpoints, recorder: Recorder
+    ) -> None:
+        self._endpoint, self._settings, self._queue, self._head = endpoint, settings, queue, head
+        self._checkpoints, self._recorder = checkpoints, recorder
+        self._places = {
+            peer: Place(group, position) for group, members in enumerate(settings.groups) for position, peer in enumerate(members)
+        }
+        self._arriving: dict[tuple[PeerId, str | int, int], dict[int, Payload]] = {}  # by place, until all tensors are there
+        self._parts: dict[tuple[int, int, int], dict[int, Part]] = {}  # (group, step, micro-batch) -> by position
+        self._evaluations: dict[Evaluation, Part] = {}
+        self._more = asyncio.Event()
+        self._kept: dict[int, asyncio.Future[State]] = {}
+        self._finished: set[PeerId] = set()
+        self._staleness: Counter[int] = Counter()
+        self._samples = 0
+        self._busy_s = 0.0
+        self._refusals = 0
+
+    async def run(self) -> None:
+        """Returns when all workers have finished. Raises `PeerLostError` when one is lost before, and what the head raises."""
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._turn = asyncio.Lock()  # the head's
+        self._background: set[asyncio.Task[None]] = set()
+        self._endpoint.serve("checkpoint", self._on_checkpoint)
+        self._endpoint.serve("fc_model", self._on_model)
+        self._endpoint.serve("fc_finished", self._on_finished)
+        self._endpoint.on_lost(self._on_lost)
+        arriving = self._endpoint.subscribe(ACTIVATIONS)
+        begin = loop.time()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                life = self._tasks.create_task(together(self._take(arriving), self._compute()))
+                await self._done
+                for task in (life, *self._background):
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            arriving.close()
+            for kept in self._kept.values():
+                kept.cancel()
+            if self._done.done() and not self._done.cancelled():
+                self._done.exception()  # raised above; or something else was the first error
+        self._report(loop.time() - begin)
+
+    # What comes in.
+
+    async def _take(self, arriving: Subscription) -> None:
+        while True:
+            sender, tag, payload = await arriving.get()
+            try:
+                self._arrived(sender, tag, payload)
+            except ProtocolError as error:
+                self._refuse(sender, tag, error)
+            del payload
+
+    def _arrived(self, sender: PeerId, tag: Tag, payload: Payload) -> None:
+        place = self._places.get(sender)
+        if place is None:
+            raise ProtocolError(f"{sender} is no worker of this run")
+        (what, number), index = parse_activations_tag(tag)
+        if not 0 <= index < MOST_TENSORS or sum(peer == sender for peer, _, _ in self._arriving) > MOST_BATCHES:
+            raise ProtocolError(f"{sender} sent more tensors than belong to a batch, or more batches than it may")
+        here = self._arriving.setdefault((sender, what, number), {})
+        if index in here:
+            raise ProtocolError(f"{sender} sent tensor {index} of {tag!r} twice")
+        here[index] = payload
+        if 0 not in here:
+            return
+        meta = ActivationsMeta.from_value(here[0].meta)
+        if set(here) != set(range(meta.tensors)):
+            return
+        del self._arriving[sender, what, number]
+        part = Part(meta, tuple(here[each] for each in range(meta.tensors)))
+        if what == EVALUATE:
+            self._evaluations[Evaluation(sender, number)] = part
+            self._queue.asked(sender, number)
+        else:
+            assert isinstance(what, int)
+            self._queue.arrived(place, what, number, meta.micro_batches)
+            self._parts.setdefault((place.group, what, number), {})[place.position] = part
+        self._more.set()
+
+    def _refuse(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
+        self._recorder.event("refused", sender=sender, reason=str(error))
+        if self._refusals < MOST_REFUSALS:
+            self._refusals += 1
+            self._in_background(self._tell_refused(sender, tag, error))
+
+    async def _tell_refused(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
+        try:
+            await self._endpoint.request(sender, "fc_refused", list(tag), str(error), timeout=self._settings.request_s)
+        except ZmqTrainError as told:
+            self._recorder.event("refused", sender=sender, reason=f"{sender} could not be told: {told}")
+        finally:
+            self._refusals -= 1
+
+    async def _on_finished(self, caller: PeerId) -> Value:
+        if caller not in self._places:
+            return None
+        self._finished.add(caller)
+        if len(self._finished) == len(self._places) and not self._done.done():
+            self._done.set_result(None)
+        return None
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if peer in self._places and peer not in self._finished and not self._done.done():
+            self._done.set_exception(PeerLostError(peer, reason, waiting_for="its activations"))
+
+    # Turns.
+
+    async def _compute(self) -> None:
+        while True:
+            turn = self._queue.next()
+            if turn is None:
+                self._more.clear()
+                await self._more.wait()
+                continue
+            async with self._turn:
+                if isinstance(turn, Evaluation):
+                    await self._evaluate(turn)
+                else:
+                    await self._train(turn)
+
+    async def _evaluate(self, turn: Evaluation) -> None:
+        with self._recorder.span(f"evaluation for {turn.worker}", "compute"):
+            sums = await self._head.evaluate(self._evaluations.pop(turn))
+        answer: list[Value] = list(sums)
+        self._in_background(self._send(turn.worker, measured_tag(turn.number), ValuePayload(answer)))
+
+    async def _train(self, turn: Turn) -> None:
+        by_position = self._parts.pop((turn.group, turn.step, turn.micro_batch))
+        parts = [by_position[position] for position in turn.positions]
+        with self._recorder.span(f"forward and backward of group {turn.group}", "compute", step=turn.step):
+            trained = await self._head.train(turn, parts)
+        self._busy_s += trained.compute_s
+        members = self._settings.groups[turn.group]
+        bad = trained.loss is not None and not math.isfinite(trained.loss) and self._settings.stop_on_nan
+        for position, gradients in zip(turn.positions, trained.gradients, strict=True):
+            answer = AnswerMeta(trained.loss, trained.compute_s, 0 if bad else len(gradients))
+            self._in_background(self._answer(members[position], turn, answer, () if bad else gradients))
+        if bad:  # its gradients never take effect; what there was before is kept, and the run stops
+            return
+        self._samples += sum(part.meta.samples for part in parts)
+        del by_position, parts, trained
+        applied = self._queue.computed(turn)
+        if applied is not None:
+            await self._update(applied)
+
+    async def _update(self, applied: Applied) -> None:
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        await self._head.update(applied)
+        self._busy_s += clock() - start
+        self._recorder.add_span("update", "compute", start, clock(), step=applied.steps[0])
+        self._staleness.update(applied.staleness)
+        reads = list(zip(applied.groups, applied.steps, strict=True))
+        self._recorder.witness("fc applied", reads=reads, staleness=applied.staleness, version=self._queue.version)
+        every = self._settings.checkpoint_every
+        if every and 0 in applied.groups:
+            step = applied.steps[applied.groups.index(0)] + 1
+            if step % every == 0:
+                await self._keep(step)
+
+    async def _answer(self, to: PeerId, turn: Turn, answer: AnswerMeta, gradients: Sequence[Payload]) -> None:
+        await self._send(to, answer_tag(turn.step, turn.micro_batch), ValuePayload(answer.to_value()))
+        for place, gradient in enumerate(gradients):
+            await self._send(to, gradient_tag(turn.step, turn.micro_batch, place), gradient)
+
+    async def _send(self, to: PeerId, tag: Tag, payload: Payload) -> None:
+        try:
+            await self._endpoint.send(to, tag, payload, priority=PRIORITY)
+        except PeerLostError:
+            if to not in self._finished:
+                raise
+
+    # Checkpoints.
+
+    async def _keep(self, step: int) -> None:
+        """Copy the state for the checkpoint at ``step``, between two turns."""
+        state = await self._head.state()
+        kept = self._future(step)
+        if not kept.done():
+            kept.set_result(state)
+        for old in sorted(self._kept)[:-MOST_KEPT]:
+            self._kept.pop(old).cancel()
+        model = {f"state/{name}": tensor for name, tensor in state.model.items()}
+        sidecar: dict[str, Value] = {**state.sidecar, "step": step, "version": self._queue.version}
+        self._spawn(self._checkpoints.save(step, model | state.more, sidecar))
+
+    def _future(self, step: int) -> asyncio.Future[State]:
+        return self._kept.setdefault(step, asyncio.get_running_loop().create_future())
+
+    async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
+        """Keep the state as it is now: a run that stops early asks for it."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller}")
+        async with self._turn:
+            await self._keep(step)
+        return None
+
+    async def _on_model(self, caller: PeerId, step: int) -> Value:
+        """Send the model's state that is kept, or will be, for the checkpoint at ``step``."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} has no model for {caller}")
+        state = await asyncio.shield(self._future(step))
+        self._in_background(self._send_model(caller, step, state))
+        return None
+
+    async def _send_model(self, to: PeerId, step: int, state: State) -> None:
+        tensors = {name: TensorPayload.of(tensor) for name, tensor in state.model.items()}
+        for payload in (pack_manifest(tensors, {}), *tensors.values()):
+            await self._send(to, model_tag(step), payload)
+
+    # Helpers.
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it, but not beyond the end of this server."""
+        task = self._spawn(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        try:
+            return self._tasks.create_task(coroutine)
+        except RuntimeError:  # the group is ending for another task's error
+            coroutine.close()
+            raise
+
+    def _report(self, seconds: float) -> None:
+        updates = sum(self._staleness.values())
+        self._recorder.event(
+            "fc",
+            updates=self._queue.version,
+            samples=self._samples,
+            busy=self._busy_s / seconds if seconds > 0 else 0.0,
+            staleness={str(staleness): count for staleness, count in sorted(self._staleness.items())},
+            staleness_mean=sum(staleness * count for staleness, count in self._staleness.items()) / updates if updates else 0.0,
+            staleness_max=max(self._staleness, default=0),
+        )

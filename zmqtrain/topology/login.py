@@ -1,0 +1,53 @@
+"""``ssh`` in ``[[hosts]]``: how to log in to a machine."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from zmqtrain.topology import ranges
+from zmqtrain.topology.section import Section
+
+_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9]*")
+#: What ssh does on the other side is not for the file to say, and two of its options have keys of their own.
+_OURS = {"batchmode", "remotecommand", "requesttty", "sessiontype", "stdinnull", "forkafterauthentication", "port", "user"}
+
+
+def _word(value: str) -> str:
+    if value.startswith("-") or not value or len(value) > 1000 or any(character.isspace() for character in value):
+        raise ValueError("must be one word, which does not begin with '-'")
+    return value
+
+
+def _host(value: str) -> str:
+    ranges.count(_word(value))
+    return value
+
+
+def _options(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not _OPTION.fullmatch(name) or "\n" in value:
+            raise ValueError(f"holds {name!r}, which is no option of ssh: see man ssh_config")
+        if name.lower() in _OURS:
+            raise ValueError(f"holds {name}, which is not for this place: user and port have keys of their own")
+    return values
+
+
+class SshLogin(Section):
+    """How to log in to a host. What is left out is as ``ssh`` itself has it."""
+
+    host: Annotated[str, AfterValidator(_host)] | None = Field(
+        default=None,
+        description="Where ssh connects to, or its name in `~/.ssh/config`, where that is not `address`. May be a range.",
+    )
+    user: Annotated[str, AfterValidator(_word)] | None = Field(default=None, description="The login name.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="Where sshd listens.")
+    jump: Annotated[str, AfterValidator(_word)] | None = Field(
+        default=None,
+        description="Machines to go through, like `me@gate` or `gate1,gate2:2222` (`ProxyJump`).",
+    )
+    options: Annotated[dict[str, str], AfterValidator(_options)] = Field(
+        default_factory=dict, description='Options as in `~/.ssh/config`, and before those: `{ IdentityFile = "~/.ssh/lab" }`.'
+    )

@@ -1,0 +1,85 @@
+"""Where a model is cut in two phases (Hadjis et al. 2016): which parts of its forward the workers compute, and which the FC server.
+
+The convolution phase has most of the arithmetic and few of the parameters, the fully connected phase the reverse. The second one
+begins at a layer and has everything that depends on it, so nothing of the first ever waits for the second. A pure function of the
+forward's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zmqtrain.errors import UsageError
+from zmqtrain.topology.suggest import did_you_mean
+
+#: ``sequence``: recurrent layers, attention and embeddings; the phase behind them is the output projection.
+StepKind = Literal["convolution", "sequence", "linear", "other"]
+#: Modules that an error lists before it says how many more there are.
+MOST_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """One step of a model's forward: a layer, or an operation."""
+
+    name: str
+    """Unique in the forward."""
+    inputs: tuple[str, ...] = ()
+    """Names of the steps whose results it takes; they come before it."""
+    kind: StepKind = "other"
+    module: str = ""
+    """The module that it calls, like ``classifier.1``; empty for operations."""
+
+
+def second_phase(steps: Sequence[ForwardStep], split: str | None = None) -> frozenset[str]:
+    """Names of the steps that the FC server computes. ``steps``: all, in the order of the forward.
+
+    Without ``split`` it is found: the first linear layer behind the last convolution; behind recurrent layers or attention, the
+    last linear layer of all. ``split`` names a module: the first call of it, or of anything in it, and all that depends on those.
+
+    Raises `UsageError` where there is no such place.
+    """
+    if split is None:
+        beginning = {_found(steps).name}
+    else:
+        beginning = {step.name for step in steps if step.module == split or step.module.startswith(f"{split}.")}
+        if not beginning:
+            raise UsageError(_no_such_module(steps, split))
+    behind: set[str] = set()
+    for step in steps:
+        if step.name in beginning or any(source in behind for source in step.inputs):
+            behind.add(step.name)
+    return frozenset(behind)
+
+
+def _found(steps: Sequence[ForwardStep]) -> ForwardStep:
+    bodies = [place for place, step in enumerate(steps) if step.kind in ("convolution", "sequence")]
+    if not bodies:
+        raise UsageError(
+            "the model has no convolutions, no recurrent layers and no attention, so where its fully connected phase begins cannot "
+            f"be found: name the module in [exchange] split, or leave merged_fc out; its modules are {_modules(steps)}"
+        )
+    last = steps[bodies[-1]]
+    linear = [step for step in steps[bodies[-1] + 1 :] if step.kind == "linear"]
+    if not linear:
+        raise UsageError(
+            f"the model has no linear layer behind its last {last.kind} layer ({last.module}), so it has no fully connected phase: "
+            f"name a module in [exchange] split, or leave merged_fc out; its modules are {_modules(steps)}"
+        )
+    return linear[0] if last.kind == "convolution" else linear[-1]
+
+
+def _no_such_module(steps: Sequence[ForwardStep], split: str) -> str:
+    names = {step.module for step in steps if step.module}
+    names |= {name.rpartition(".")[0] for name in names if "." in name}
+    meant = did_you_mean(split, sorted(names))
+    hint = f"did you mean {meant!r}?" if meant else f"its modules are {_modules(steps)}"
+    return f"[exchange] split = {split!r}: the model's forward calls no such module; {hint}"
+
+
+def _modules(steps: Sequence[ForwardStep]) -> str:
+    names = list(dict.fromkeys(step.module for step in steps if step.module))
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return (", ".join(names[:MOST_LISTED]) or "none") + more

@@ -1,0 +1,75 @@
+"""The FC server's gradients: one set a group while its step is computed, summed over groups in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class GroupGradients:
+    """Sets of gradients, one tensor a parameter. Where each group's take effect by themselves, one set is all there ever is.
+
+    Sums are made in the order of groups, so that they do not depend on who was first; a set whose predecessors are there is added
+    at once, and used again.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._free: list[list[Tensor]] = []
+        self._of: dict[int, list[Tensor]] = {}
+        self._begun: set[int] = set()
+        self._waiting: dict[int, list[Tensor]] = {}
+        self._total: list[Tensor] | None = None
+        self._folded: list[int] = []
+
+    def begun(self, group: int) -> bool:
+        """Whether the group's set holds gradients of this step."""
+        return group in self._begun
+
+    def of(self, group: int) -> list[Tensor]:
+        """The group's set; its content is undefined until it is `begun`."""
+        if group not in self._of:
+            self._of[group] = self._free.pop() if self._free else [torch.empty_like(each) for each in self._parameters]
+        return self._of[group]
+
+    def written(self, group: int) -> None:
+        """The group's set holds gradients now."""
+        self._begun.add(group)
+
+    def complete(self, group: int, expected: Sequence[int]) -> None:
+        """The group's step is through. ``expected``: all groups of the sum, in order."""
+        self._begun.discard(group)
+        self._waiting[group] = self._of.pop(group)
+        for each in expected[len(self._folded) :]:
+            if each not in self._waiting:
+                break
+            self._fold(each)
+
+    def mean(self, scale: float = 1.0) -> list[Tensor]:
+        """The mean of all sets that are complete, times ``scale``. Give it back (`release`) when it is used."""
+        for group in sorted(self._waiting):
+            self._fold(group)
+        assert self._total is not None
+        factor = scale / len(self._folded)
+        if factor != 1.0:
+            for each in self._total:
+                each.mul_(factor)
+        return self._total
+
+    def release(self) -> None:
+        """The mean was used."""
+        assert self._total is not None
+        self._free.append(self._total)
+        self._total, self._folded = None, []
+
+    def _fold(self, group: int) -> None:
+        own = self._waiting.pop(group)
+        self._folded.append(group)
+        if self._total is None:
+            self._total = own
+            return
+        for total, each in zip(self._total, own, strict=True):
+            total.add_(each)
+        self._free.append(own)

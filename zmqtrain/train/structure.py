@@ -1,0 +1,69 @@
+"""Targets as tensors and a plain description of how they make up the target, so that they can travel and be brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zmqtrain.errors import ProtocolError, TaskError
+from zmqtrain.wire.payload import Value
+
+
+def take_apart(target: Any) -> tuple[Value, list[Tensor]]:
+    """The description of a target, and its tensors. Raises `TaskError` for one with anything else in it.
+
+    A number in the description stands for the tensor of that place; ``["tuple", ...]``, ``["list", ...]`` and ``{...}`` for those.
+    """
+    tensors: list[Tensor] = []
+
+    def walk(value: Any) -> Value:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return len(tensors) - 1
+        if isinstance(value, tuple | list):
+            return ["tuple" if isinstance(value, tuple) else "list", *(walk(each) for each in value)]
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: walk(each) for key, each in value.items()}
+        raise TaskError(
+            f"a target of the task's data has a {type(value).__name__} in it; with merged_fc it travels to the FC server, so it "
+            "must be a tensor, or tuples, lists and dicts of tensors"
+        )
+
+    return walk(target), tensors
+
+
+def put_together(structure: Value, tensors: Sequence[Tensor]) -> Any:
+    """The target that `take_apart` was given, of these tensors. Raises `ProtocolError` where they do not fit."""
+
+    def walk(value: Value) -> Any:
+        match value:
+            case int(place) if 0 <= place < len(tensors):
+                return tensors[place]
+            case ["tuple", *items]:
+                return tuple(walk(each) for each in items)
+            case ["list", *items]:
+                return [walk(each) for each in items]
+            case dict():
+                return {key: walk(each) for key, each in value.items()}
+        raise ProtocolError(f"a target of {len(tensors)} tensors is described as {value!r:.100}")
+
+    return walk(structure)
+
+
+def stacked(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Several workers' tensors, by place, with their samples one after another. Of one worker alone, they are as they came.
+
+    Raises `ProtocolError` where they do not fit each other.
+    """
+    if len({len(part) for part in parts}) != 1:
+        raise ProtocolError("the workers of a group sent different numbers of tensors; they must have the same model and task")
+    found = []
+    for tensors in zip(*parts, strict=True):
+        if len({(each.dtype, each.shape[1:]) for each in tensors}) != 1:
+            shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in tensors)
+            raise ProtocolError(f"the workers of a group sent tensors that do not fit each other ({shapes}): pad them to one size")
+        found.append(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+    return found
