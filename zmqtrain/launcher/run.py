@@ -51,9 +51,17 @@ class Launch:
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
         self._interrupts = 0
+        self._stopped = False  # by `halt`
         self._coordinator: Coordinator | None = None
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
+
+    def halt(self, reason: str) -> None:
+        """Stop the run in good order; it has not failed. On the loop's thread, while `run` is going on."""
+        self._stopped = True
+        self._record.quiet = True
+        if self._coordinator is not None:
+            self._coordinator.halt({"kind": "interrupted", "message": reason})
 
     async def run(self) -> int:
         """Start everything, wait until it has ended, and write the run directory. Returns the exit code."""
@@ -231,7 +239,8 @@ class Launch:
             return Ending("interrupted", INTERRUPTED)
         if outcome.status == "done" and self._record.stopped_at is not None:
             return Ending("preempted", PREEMPTED)
-        return ending_of(outcome)
+        ending = ending_of(outcome)
+        return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 
 def write_pid(directory: RunDirectory) -> None:

@@ -89,6 +89,12 @@ class Job(Section):
         description="Train this many passes over the training data. One pass if none of the three is given.",
     )
     until: Until | None = Field(default=None, description="Train until a metric is reached.")
+    weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A checkpoint (or a folder with checkpoints, or a run): begin with its model's parameters instead of new ones, "
+        "and with nothing else of it. The run may have another shape than the one that wrote it.",
+    )
     eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations; 0: only at the end.")
     checkpoint_every: int = Field(default=0, ge=0, le=MOST, description="Steps between checkpoints; 0: none.")
     keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints stay on disk.")
