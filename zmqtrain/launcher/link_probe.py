@@ -50,8 +50,14 @@ class LinkProbe:
         """``patience_s``: for one measurement. ``multiply(threads)``: this host's speed, in operations a second."""
         self._endpoint, self._patience_s, self._product = endpoint, patience_s, multiply
         self.ended = asyncio.Event()
+        """All is measured, or whoever asks is gone."""
+        endpoint.on_lost(self._lost)
         for name in ("know", "measure", "multiply", "trip", "take", "end"):
             endpoint.serve(f"probe.{name}", getattr(self, f"_{name}"))
+
+    def _lost(self, peer: PeerId, reason: str) -> None:
+        if peer == COORDINATOR:
+            self.ended.set()
 
     async def _know(self, _caller: PeerId, peer: Value, address: Value) -> Value:
         """Where another probe is."""

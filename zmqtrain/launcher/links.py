@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
+from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.emulate import Emulation, emulated
-from zmqtrain.launcher.engine import Engine, Handle, make_engine
+from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import place
@@ -49,40 +53,74 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
     return [pair for one, other in ends for pair in ((one, other), (other, one))]
 
 
-async def measure_links(topology: Topology, emulation: Emulation | None, *, token: str) -> Links:
-    """Measure between the hosts of the file, emulated or as they are. ``token``: a secret that the probes share.
+async def measure_links(
+    topology: Topology, emulation: Emulation | None, *, token: str, say: Callable[[str], None] = lambda text: None
+) -> Links:
+    """Measure between the hosts of the file, emulated or as they are. ``token``: a secret that the probes share; ``say`` hears what
+    the engine has to say of hosts.
 
-    Raises `UsageError` where they cannot be started from here or there is but one, `ZmqTrainError` where a probe ends early.
+    Raises `UsageError` where they cannot be started from here or there is but one, `HostsError` with all that machines lack, and
+    `ZmqTrainError` where a probe ends early.
     """
     hosts = topology.hosts
     if len(hosts) < 2:
         raise UsageError("--links measures between hosts, and the file has one: add [[hosts]]")
-    if emulation is None:
-        if topology.engine.kind != "local":
-            raise UsageError(
-                f'--links does not start its probes by [engine] kind = "{topology.engine.kind}" yet: use --emulate, or "local"'
-            )
-        if away := [host for host in hosts if not host.local]:
-            raise UsageError(
-                f"{away[0].name} ({away[0].address}) is another machine, which --links does not reach yet: "
-                "use --emulate to measure what the file says"
-            )
     async with AsyncExitStack() as stack:
         ladder = Ladder.of(topology.job.timeout_s)
-        settings = net_settings(ladder, token)
+        encrypted = topology.encrypted(emulated=emulation is not None)
+        settings = net_settings(ladder, token, identity=Identity.coordinator(token) if encrypted else None)
         engine: Engine
-        if emulation is None:
-            engine = make_engine("local")
-        else:
+        towards: dict[str, str] = {}  # this machine's address, as each host sees it
+        if emulation is not None:
             emulator, _ = await stack.enter_async_context(emulated(topology, place(topology), emulation))
             settings = emulator.settings(COORDINATOR, settings)
             engine = emulator
+        else:
+            engine = make_engine(topology.engine.kind)
+            if isinstance(engine, RemoteEngine):
+                towards = await addresses_towards(hosts, topology.engine.address)
+                settings = replace(settings, host=listening_address(towards.values()))
+            elif away := [host for host in hosts if not host.local]:
+                raise UsageError(
+                    f'{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "{topology.engine.kind}" does '
+                    'not reach: use "ssh", or --emulate to measure what [network] says'
+                )
         endpoint = await open_zeromq(COORDINATOR, settings=settings)
         stack.push_async_callback(endpoint.close)
+        coordinators = {name: endpoint_at(address, endpoint.address) for name, address in towards.items()}
+        if isinstance(engine, RemoteEngine):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zmqtrain-links-")))
+            stack.push_async_callback(engine.close)
+            await engine.open(_for_probes(topology, coordinators, folder, ladder, say))
         probes = Probes(endpoint, hosts, ladder)
         await stack.enter_async_context(probes)
-        await probes.start(engine, token)
+        await probes.start(engine, token, coordinators)
         return await probes.measure()
+
+
+def _for_probes(
+    topology: Topology, coordinators: Mapping[str, str], folder: Path, ladder: Ladder, say: Callable[[str], None]
+) -> EngineRun:
+    """What an engine is told where nothing but probes are to be started: they need the package, and none of the job's files.
+
+    So an empty folder is copied, in which they run.
+    """
+    empty = folder / "empty"
+    empty.mkdir()
+    job = topology.job.model_copy(update={"task": None})
+    engine = topology.engine.model_copy(update={"sync": True})
+    hosts = tuple(host.model_copy(update={"folder": None}) for host in topology.hosts)
+    return EngineRun(
+        topology=topology.model_copy(update={"job": job, "engine": engine, "hosts": hosts}),
+        hosts=hosts,
+        coordinators=coordinators,
+        folder=empty,
+        directory=folder,
+        script=None,
+        ladder=ladder,
+        say=say,
+        log=lambda host, text: say(f"{host} | {text.rstrip()}"),
+    )
 
 
 class Probes:
@@ -115,6 +153,8 @@ class Probes:
         for host in self._hosts:
             address = (coordinators or {}).get(host.name, self._endpoint.address)
             environment = RoleEnvironment(_probe(host.name), address, token, timeout_s=self._ladder.request_s)
+            if coordinators:
+                environment = replace(environment, host=host.address, bind=host.listens_at)
             self._handles[host.name] = await engine.start(host, command, environment.to_environ())
         addresses = await self._all_here()
         for peer, address in addresses.items():
