@@ -97,6 +97,28 @@ async def test_a_probe_that_ends_early_is_named() -> None:
     await endpoint.close()
 
 
+async def test_a_probe_ends_when_nobody_is_left_who_asks() -> None:
+    """Over ssh it is no child of the process that started it."""
+    network = MemoryNetwork()
+    asks, other, here = (network.endpoint(peer) for peer in ("coordinator", "agent/b", "agent/a"))
+    probe = LinkProbe(here, patience_s=5.0)
+    for endpoint in (asks, other):
+        here.add_peer(endpoint.peer, endpoint.address)
+        endpoint.serve("probe.here", _nothing)
+        await here.request(endpoint.peer, "probe.here", timeout=5.0)
+    here.forget("agent/b", "gone")
+    assert not probe.ended.is_set()
+    here.forget("coordinator", "gone")
+    async with asyncio.timeout(5.0):
+        await probe.ended.wait()
+    for endpoint in (here, other, asks):
+        await endpoint.close()
+
+
+async def _nothing(_caller: str) -> None:
+    return None
+
+
 class Adapted:
     """The engine, with handles as engines have them."""
 

@@ -55,8 +55,14 @@ class LinkProbe:
         """``patience_s``: for one measurement. ``multiply(threads)``: this host's speed, in operations a second."""
         self._endpoint, self._patience_s, self._product = endpoint, patience_s, multiply
         self.ended = asyncio.Event()
+        """All is measured, or whoever asks is gone."""
+        endpoint.on_lost(self._lost)
         for name in ("know", "look", "clock", "reach", "measure", "multiply", "trip", "take", "end"):
             endpoint.serve(f"probe.{name}", getattr(self, f"_{name}"))
+
+    def _lost(self, peer: PeerId, _reason: str) -> None:
+        if peer == COORDINATOR:
+            self.ended.set()
 
     async def _know(self, _caller: PeerId, peer: Value, address: Value) -> Value:
         """Where another probe is."""
@@ -158,7 +164,6 @@ async def run_probe(environment: RoleEnvironment) -> int:
     settings = replace(environment.settings(), connect_s=ladder.connect_s)
     async with await open_zeromq(environment.peer, settings=settings) as endpoint:
         probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
-        endpoint.on_lost(lambda peer, _reason: probe.ended.set() if peer == COORDINATOR else None)
         endpoint.add_peer(COORDINATOR, environment.coordinator)
         await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=ladder.join_s)
         await probe.ended.wait()
