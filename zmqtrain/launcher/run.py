@@ -15,8 +15,10 @@ from pathlib import Path
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.detached import leave_terminal
-from zmqtrain.launcher.emulate import Emulation, emulated
+from zmqtrain.launcher.emulate import EmulatedEngine, Emulation, emulated
 from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
+from zmqtrain.launcher.local import LocalEngine
+from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
@@ -91,18 +93,23 @@ class Launch:
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
+            nursery = Nursery()  # of agents on this machine
             if self._emulation is None:
-                engine = make_engine(self._topology.engine.kind)
+                engine = make_engine(self._topology.engine.kind, nursery)
                 if isinstance(engine, RemoteEngine):
                     towards = await addresses_towards(hosts, self._topology.engine.address)
                     settings = replace(settings, host=listening_address(towards.values()))
             else:
-                emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
+                emulator, said = await stack.enter_async_context(
+                    emulated(self._topology, self._placement, self._emulation, nursery)
+                )
                 self._view.note(said)
                 self._facts = emulator.facts()
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            if isinstance(engine, LocalEngine | EmulatedEngine):
+                await stack.enter_async_context(nursery)
             self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
