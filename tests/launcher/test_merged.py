@@ -29,14 +29,15 @@ device = "cpu"
 kind = "model_server"
 staleness = "sync"
 merged_fc = {merged}
+fc_servers = {servers}
 """
 
 
-def write(folder: Path, merged: str, *, task: str = TASK, steps: int = 6, every: int = 0) -> None:
+def write(folder: Path, merged: str, *, task: str = TASK, steps: int = 6, every: int = 0, servers: int = 1) -> None:
     folder.mkdir()
     # Statistics of batch norm are a worker's own in either case: leave it out of the comparison's way, in the first phase.
     (folder / "task.py").write_text(task)
-    (folder / "trial.toml").write_text(TOPOLOGY.format(merged=merged, steps=steps, every=every))
+    (folder / "trial.toml").write_text(TOPOLOGY.format(merged=merged, steps=steps, every=every, servers=servers))
 
 
 def launch(folder: Path, *options: str) -> tuple[dict[str, Any], list[float]]:
@@ -62,8 +63,11 @@ def test_merged_trains_as_unmerged_and_resumes(tmp_path: Path) -> None:
     assert found["true"][0]["roles"] == {"worker": 4, "server": 1, "fc": 1}
     assert found["true"][0]["fc"]["staleness"] == {"mean": 0.0, "max": 0}
     assert found["true"][0]["fc"]["updates"] == 6
-    write(tmp_path / "first", "true", steps=4, every=4)
-    launch(tmp_path / "first")
+    # Two FC servers divide the layers; one goes on from their checkpoint.
+    write(tmp_path / "first", "true", steps=4, every=4, servers=2)
+    summary, losses = launch(tmp_path / "first")
+    assert summary["roles"] == {"worker": 4, "server": 1, "fc": 2}
+    assert losses == pytest.approx(found["false"][1][:4], rel=1e-9)
     write(tmp_path / "rest", "true")
     _, losses = launch(tmp_path / "rest", "--resume", str(tmp_path / "first" / "run"))
     assert losses == pytest.approx(found["false"][1][4:], rel=1e-9)

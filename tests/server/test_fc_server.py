@@ -15,7 +15,8 @@ from zmqtrain.exchange.fc_messages import ActivationsMeta, AnswerMeta, activatio
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.node import Node
 from zmqtrain.server.fc_queue import Applied, FcQueue, Turn
-from zmqtrain.server.fc_server import FcServer, FcSettings, Part, State, Trained
+from zmqtrain.server.fc_server import FcServer, FcSettings
+from zmqtrain.server.head import Part, State, Trained
 from zmqtrain.server.staleness import Policy
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.tensor import TensorPayload

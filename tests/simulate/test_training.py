@@ -129,6 +129,21 @@ def test_with_an_fc_server_it_equals_one_process_too(tmp_path: Path, groups: int
     assert all(0.003 <= wait < 0.003 * groups + 0.005 for wait in waits)
 
 
+def test_with_two_fc_servers_it_equals_one_process_too(tmp_path: Path) -> None:
+    """Each takes half the time of the layer."""
+    exchange = {"merged_fc": True, "split": "4", "fc_servers": 2}
+    hosts = [{"name": "h[1-4]", "slots": 1}]
+    result, recipe, events = run(topology_of(tmp_path, 1, 2, hosts=hosts, exchange=exchange))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    expected = recipe.alone().state_dict()
+    convolutions = [model for model in recipe.models if "0.weight" in model.state_dict()]
+    waits = [event["values"]["fc_wait_s"] for event in events if event["kind"] == "step"]
+    assert all(0.0015 <= wait < 0.003 for wait in waits)
+    for model in convolutions:
+        for name in ("0.weight", "2.weight"):
+            torch.testing.assert_close(model.state_dict()[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
 def test_a_run_repeats_to_the_bit(tmp_path: Path) -> None:
     topology = topology_of(tmp_path, 4, 1, exchange={"staleness": "async"}, compute={"noise": {"kind": "exponential"}})
     first, again = run(topology), run(topology)

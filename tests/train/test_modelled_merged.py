@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.errors import UsageError
 from zmqtrain.simulate.faults import kill
 from zmqtrain.simulate.run import Options, Result, simulate
@@ -36,6 +37,7 @@ profile = "{profile}"
 kind = "model_server"
 staleness = "{staleness}"
 merged_fc = {merged}
+{more}
 [network]
 bandwidth = "{bandwidth}"
 latency = "{latency}"
@@ -68,9 +70,10 @@ def profile_of(folder: Path, conv_s: float = 0.3, fc_s: float = 0.1) -> Path:
 def run(profile: object, groups: int, size: int, batch: int, **fields: Any) -> tuple[Result, Events]:
     given = {
         "steps": 30, "staleness": "async", "merged": "true", "bandwidth": "1000 Gbit/s", "latency": "1 us", "payload": "phantom",
-        "compute": "",
+        "compute": "", "more": "", "hosts": groups * size + 1,
     }  # fmt: skip
-    text = FILE.format(profile=profile, groups=groups, size=size, batch=batch, last=groups * size, **{**given, **fields})
+    given |= fields
+    text = FILE.format(profile=profile, groups=groups, size=size, batch=batch, last=given.pop("hosts") - 1, **given)
     events = Events(list)
     result = simulate(parse_topology(text), options=Options(on_report=events.hear))
     assert result.ending.status == "done", result.ending
@@ -143,6 +146,25 @@ def test_groups_on_the_same_slots_compute_while_others_wait(conv_s: float, fc_s:
     assert not [(a, b) for a in one for b in other if max(a[0], b[0]) < min(a[1], b[1]) - 1e-6], "both compute at once"
 
 
+@pytest.mark.parametrize("servers", [2, 4])
+def test_fc_servers_that_divide_the_layers_share_their_time(servers: int, tmp_path: Path) -> None:
+    """On a fast network, t_fc / n. On a slow one what they send each other counts: the activations, and their gradients' sum."""
+    _, events = run(profile_of(tmp_path), 1, 2, 2, more=f"fc_servers = {servers}", hosts=2 + servers, steps=6)
+    for event in events["step"]:
+        assert event["seconds"] == pytest.approx(0.3 + 0.2 / servers, rel=0.02)
+        assert event["exposed_s"] == pytest.approx(0, abs=0.01)
+    assert len(events["fc"]) == 1
+    slow = {"bandwidth": "1 Mbit/s", "hosts": 2 + servers, "steps": 6}
+    _, alone = run(profile_of(tmp_path), 1, 2, 2, **slow)
+    _, several = run(profile_of(tmp_path), 1, 2, 2, more=f"fc_servers = {servers}", **slow)
+    sent = [{event["peer"]: event["bytes_sent"] for event in each["traffic"]} for each in (alone, several)]
+    activations = 6 * 2 * (500 * 4 + 8)  # and a target each
+    summed = 6 * sent_by_all_reduce(2 * 500, 4, servers, 1)[1]
+    assert sent[1]["fc/0"] - sent[0]["fc/0"] == pytest.approx(activations * (servers - 1) + summed, rel=0.1)
+    assert sent[1]["fc/1"] == pytest.approx(summed, rel=0.1)
+    assert sum(e["fc_wait_s"] for e in several["step"]) > sum(e["fc_wait_s"] for e in events["step"]) + 6 * 2 * 0.03
+
+
 def test_fc_parameters_stay_off_the_wire(tmp_path: Path) -> None:
     sent = {}
     for merged in ("true", "false"):
@@ -165,6 +187,7 @@ def test_a_run_without_its_fc_server_ends(tmp_path: Path) -> None:
         "latency": "1 us",
         "payload": "phantom",
         "compute": "",
+        "more": "",
     }
     text = FILE.format(profile=profile_of(tmp_path), groups=2, size=2, batch=2, last=4, steps=100, **given)
     result = simulate(parse_topology(text), options=Options(faults=[kill("fc/0", at=3.0)]))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.background import AtOnce, Background, Condition
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.noise import Noise
@@ -35,6 +36,10 @@ class LayerTime:
 
     forward_s: float
     backward_s: float
+
+    def part(self, share: float) -> LayerTime:
+        """Of a share of the layer."""
+        return LayerTime(self.forward_s * share, self.backward_s * share)
 
 
 class SimulatedTorch:
@@ -79,9 +84,14 @@ class SimulatedTorch:
         model."""
         modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
         sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        all_sizes = dict(model.sizes) if isinstance(model, Phase) else sizes  # a profile is of the whole model
+        all_sizes = dict(model.sizes) if isinstance(model, Phase | ParallelModel) else sizes  # a profile is of the whole model
         times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
-        layers = [_ChargedLayer(self, module, times[name]) for name, module in modules.items() if name in times]
+        # A divided layer takes as much of the time as it has of the parameters.
+        layers = [
+            _ChargedLayer(self, module, times[name].part(sizes[name] / all_sizes[name]))
+            for name, module in modules.items()
+            if name in times
+        ]
         share = sum(sizes.values()) / sum(all_sizes.values())
         update_s = 0.0 if self._profile is None else self._profile.update_s * share
 

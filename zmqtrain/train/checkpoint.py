@@ -56,6 +56,7 @@ class RunShape:
     group_size: int
     servers: int
     fc_servers: int = 0
+    """That keep a part: however many divide the layers, the first one keeps all of them."""
 
     def parts(self) -> tuple[str, ...]:
         """The parts of a complete checkpoint.

@@ -77,7 +77,8 @@ class CheckpointCollector:
         cls, endpoint: Endpoint, checkpoints: Path, topology: Topology, placement: Placement, *, resume: Path | None = None
     ) -> CheckpointCollector:
         """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it."""
-        shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, placement.fc_servers)
+        fc = min(placement.fc_servers, 1)  # the first one keeps the whole of what they have divided
+        shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
         given = topology.job.weights
         weights = None if given is None or checkpoint is not None else Checkpoint(find_latest(Path(given)))
