@@ -38,7 +38,8 @@ def test_the_order_of_algorithm_1() -> None:
     assert done.setting is not None
     assert (done.setting.groups, done.setting.momentum, done.setting.lr) == (4, 0.6, 0.01)  # 1 - 0.4 / 4 = 0.9 in all
     grid = {trial.setting for trial, _ in search.trials if trial.phase == "grid"}
-    assert grid == {Setting(4, momentum, rate) for momentum in SPACE.momenta for rate in (0.01, 0.001)}
+    # A tenth of the learning rate is worse with the best momentum, so others are not tried with it.
+    assert grid == {Setting(4, momentum, 0.01) for momentum in SPACE.momenta} | {Setting(4, 0.6, 0.001)}
 
 
 def test_the_sweep_goes_from_low_to_high_and_stops_early() -> None:

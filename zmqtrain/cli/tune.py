@@ -71,7 +71,9 @@ def run_tune(
     place(regrouped(topology, 1))
     emulation = None if how.simulate else _emulation(topology, how.emulate, how.shaping, how.dilation)
     data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
-    space = space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"])
+    modelled = how.simulate or (how.emulate and topology.compute.device == "modelled")  # so the planner knows all times
+    measured = not modelled or topology.compute.profile is None
+    space = space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
     if how.resume is None:
         directory = RunDirectory.create(f"{topology.job.name}-tune", exact=run_dir)
         directory.write("topology.toml", topology.to_toml())
@@ -81,10 +83,10 @@ def run_tune(
     shown.begin(topology, space, directory.path)
 
     def runs_of(name: str) -> Runs:
-        folders, target = Folders(directory.path / name), topology.tune.target_loss
+        folders = Folders(directory.path / name)
         if how.simulate:
-            return SimulatedRuns(topology, folders, data_path, target)
-        return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), target, emulation)
+            return SimulatedRuns(topology, folders, data_path)
+        return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), emulation)
 
     tuning = _Tuning(topology, space, directory, shown)
     try:
@@ -129,7 +131,8 @@ class _Tuning:
 
     def curves(self, runs: Runs) -> None:
         """The trade-off over groups."""
-        machine = self._resumed("curves", EveryNumberOfGroups(self._space, self._topology.tune.period))
+        tune = self._topology.tune
+        machine = self._resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
         self._drive("curves", machine, runs)
         rows = list(penalties(machine.points()))
         self._directory.write_json("summary.json", {"curves": rows})

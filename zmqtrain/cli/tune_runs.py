@@ -55,11 +55,11 @@ class SimulatedRuns:
     topology: Topology
     folders: Folders
     data_path: str | None
-    target: float | None = None
 
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
-        hearing = Hearing(trial, topology.compute.group_size, self.target)
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
         halt: list[Callable[[str], None]] = []
 
         def hear(peer: str, events: list[dict[str, Any]]) -> None:
@@ -89,12 +89,12 @@ class LaunchedRuns:
     data_path: str | None
     folder: str
     """That relative paths in the file begin at."""
-    target: float | None = None
     emulation: Emulation | None = None
 
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
-        hearing = Hearing(trial, topology.compute.group_size, self.target)
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
         directory = RunDirectory.create(topology.job.name, exact=self.folders.of(trial.number))
         directory.write("topology.toml", topology.to_toml())
         description = RunDescription(topology, place(topology), self.folder, self.data_path)

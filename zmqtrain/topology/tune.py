@@ -17,8 +17,9 @@ class Tune(Section):
     """The search for the number of groups, momentum and learning rate."""
 
     target_loss: float | None = Field(
-        default=None, ge=-1e30, lt=1e30, description="Done when the training loss, smoothed over 20 steps, is at most this."
+        default=None, ge=-1e30, lt=1e30, description="Done when the training loss, smoothed over `smooth` updates, is at most this."
     )
+    smooth: int = Field(default=20, ge=1, le=MOST, description="Updates over which the loss is smoothed before it counts.")
     time_limit: VirtualTime = Field(default=3600.0, description="Search and training together, in the time of the run's world.")
     momenta: Annotated[tuple[Momentum, ...], BeforeValidator(_tuple)] = Field(
         default=(0.0, 0.3, 0.6, 0.9), min_length=1, description="The optimizer's own momenta to choose from."
@@ -30,4 +31,7 @@ class Tune(Section):
     period: int = Field(default=2000, ge=1, le=MOST, description="Updates of training between two searches, at least.")
     cold: int = Field(default=200, ge=0, le=MOST, description="Updates of training after the first, rough search.")
     share: float = Field(default=0.1, gt=0, lt=1, description="The most of all time that may be searched.")
+    beyond: float = Field(
+        default=4.0, ge=1, le=1e6, description="--curves: a run is ended that has taken so many times as long as the best so far."
+    )
     bayesian_trials: int = Field(default=24, ge=1, le=10_000, description="Trials of the Bayesian baseline, whatever they take.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +40,14 @@ class Point:
 
 
 class EveryNumberOfGroups(Machine):
-    """Trains to the target with each number of groups and each momentum, at one learning rate: the best with one group."""
+    """Trains to the target with each number of groups and each momentum, at one learning rate: the best with one group.
 
-    def __init__(self, space: Space, most_updates: int, lr: float | None = None) -> None:
-        """``most_updates``: after which a run has not reached the target. ``lr``: instead of the sweep."""
-        self._most, self._lr = most_updates, lr
+    Momenta from high to low, until one is worse than the one before. Whatever takes much longer than the best so far is ended."""
+
+    def __init__(self, space: Space, most_updates: int, lr: float | None = None, beyond: float = 4.0) -> None:
+        """``most_updates``: after which a run has not reached the target. ``lr``: instead of the sweep. ``beyond``: how many times
+        as long as the best so far a run may take."""
+        self._most, self._lr, self._beyond = most_updates, lr, beyond
         super().__init__(space)
 
     def _life(self) -> Life:
@@ -55,10 +59,19 @@ class EveryNumberOfGroups(Machine):
                 outcome = yield self._probe(setting, "learning rate", "the best of a sweep")
                 found[rate] = outcome.loss
             lr = min(found, key=lambda rate: found[rate])
-        for groups in space.groups:
-            for momentum in space.momenta:
+        soonest = math.inf
+        for groups in reversed(space.groups):
+            best: tuple[float, float] | None = None
+            for momentum in sorted(space.momenta, reverse=True):
+                updates = math.ceil(min(self._beyond * soonest / self._update_s[groups], self._most))
                 setting = Setting(groups, momentum, lr)
-                yield Trial(len(self.trials), setting, self._most, "train", "curve", "from the beginning to the target")
+                reason = "from the beginning to the target"
+                outcome = yield Trial(len(self.trials), setting, updates, "train", "curve", reason, None, self._give_up_above())
+                result = math.inf if outcome.reached is None else outcome.reached, outcome.loss
+                soonest = min(soonest, result[0])
+                if best is not None and result > best and math.isfinite(best[1]):
+                    break
+                best = result if best is None else min(best, result)
         return Done(None, "all numbers of groups were tried")
 
     def points(self) -> tuple[Point, ...]:

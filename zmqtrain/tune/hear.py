@@ -21,12 +21,14 @@ class Hearing:
     happened when is known at the end only; until then the order in which it is heard is near enough.
     """
 
-    def __init__(self, trial: Trial, group_size: int, target: float | None = None) -> None:
+    def __init__(self, trial: Trial, group_size: int, target: float | None = None, smooth: int = 20) -> None:
+        """``target``: the loss at which training is done, smoothed over ``smooth`` updates."""
+        self._over = smooth
         self._trial, self._size, self._target = trial, group_size, target
         self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # group and step -> time and loss of each worker so far
         self._updates: list[tuple[float, float]] = []  # when, and the mean loss of the group's batch
         self._began: float | None = None
-        self._smoothed = Smoothed()
+        self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # the one to see divergence soon
         self._staleness: list[float] = []
         self._momentum: float | None = None
         self._diverged = False
@@ -72,6 +74,7 @@ class Hearing:
             updates=self.updates,
             seconds=losses[-1][0] if losses else 0.0,
             diverged=diverged or self._diverged,
+            smooth=self._over,
             target=self._target if self._trial.kind == "train" else None,
             staleness=fmean(self._staleness) if self._staleness else None,
             momentum=self._momentum,
@@ -100,10 +103,10 @@ class Hearing:
 
     def _update(self, time: float, loss: float) -> None:
         self._updates.append((time, loss))
-        smooth, above = self._smoothed.add(loss), self._trial.give_up_above
+        smooth, aim, above = self._smoothed.add(loss), self._aim.add(loss), self._trial.give_up_above
         if above is not None and smooth > above and self.updates > PATIENCE:
             self._diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
         elif self._trial.kind == "probe" and self.updates >= self._trial.updates:
             self.stop = "the probe has made its updates"
-        elif self._target is not None and self._trial.kind == "train" and self._smoothed.settled and smooth <= self._target:
+        elif self._target is not None and self._trial.kind == "train" and self._aim.settled and aim <= self._target:
             self.stop = "the target is reached"

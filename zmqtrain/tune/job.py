@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.plan.efficiency import Model, efficiencies
+from zmqtrain.plan.efficiency import Model, efficiencies, fewest
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
@@ -63,7 +63,7 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
     tune = topology.tune
     return Space(
         update_s,
-        None if measured else min(update_s, key=lambda groups: update_s[groups]),
+        None if measured else fewest(update_s),
         momenta=tune.momenta,
         rates=tune.learning_rates,
         probe=tune.probe,
@@ -71,4 +71,5 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
         cold=tune.cold,
         share=tune.share,
         limit_s=tune.time_limit,
+        smooth=tune.smooth,
     )

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TypeAlias
 
 from zmqtrain.plan.efficiency import fewest
@@ -27,6 +27,8 @@ from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 MOST_LOWERED = 3
 #: By what a tie's probes are longer.
 LONGER = 2
+#: Of settings that are tied, how many are tried for longer.
+MOST_TIED = 3
 
 Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
 
@@ -36,7 +38,11 @@ class Search(Machine):
 
     def _life(self) -> Life:
         space = self._space
-        saturation = space.saturation or (yield from self._speeds())
+        if space.saturation is None:
+            saturation = yield from self._speeds()
+        else:
+            saturation = space.saturation
+            self._decide("saturation", "the fewest groups that are as fast as any, as predicted", groups=saturation)
         cold = yield from self._cold_start(saturation)
         if cold is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
@@ -122,19 +128,26 @@ class Search(Machine):
         return best
 
     def _choose(self, groups: int, rate: float) -> Steps:
-        """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1."""
+        """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1.
+
+        Beyond it: half the groups must not be worse in the same time, or what was better is kept."""
         rates, lowered = [rate, rate / 10], 0
+        more: tuple[Setting, float] | None = None  # the best with twice as many groups, and its loss
         while True:
-            best = yield from self._grid(groups, rates)
+            found = yield from self._grid(groups, rates)
             fewer = self._space.fewer(groups)
-            if best is not None and (best.momentum > 0 or fewer is None):
-                if best.momentum == 0:
+            if more is not None and (found is None or self._worse(found[1], more[1])):
+                fared = "everything diverges" if found is None else f"loss {found[1]:.4g} after {more[1]:.4g}"
+                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=more[0].groups)
+                return more[0]
+            if found is not None and (found[0].momentum > 0 or fewer is None):
+                if found[0].momentum == 0:
                     self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                return best
+                return found[0]
             if fewer is not None:
-                why = "every setting diverges" if best is None else "the best momentum is 0: asynchrony brings too much of its own"
+                why = "every setting diverges" if found is None else "the best momentum is 0: asynchrony brings too much of its own"
                 self._decide("groups", f"{why}; half of {groups}", groups=fewer)
-                groups = fewer
+                groups, more = fewer, found
             elif lowered < MOST_LOWERED:
                 lowered += 1
                 rates = [rates[-1] / 10, rates[-1] / 100]
@@ -142,47 +155,62 @@ class Search(Machine):
             else:
                 return None
 
-    def _grid(self, groups: int, rates: Sequence[float]) -> Steps:
-        """All momenta with all rates, then finer ones where 0 wins. None where everything diverges."""
+    def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
+        """All momenta, with the first rate; with the others where those are better at all; then finer momenta where 0 wins. None
+        where everything diverges."""
         found: dict[Setting, Outcome] = {}
+        reason = "momentum and learning rate at a fixed number of groups"
         for rate in rates:
-            for momentum in self._space.momenta:
+            before = _lowest(found)
+            # The best momentum of another rate comes first. Where the new rate is worse with it, the others need not be tried.
+            momenta = self._space.momenta if before is None else sorted(self._space.momenta, key=lambda m: m != before.momentum)
+            for momentum in momenta:
                 setting = Setting(groups, momentum, rate)
-                found[setting] = yield self._probe(setting, "grid", "momentum and learning rate at a fixed number of groups")
-        best = yield from self._best(found)
+                found[setting] = yield self._probe(setting, "grid", reason)
+                if before is not None and momentum == before.momentum and self._worse(found[setting].loss, found[before].loss):
+                    break
+        longer: dict[Setting, Outcome] = {}
+        best = yield from self._best(found, longer)
         if best is not None and best.momentum == 0 and groups > self._space.groups[0]:
             for momentum in self._space.fine:
                 setting = Setting(groups, momentum, best.lr)
                 found[setting] = yield self._probe(setting, "fine grid", "small ones, before 0 counts as the best")
-            best = yield from self._best(found)
-        if best is not None:
-            loss = found[best].loss
-            self._decide("setting", f"the lowest loss of {len(found)}: {loss:.4g}", **values_of(best), loss=loss)
-        return best
-
-    def _best(self, found: dict[Setting, Outcome]) -> Steps:
-        """The lowest loss; those that can hardly be told apart are tried again for longer."""
-        sound = {setting: outcome for setting, outcome in found.items() if not outcome.diverged}
-        if not sound:
+            best = yield from self._best(found, longer)
+        if best is None:
             return None
-        lowest = min(sound.values(), key=lambda outcome: outcome.loss)
-        tied = [each for each, outcome in sound.items() if self._tied(outcome, lowest)]
-        if len(tied) > 1:
+        loss = found[best].loss
+        self._decide("setting", f"the lowest loss of {len(found)}: {longer.get(best, found[best]).loss:.4g}", **values_of(best))
+        return best, loss
+
+    def _best(self, found: dict[Setting, Outcome], longer: dict[Setting, Outcome]) -> Steps:
+        """The lowest loss; those that can hardly be told apart are tried again for longer (``longer``: those that were)."""
+        lowest = _lowest(found)
+        if lowest is None:
+            return None
+        tied = [each for each, outcome in found.items() if not outcome.diverged and self._tied(outcome, found[lowest])]
+        if len(tied) == 1:
+            return lowest
+        tried = sorted(tied, key=lambda each: found[each].loss)[:MOST_TIED]
+        if not all(each in longer for each in tried):
             why = f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials"
             self._decide("tie", why, tied=len(tied))
-            for setting in sorted(tied, key=lambda each: sound[each].loss)[:3]:
-                longer = self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
-                found[setting] = sound[setting] = yield longer
-            tried = {setting: sound[setting] for setting in tied if not sound[setting].diverged}
-            sound = tried or sound
-        return min(sound, key=lambda setting: sound[setting].loss)
+        for setting in tried:
+            if setting not in longer:
+                longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
+        return _lowest({setting: longer[setting] for setting in tried}) or lowest
 
     def _tied(self, one: Outcome, other: Outcome) -> bool:
-        margin = max(self._space.worse * abs(other.loss), math.hypot(one.noise, other.noise))
+        """Both have seen the same data in the same order, so most of their noise is the same, too."""
+        margin = max(self._space.worse * abs(other.loss), math.hypot(one.noise, other.noise) / 2)
         return abs(one.loss - other.loss) <= margin
 
     def _worse(self, one: float, other: float) -> bool:
         return one > other + self._space.worse * abs(other)
+
+
+def _lowest(found: Mapping[Setting, Outcome]) -> Setting | None:
+    sound = [setting for setting, outcome in found.items() if not outcome.diverged]
+    return min(sound, key=lambda setting: found[setting].loss, default=None)
 
 
 def _fares(outcome: Outcome) -> str:

@@ -19,7 +19,7 @@ class Space:
     """Tried before 0 counts as the best momentum."""
     rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Learning rates of the first sweep, from low to high."""
-    speed: int = 6
+    speed: int = 3
     """Steps of each group in which the speed is measured."""
     probe: int = 60
     """Updates of a probe with one group for each worker. Other numbers of groups get as much time."""
@@ -31,6 +31,8 @@ class Space:
     """The most of all time that is searched."""
     limit_s: float = float("inf")
     """Search and training together."""
+    smooth: int = 20
+    """Updates over which a loss is smoothed before it is compared with a target."""
     worse: float = 0.02
     """By so much of a loss another is the worse one: less is a tie."""
 
