@@ -262,7 +262,10 @@ def schema() -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged or parallel.")
+        str,
+        typer.Argument(
+            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, parallel or cluster."
+        ),
     ],
     json_lines: Json = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
@@ -274,6 +277,10 @@ def bench(
         str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
     ] = None,
     mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="cluster: launch, links, ddp or accuracy alone. May be repeated.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
 ) -> None:
     """Measure speed on this machine, beside a peer where one is installed."""
     from zmqtrain.cli.bench.run import run_bench
@@ -287,6 +294,8 @@ def bench(
             mxnet_script=mxnet_script,
             mpi_python=mpi_python,
             mpi_script=mpi_script,
+            parts=parts or (),
+            data=data,
         )
     )
 
