@@ -6,13 +6,18 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 
 from zmqtrain.errors import HostLostError, SshError, UsageError
+from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name
+
+#: States of a Slurm job in which it may compute, now or later.
+_LIVE = {"pending", "configuring", "running", "completing", "suspended", "stopped", "requeued", "requeue_hold", "signaling"}
 
 
 def run_status(name: str, *, json_lines: bool = False) -> int:
@@ -26,6 +31,9 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
         status |= {key: values[key] for key in ("status", "steps", "samples", "seconds", "eval")}
     elif (last := _last_step(path)) is not None:
         status |= last
+    if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:
+        # The launcher is in the job, on another machine; a job that was preempted is there again.
+        status |= {"status": state_of(job) or status["status"], "job": job}
     if json_lines:
         print(json.dumps(status))
     else:
@@ -44,6 +52,9 @@ def run_stop(name: str) -> int:
         process.send_signal(signal.SIGINT)
         process.wait()
     hosts = asyncio.run(stop_hosts(path))
+    job = job_of(path) if process is None and not hosts else None
+    if job is not None:
+        return _stop_job(path, job)
     if process is None and not hosts:
         raise UsageError(f"{path} does not run on this machine, and has nothing left on others")
     missed = [str(result) for result in hosts.values() if isinstance(result, SshError)]
@@ -53,6 +64,17 @@ def run_stop(name: str) -> int:
     if missed:
         lines = "\n  ".join(missed)
         raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
+    return 0
+
+
+def _stop_job(path: Path, job: str) -> int:
+    """End a run that was submitted to Slurm, and wait until its nodes are free."""
+    if (state := state_of(job)) is None or state not in _LIVE:
+        raise UsageError(f"{path} does not run any more: Slurm job {job} is {state or 'unknown here'}")
+    cancel(job)
+    while state_of(job) in _LIVE:
+        time.sleep(1.0)
+    print(f"Slurm job {job}: cancelled")
     return 0
 
 
