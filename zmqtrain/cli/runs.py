@@ -16,6 +16,8 @@ from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name
 
+#: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
+LOOK_S, MOST_LOOKS = 1.0, 300
 #: States of a Slurm job in which it may compute, now or later.
 _LIVE = {"pending", "configuring", "running", "completing", "suspended", "stopped", "requeued", "requeue_hold", "signaling"}
 
@@ -47,14 +49,13 @@ def run_stop(name: str) -> int:
     Raises `UsageError` where there is nothing of it, and `HostLostError` where hosts cannot be reached.
     """
     path = find_run(name)
+    if (job := job_of(path)) is not None:
+        return _stop_job(path, job)
     process = launcher_of(path)
     if process is not None:
         process.send_signal(signal.SIGINT)
         process.wait()
     hosts = asyncio.run(stop_hosts(path))
-    job = job_of(path) if process is None and not hosts else None
-    if job is not None:
-        return _stop_job(path, job)
     if process is None and not hosts:
         raise UsageError(f"{path} does not run on this machine, and has nothing left on others")
     missed = [str(result) for result in hosts.values() if isinstance(result, SshError)]
@@ -72,10 +73,12 @@ def _stop_job(path: Path, job: str) -> int:
     if (state := state_of(job)) is None or state not in _LIVE:
         raise UsageError(f"{path} does not run any more: Slurm job {job} is {state or 'unknown here'}")
     cancel(job)
-    while state_of(job) in _LIVE:
-        time.sleep(1.0)
-    print(f"Slurm job {job}: cancelled")
-    return 0
+    for _ in range(MOST_LOOKS):
+        if state_of(job) not in _LIVE:
+            print(f"Slurm job {job}: cancelled")
+            return 0
+        time.sleep(LOOK_S)
+    raise HostLostError(f"Slurm job {job} is cancelled, but still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
 
 
 def run_logs(name: str, role: str | None = None) -> int:

@@ -60,8 +60,11 @@ def test_slots_are_processors_that_tasks_are_to_have(variables: Mapping[str, str
 
 
 def test_addresses_of_nodes() -> None:
-    text = "NodeName=n1 Arch=x86_64 CPUTot=2 NodeAddr=10.0.0.1 NodeHostName=a Version=22.05\nNodeName=n2 NodeAddr=n2.lab OS=Linux 6\n\n"
-    assert addresses_in(text) == {"n1": "10.0.0.1", "n2": "n2.lab"}
+    lines = (
+        "NodeName=n1 Arch=x86_64 CPUTot=2 NodeAddr=10.0.0.1 NodeHostName=a Version=22.05",
+        "NodeName=n2 NodeAddr=n2.lab OS=Linux 6",
+    )
+    assert addresses_in("\n".join([*lines, ""])) == {"n1": "10.0.0.1", "n2": "n2.lab"}
 
 
 def test_outside_of_a_job_there_is_none() -> None:
@@ -93,7 +96,7 @@ def test_others_are_nodes_in_order() -> None:
 
 
 def test_too_many_hosts() -> None:
-    with pytest.raises(UsageError, match="4 hosts.*job 7 has 3 nodes"):
+    with pytest.raises(UsageError, match=r"4 hosts.*job 7 has 3 nodes"):
         NODES.assigned([Host(name=f"h{number}") for number in range(4)])
 
 
@@ -106,7 +109,7 @@ def test_without_an_allocation_hosts_stand_for_nodes() -> None:
 def test_a_launch_outside_of_a_job_says_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "trial.toml").write_text('[job]\ntask = "task.py"\n')
-    with pytest.raises(UsageError, match="salloc.*--submit"):
+    with pytest.raises(UsageError, match=r"salloc.*--submit"):
         run_launch(tmp_path / "trial.toml", engine="slurm")
     with pytest.raises(UsageError, match="add --submit"):
         run_launch(tmp_path / "trial.toml", engine="slurm", dry_run=True)
