@@ -45,7 +45,7 @@ SwitchType=switch/none
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=2,sched_min_interval=0
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 ReturnToService=2
 KillWait=8
 WaitTime=0
