@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.test_merged import merged, recipe_of, whole
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import ConnectivityError, ProtocolError
 from zmqtrain.membership.common_stop import StopPoint, stop_together
@@ -84,6 +85,19 @@ async def test_groups_that_are_not_in_step_stop_at_the_same_one(kind: str, tmp_p
     resumed = await run(topology(APART[kind]), Recipe(), folder=tmp_path / "again", resume=tmp_path)
     assert not resumed.errors
     assert {len(resumed.losses(peer)) for peer in WORKERS} == {10 - (ask.stopped or 0)}
+
+
+async def test_merged_layers_are_kept_as_they_are_then(tmp_path: Path) -> None:
+    shape = merged(2, 2, 12, job={"steps": 10})
+    ask = Asker(after=3)
+    stopped = await run(shape, recipe_of(), folder=tmp_path / "stopped", meanwhile=ask)
+    assert not stopped.errors, stopped.errors
+    first, again = recipe_of(), recipe_of()
+    assert not (await run(shape, first)).errors
+    resumed = await run(shape, again, folder=tmp_path / "again", resume=tmp_path / "stopped")
+    assert not resumed.errors, resumed.errors
+    assert len(resumed.losses("worker/0")) == 10 - (ask.stopped or 0) < 10
+    assert torch.allclose(whole(first), whole(again), rtol=1e-12, atol=1e-14)  # groups add up in the order in which they come
 
 
 async def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
+from zmqtrain.cli.submit import run_submit
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
+from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import Dilation, run
 from zmqtrain.observe.live import make_view
@@ -38,16 +40,27 @@ def run_launch(
     dilation: float | None = None,
     detach: bool = False,
     go_on: bool = False,
+    engine: str | None = None,
+    submit: bool = False,
+    template: Path | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
     ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
     ``go_on``: where there is a run in ``run_dir`` already, it is the one to go on with.
+    ``engine``: instead of the file's. ``submit``: let Slurm launch it; ``template`` and ``dry_run`` are for that alone.
     Raises `UsageError` (and its children) before anything is started.
     """
-    topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
+    more = [] if dilation is None else [f"network.dilation={dilation!r}"]
+    more += [] if engine is None else [f"engine.kind={engine}"]
+    topology = load_with(file, [*settings, *more])
     emulation = _emulation(topology, emulate, shaping, dilation)
+    if (template is not None or dry_run) and not submit:
+        raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
+    if topology.engine.kind == "slurm" and emulation is None and not submit:
+        topology = in_allocation(topology, require_allocation())
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
@@ -56,6 +69,19 @@ def run_launch(
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
     if script and (topology.compute.grid == "auto" or topology.divided):
         raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    if submit:
+        return run_submit(
+            topology,
+            file,
+            script,
+            template=template,
+            dry_run=dry_run,
+            settings=settings,
+            data=data,
+            resume=resume,
+            run_dir=run_dir,
+            json_lines=json_lines,
+        )
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
     placement = place(topology)
     if topology.job.task is not None:

@@ -50,6 +50,10 @@ def launch(
         bool,
         typer.Option("--continue", help="Go on with the run in --run-dir from its newest checkpoint, if it was begun."),
     ] = False,
+    engine: Annotated[str | None, typer.Option(help="What starts the agents, instead of the file's [engine] kind.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="With --engine slurm: submit a batch script that launches.")] = False,
+    template: Annotated[Path | None, typer.Option(help="With --submit: the batch script's template, instead of ours.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --submit: print the batch script.")] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -71,6 +75,10 @@ def launch(
         dilation=dilation,
         detach=detach,
         go_on=go_on,
+        engine=engine,
+        submit=submit,
+        template=template,
+        dry_run=dry_run,
     )
     raise typer.Exit(code)
 

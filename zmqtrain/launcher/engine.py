@@ -81,8 +81,12 @@ def make_engine(kind: str, nursery: Nursery | None = None) -> Engine:
         from zmqtrain.launcher.ssh.engine import SshEngine
 
         return SshEngine()
+    if kind == "slurm":
+        from zmqtrain.launcher.slurm.engine import SlurmEngine
+
+        return SlurmEngine()
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if kind not in found:
-        raise UsageError(f"there is no engine {kind!r}; known: {', '.join(['local', 'ssh', *found])}")
+        raise UsageError(f"there is no engine {kind!r}; known: {', '.join(['local', 'ssh', 'slurm', *found])}")
     engine: Engine = found[kind].load()()
     return engine

@@ -127,6 +127,8 @@ def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRul
                 )
     if topology.engine.kind == "local":
         return
+    if topology.engine.kind == "slurm":
+        return  # where hosts are, the allocation says
     if "hosts" not in topology.model_fields_set:
         yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
     if len(topology.hosts) < 2:

@@ -317,10 +317,8 @@ def _connect(name: str, address: str, port: int, patience_s: float, failed: dict
         failed[name] = str(error.strerror or error)
 
 
-def main() -> None:
+def serve(channel: Channel, host: Host) -> None:
     """Answer requests until the other side is gone."""
-    channel = Channel()
-    host = Host(channel)
     try:
         channel.answer({"hello": platform.python_version()})
         while True:
@@ -336,3 +334,9 @@ def main() -> None:
                 channel.answer({**answer, "number": number})
     except (BrokenPipeError, ConnectionError):
         return
+
+
+def main() -> None:
+    """The program."""
+    channel = Channel()
+    serve(channel, Host(channel))

@@ -29,9 +29,9 @@ Look: TypeAlias = Callable[[Host, list[Fault]], Awaitable[None]]
 class Survey:
     """What is known of a run's hosts. Each of its methods asks all hosts at once, and raises one error about all faults."""
 
-    def __init__(self, run: EngineRun, client: Client, name: str, python: str) -> None:
-        """``name``: the run's, on its hosts. ``python``: where the file names none."""
-        self._run, self._client, self._name, self._python = run, client, name, python
+    def __init__(self, run: EngineRun, client: Client, name: str, target: Callable[[Host], Target]) -> None:
+        """``name``: the run's, on its hosts. ``target``: how to get to one."""
+        self._run, self._client, self._name, self._target = run, client, name, target
         self._by_name = {host.name: host for host in run.hosts}
         self.sessions: dict[str, Session] = {}
         """The logins, by host."""
@@ -46,8 +46,7 @@ class Survey:
 
         async def log_in(host: Host, _faults: list[Fault]) -> None:
             async with gate:
-                target = Target.of(host, self._python)
-                session = await Session.open(self._client, target, self._name, patience_s=self._run.ladder.connect_s)
+                session = await Session.open(self._client, self._target(host), self._name, patience_s=self._run.ladder.connect_s)
             self.sessions[host.name] = session
 
         await self._on_all(log_in)
