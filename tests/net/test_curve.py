@@ -393,7 +393,7 @@ def threads_of_zeromq() -> int:
 
 async def test_endings_among_strangers(stranger: Stranger) -> None:
     """Endpoints open and close while strangers hammer at them: nothing breaks, nothing stays."""
-    counts = []
+    first = None
     for _ in range(6):
         async with opened() as nodes:
             centre = await nodes.coordinator()
@@ -402,8 +402,9 @@ async def test_endings_among_strangers(stranger: Stranger) -> None:
                 stranger(centre.address, identity_of(centre).public)
             _, silent = await asyncio.open_connection("127.0.0.1", int(split_address(centre.address)[0].rpartition(":")[2]))
         silent.transport.abort()
-        counts.append(threads_of_zeromq())
-    assert counts == counts[:1] * 6
+        first = threads_of_zeromq() if first is None else first
+        most = first
+        await until(lambda: threads_of_zeromq() <= most)  # the kernel may show one that has ended for a moment
 
 
 # When to tell -----------------------------------------------------------------------------------------------------------------
