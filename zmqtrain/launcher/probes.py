@@ -70,6 +70,7 @@ async def open_probes(
         if isinstance(engine, RemoteEngine):
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="zmqtrain-links-")))
             stack.push_async_callback(engine.close)
+            endpoint.pardon(len(hosts))  # who try the way from each host
             known = topology if with_files and not topology.engine.sync else _bare(topology)
             await engine.open(_probing(known, coordinators, ladder, directory, say))
         probes = Probes(endpoint, hosts, ladder, ports=topology.job.port_range)

@@ -118,6 +118,7 @@ class Launch:
             }
             if isinstance(engine, RemoteEngine):
                 stack.push_async_callback(engine.close)
+                endpoint.pardon(len(hosts))  # who try the way from each host
                 await engine.open(self._engine_run(hosts, coordinators))
             coordinator = Coordinator(
                 endpoint,

@@ -29,7 +29,7 @@ HOSTS = 4
 CARD = 125e6
 PARTS = ("launch", "links", "ddp", "accuracy")
 #: Of each exchange; the first ones, which still hear of the first parameters, do not count.
-STEPS, LEFT_OUT = 8, 2
+STEPS, LEFT_OUT = 6, 2
 DDP_STEPS = 12
 IPERF_S = 4
 PATIENCE_S = 400.0
