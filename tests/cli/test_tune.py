@@ -85,7 +85,7 @@ def rows(capsys: pytest.CaptureFixture[str], kind: str) -> list[dict[str, Any]]:
 
 def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert run_tune(file, How(simulate=True), run_dir=folder) == 0
+    assert run_tune(file, How(simulate=True), run_dir=folder, settings=["tune.momenta=[0.6]", "tune.cold=40"]) == 0
     shown = capsys.readouterr().out
     assert "4 workers as 1, 2, 4 groups" in shown
     assert "saturation: the fewest groups that are as fast as any, as predicted" in shown

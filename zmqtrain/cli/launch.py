@@ -9,18 +9,17 @@ from json import dumps
 from pathlib import Path
 
 from zmqtrain.cli.divided import decided
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
-from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.net.loop import Dilation, run
+from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.schema import Topology
 
 
 def run_launch(
@@ -44,7 +43,7 @@ def run_launch(
     Raises `UsageError` (and its children) before anything is started.
     """
     topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
-    emulation = _emulation(topology, emulate, shaping, dilation)
+    emulation = emulation_of(topology, emulate, shaping, dilation)
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
@@ -53,6 +52,13 @@ def run_launch(
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
     if script and (topology.compute.grid == "auto" or topology.divided):
         raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    if topology.compute.auto_groups:
+        from zmqtrain.cli.tune_launch import launch_tuned
+
+        if script or detach:
+            raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
+        data_path = _data(data, topology.data.path, here=topology.engine.kind == "local" or emulate)
+        return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
     placement = place(topology)
     if topology.job.task is not None:
@@ -97,20 +103,6 @@ def _has_joined(path: Path) -> bool:
     """Whether all roles have joined. Their joining comes first in the file, so it is short while one asks."""
     with (path / "events.jsonl").open("rb") as events:
         return any(b'"running"' in line for line in events)
-
-
-def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
-    """How to emulate, if at all. Raises `UsageError`."""
-    if not emulate:
-        if shaping is not None or dilation is not None:
-            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")
-        return None
-    kind = next((known for known in KINDS if known == (shaping or "auto")), None)
-    if kind is None:
-        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
-    emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
-    emulation.check(topology)
-    return emulation
 
 
 def _data(option: str | None, file: str | None, *, here: bool) -> str | None:

@@ -27,6 +27,9 @@ from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 MOST_LOWERED = 3
 #: By what a tie's probes are longer.
 LONGER = 2
+#: By what a lower learning rate must be better in a short trial. It always looks good there: the noise of the steps falls at
+#: once, and that progress is slower shows later.
+LOWER = 0.1
 #: Of settings that are tied, how many are tried for longer.
 MOST_TIED = 3
 
@@ -167,7 +170,10 @@ class Search(Machine):
             for momentum in momenta:
                 setting = Setting(groups, momentum, rate)
                 found[setting] = yield self._probe(setting, "grid", reason)
-                if before is not None and momentum == before.momentum and self._worse(found[setting].loss, found[before].loss):
+                if before is None or momentum != before.momentum:
+                    continue
+                if found[setting].loss > (1 - LOWER) * found[before].loss:
+                    del found[setting]
                     break
         longer: dict[Setting, Outcome] = {}
         best = yield from self._best(found, longer)
