@@ -22,10 +22,12 @@ from zmqtrain.train.task import load_task
 
 HERE = Path(__file__).parent
 #: The loss to reach.
-TARGETS = {"lenet": 0.05, "cifarnet": 1.55, "lstm": 2.05}
+TARGETS = {"lenet": 0.1, "cifarnet": 1.7, "lstm": 2.2}
+#: Learning rates to choose from.
+RATES = {"lenet": [0.001, 0.003, 0.01, 0.03], "cifarnet": [0.001, 0.003, 0.01, 0.03], "lstm": [0.03, 0.1, 0.3, 1.0]}
 BATCH = 32
 #: Seconds of a machine for a group's whole batch, and for sending the model once.
-COMPUTE_S, SEND_S = 5.2, 0.45
+COMPUTE_S, SEND_S = 5.2, 0.2
 
 FILE = """
 [job]
@@ -40,9 +42,9 @@ groups = 8
 batch_size = {batch}
 device = "modelled"
 profile = "{profile}"
-noise = {{ kind = "normal", spread = 0.1 }}
+noise = {{ kind = "normal", spread = 0.2 }}
 [network]
-bandwidth = "{bandwidth:.0f} kbit/s"
+bandwidth = "{network}"
 latency = "1 ms"
 [simulation]
 payload = "real"
@@ -52,16 +54,17 @@ trace_steps = 0
 [tune]
 target_loss = {target}
 smooth = 100
-probe = 24
+probe = 20
 cold = 100
-period = 20000
+period = 6000
 beyond = 1.25
-time_limit = "5400 s"
+learning_rates = {rates}
+time_limit = "4000 s"
 """
 
 
-def file_of(name: str, folder: Path, data: str) -> Path:
-    """The topology file of a task, and its profile."""
+def file_of(name: str, folder: Path, data: str, *, network: str | None = None) -> Path:
+    """The topology file of a task, and its profile. ``network``: its bandwidth, instead of the narrow one."""
     folder.mkdir(parents=True, exist_ok=True)
     task = load_task(f"{HERE}/tuning_tasks.py:{name}", {}, data, folders=(str(HERE.parent),))
     torch.manual_seed(1)
@@ -75,8 +78,9 @@ def file_of(name: str, folder: Path, data: str) -> Path:
     profile = folder / f"{name}.json"
     profile.write_text(json.dumps({"layers": described, "batch_size": BATCH}, indent=1))
     file = folder / f"{name}.toml"
-    kilobits = sum(sizes.values()) * 32 / SEND_S / 1000
-    file.write_text(FILE.format(name=name, folder=HERE, batch=BATCH, profile=profile, bandwidth=kilobits, target=TARGETS[name]))
+    network = network or f"{sum(sizes.values()) * 32 / SEND_S / 1000:.0f} kbit/s"
+    values = {"batch": BATCH, "profile": profile, "network": network, "target": TARGETS[name], "rates": RATES[name]}
+    file.write_text(FILE.format(name=name, folder=HERE, **values))
     return file
 
 

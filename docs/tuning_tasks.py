@@ -67,12 +67,13 @@ class Lstm(nn.Module):
 
 
 def _begun(model: nn.Module) -> nn.Module:
-    """With initial weights as large as ReLUs need (He et al. 2015), so that it learns from the first update on."""
+    """With initial weights as large as ReLUs need (He et al. 2015), so that it learns at once, and guesses first."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.kaiming_normal_(parameter, nonlinearity="relu")
         else:
             nn.init.zeros_(parameter)
+    nn.init.zeros_(list(model.parameters())[-2])
     return model
 
 

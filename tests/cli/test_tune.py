@@ -85,7 +85,7 @@ def rows(capsys: pytest.CaptureFixture[str], kind: str) -> list[dict[str, Any]]:
 
 def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert run_tune(file, How(simulate=True), run_dir=folder) == 0
+    assert run_tune(file, How(simulate=True), run_dir=folder, settings=["tune.momenta=[0.6]", "tune.cold=40"]) == 0
     shown = capsys.readouterr().out
     assert "4 workers as 1, 2, 4 groups" in shown
     assert "saturation: the fewest groups that are as fast as any, as predicted" in shown
@@ -197,3 +197,20 @@ def test_bad_input(file: Path, tmp_path: Path) -> None:
     empty.write_text("[job]\n")
     with pytest.raises(UsageError, match="names no task"):
         run_tune(empty, How(simulate=True))
+
+
+def test_trials_of_a_merged_fc_phase_begin_where_training_ended(file: Path, tmp_path: Path) -> None:
+    """The FC server takes its layers from the checkpoint, too."""
+    (tmp_path / "work.py").write_text(TASK.replace("nn.Linear(8, 3)", "nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)"))
+    (tmp_path / "two.toml").write_text(
+        file.read_text()
+        .replace("h[1-5]", "h[1-6]")
+        .replace(f'profile = "{tmp_path / "profile.json"}"\n', "")
+        .replace('device = "modelled"', "")
+        .replace("[network]", '[exchange]\nkind = "model_server"\nmerged_fc = true\nsplit = "2"\n[network]')
+    )
+    runs = SimulatedRuns(load_topology(tmp_path / "two.toml"), Folders(tmp_path / "trials"), None)
+    trained = runs.run(Trial(0, Setting(4, 0.0, 0.3), 80, "train", "cold", "because"))
+    assert trained.loss < 0.6 * trained.first
+    probe = runs.run(Trial(1, Setting(2, 0.0, 1e-6), 8, "probe", "grid", "because", start=0))
+    assert probe.first == pytest.approx(trained.loss, rel=0.5)

@@ -147,7 +147,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[compute]\ngroup_size = 8\nbatch_size = 4\n", "compute.batch_size", 4, "smaller than the group: 8 workers"),
         ("[job]\n[compute]\ngroup_size = 80\n", "compute.batch_size", 2, "smaller than the group: 80 workers"),
         ("[job]\n[compute]\naccumulate = 80\n", "compute.batch_size", 2, "80 micro-batches each"),
-        ("[job]\n[compute]\ngroups = 'auto'\n", "compute.groups", 3, "not in this release"),
+        ("[job]\n[compute]\ngroup_size = 'auto'\n", "compute.group_size", 3, "all workers together"),
         ("[job]\n[compute]\ngrid = '1x2'\n", "compute.grid", 3, "has 2 places, and group_size is 1"),
         ("[job]\n[compute]\ngrid = '0x2'\n", "compute.grid", 3, "is no grid"),
         (

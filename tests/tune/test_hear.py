@@ -111,6 +111,5 @@ def test_what_counts_as_drift() -> None:
     assert steady.step(None) is None
     one = Drift(1, 0.9)
     assert all(one.step(0.0) is None for _ in range(300))
-    assert one.fitted(0.85) is None
-    assert one.fitted(0.95) is None
+    assert all(one.fitted(value) is None for value in (0.85, 0.2, 0.9, 0.95, 0.5, 0.9))  # single fits are noisy
     assert one.fitted(0.5) == "the fitted momentum went from 0.85 to 0.50"

@@ -9,20 +9,19 @@ from json import dumps
 from pathlib import Path
 
 from zmqtrain.cli.divided import decided
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
-from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.net.loop import Dilation, run
+from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint import find_checkpoints
 
 
@@ -56,7 +55,7 @@ def run_launch(
     more = [] if dilation is None else [f"network.dilation={dilation!r}"]
     more += [] if engine is None else [f"engine.kind={engine}"]
     topology = load_with(file, [*settings, *more])
-    emulation = _emulation(topology, emulate, shaping, dilation)
+    emulation = emulation_of(topology, emulate, shaping, dilation)
     if (template is not None or dry_run) and not submit:
         raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
     if topology.engine.kind == "slurm" and emulation is None and not submit:
@@ -82,6 +81,15 @@ def run_launch(
             run_dir=run_dir,
             json_lines=json_lines,
         )
+    if topology.compute.auto_groups:
+        from zmqtrain.cli.tune_launch import launch_tuned
+
+        if script or detach:
+            raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
+        data_path = _data(data, topology.data.path, here=topology.engine.kind == "local" or emulate)
+        if go_on and run_dir is not None and (run_dir / "topology.toml").exists():
+            resume = str(run_dir)
+        return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
     placement = place(topology)
     if topology.job.task is not None:
@@ -135,20 +143,6 @@ def _has_joined(path: Path, before: int) -> bool:
     with (path / "events.jsonl").open("rb") as events:
         events.seek(before)
         return any(b'"running"' in line for line in events)
-
-
-def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
-    """How to emulate, if at all. Raises `UsageError`."""
-    if not emulate:
-        if shaping is not None or dilation is not None:
-            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")
-        return None
-    kind = next((known for known in KINDS if known == (shaping or "auto")), None)
-    if kind is None:
-        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
-    emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
-    emulation.check(topology)
-    return emulation
 
 
 def _data(option: str | None, file: str | None, *, here: bool) -> str | None:

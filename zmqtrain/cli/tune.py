@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from zmqtrain.cli.launch import _emulation
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.tune_runs import Folders, LaunchedRuns, Runs, SimulatedRuns
 from zmqtrain.cli.tune_tables import Shown
@@ -69,11 +69,11 @@ def run_tune(
         raise UsageError("--curves needs a target: set [tune] target_loss")
     find_task(topology.job.task, (".", *topology.job.python_path))
     place(regrouped(topology, 1))
-    emulation = None if how.simulate else _emulation(topology, how.emulate, how.shaping, how.dilation)
+    emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
     data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
-    modelled = how.simulate or (how.emulate and topology.compute.device == "modelled")  # so the planner knows all times
-    measured = not modelled or topology.compute.profile is None
-    space = space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
+    # Where everything is modelled the planner knows all times.
+    measured = not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None
+    space = searched(topology, data_path, measured=measured)
     if how.resume is None:
         directory = RunDirectory.create(f"{topology.job.name}-tune", exact=run_dir)
         directory.write("topology.toml", topology.to_toml())
@@ -88,7 +88,7 @@ def run_tune(
             return SimulatedRuns(topology, folders, data_path)
         return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), emulation)
 
-    tuning = _Tuning(topology, space, directory, shown)
+    tuning = Tuning(topology, space, directory, shown)
     try:
         if how.curves:
             tuning.curves(runs_of("curves"))
@@ -104,7 +104,12 @@ def run_tune(
     return 0
 
 
-class _Tuning:
+def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Space:
+    """What there is to choose from. Raises `UsageError`, and `TaskError` where the task's own code fails."""
+    return space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
+
+
+class Tuning:
     """One command's strategies, one after another."""
 
     def __init__(self, topology: Topology, space: Space, directory: RunDirectory, shown: Shown) -> None:
@@ -115,8 +120,11 @@ class _Tuning:
         """Run one to its end, and leave its table, plot and result."""
         tune = self._topology.tune
         make = strategies(self._space, trials=tune.bayesian_trials, seed=self._topology.job.seed)[name]
-        machine = self._resumed(name, make())
-        done = self._drive(name, machine, runs)
+        machine = self.resumed(name, make())
+        self.end(name, machine, self.drive(name, machine, runs))
+
+    def end(self, name: StrategyName, machine: Machine, done: Done) -> None:
+        """Its plot, its result, and a line for the table."""
         self._directory.write(f"{name}.svg", trials_svg(f"{self._topology.job.name}: {name}", machine.trials))
         if name == "omnivore" and done.setting is not None:
             self._directory.write("tuned.toml", tuned(self._topology, done.setting).to_toml())
@@ -132,14 +140,14 @@ class _Tuning:
     def curves(self, runs: Runs) -> None:
         """The trade-off over groups."""
         tune = self._topology.tune
-        machine = self._resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
-        self._drive("curves", machine, runs)
+        machine = self.resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
+        self.drive("curves", machine, runs)
         rows = list(penalties(machine.points()))
         self._directory.write_json("summary.json", {"curves": rows})
         self._directory.write("curves.svg", curves_svg(f"{self._topology.job.name}: time to the target", rows))
         self._shown.curves(rows)
 
-    def _resumed(self, name: str, machine: M) -> M:
+    def resumed(self, name: str, machine: M) -> M:
         """The machine as far as an earlier command has come in this folder."""
         file = self._directory.path / f"{name}.json"
         if not file.exists():
@@ -151,7 +159,8 @@ class _Tuning:
         shutil.rmtree(Folders(self._directory.path / name).of(len(machine.trials)), ignore_errors=True)  # it begins anew
         return machine
 
-    def _drive(self, name: str, machine: Machine, runs: Runs) -> Done:
+    def drive(self, name: str, machine: Machine, runs: Runs) -> Done:
+        """Run what it asks for until it is done. What it was told is on disk after each trial."""
         while True:
             self._tell(name, machine)
             trial = machine.next()

@@ -101,11 +101,10 @@ class LaunchedRuns:
         view = _Listener(hearing)
         launch = Launch(description, directory, view, emulation=self.emulation)
         view.halt = launch.halt
-        code, whole_s = run(_timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
+        code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
-        file = directory.path / "error.json"
-        error = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        error = _error(directory.path)
         _require_sound("failed" if code else "done", error, hearing)
         return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
 
@@ -133,7 +132,17 @@ class _Listener:
             self.halt(self.hearing.stop)
 
 
-async def _timed(life: Awaitable[int]) -> tuple[int, float]:
+def _error(folder: Path) -> dict[str, Any]:
+    file = folder / "error.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def diverged_as(folder: Path) -> bool:
+    """Whether the run in the folder has failed because its loss was no number."""
+    return bool(_error(folder).get("type") == _NOT_FINITE)
+
+
+async def timed(life: Awaitable[int]) -> tuple[int, float]:
     """What it returns, and how long it took on the loop's clock."""
     clock = asyncio.get_running_loop().time
     start = clock()

@@ -20,7 +20,7 @@ def regrouped(topology: Topology, groups: int) -> Topology:
     if groups < 1 or workers % groups:
         raise UsageError(f"{workers} workers cannot be divided into {groups} equal groups")
     values = topology.to_dict()
-    compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups}
+    compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups, "auto_groups": False}
     compute.pop("grid", None)
     values["compute"] = compute
     exchange = {**values["exchange"], "kind": "model_server"}

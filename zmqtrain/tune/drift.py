@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 #: Steps whose staleness counts, and how many there must be.
 WINDOW, LEAST = 400, 100
-#: How far measured momentum may be from what is expected: fits of a thousand updates are no nearer.
-MOMENTUM = 0.2
+#: How far measured momentum may go from what it was at first: fits of a thousand updates are no nearer.
+MOMENTUM = 0.25
+#: Fits of which the median counts, at first and now.
+FITS = 3
 #: By what staleness may differ, as a share of what is expected, and in updates.
 STALENESS, UPDATES = 0.5, 1.0
 
@@ -21,7 +24,8 @@ class Drift:
     explicit: float
     """The optimizer's own momentum."""
     _staleness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _first_fit: float | None = None
+    _first: list[float] = field(default_factory=list)
+    _fits: deque[float] = field(default_factory=lambda: deque(maxlen=FITS))
 
     def step(self, staleness: float | None) -> str | None:
         """A step's mean staleness. Returns why to tune again, if there is a reason."""
@@ -37,9 +41,11 @@ class Drift:
 
     def fitted(self, momentum: float) -> str | None:
         """The momentum in all that servers have fitted: compared with what they fitted first, since a fit has errors of its own."""
-        if self._first_fit is None:
-            self._first_fit = momentum
+        if len(self._first) < FITS:
+            self._first.append(momentum)
             return None
-        if abs(momentum - self._first_fit) <= MOMENTUM:
+        self._fits.append(momentum)
+        first, now = median(self._first), median(self._fits)
+        if len(self._fits) < FITS or abs(now - first) <= MOMENTUM:
             return None
-        return f"the fitted momentum went from {self._first_fit:.2f} to {momentum:.2f}"
+        return f"the fitted momentum went from {first:.2f} to {now:.2f}"

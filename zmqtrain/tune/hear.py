@@ -31,7 +31,8 @@ class Hearing:
         self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # the one to see divergence soon
         self._staleness: list[float] = []
         self._momentum: float | None = None
-        self._diverged = False
+        self.diverged = False
+        """Its loss is no number, or far above what it began with."""
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
         self._kept = 0  # parts of checkpoints that are on disk
@@ -59,8 +60,8 @@ class Hearing:
         elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
             self._momentum = values["momentum"]
 
-    def outcome(self, *, whole_s: float = 0.0, diverged: bool = False) -> Outcome:
-        """What came of it. ``whole_s``: the run's time in all. ``diverged``: the run itself says so.
+    def outcome(self, *, whole_s: float = 0.0, diverged: bool = False, finished: bool = False) -> Outcome:
+        """What came of it. ``whole_s``: the run's time in all. ``diverged``, ``finished``: the run itself says so.
 
         A probe hears that it has enough a while later. What it did until then costs time, but does not count otherwise: other
         probes might have had more of it."""
@@ -73,12 +74,13 @@ class Hearing:
             losses,
             updates=self.updates,
             seconds=losses[-1][0] if losses else 0.0,
-            diverged=diverged or self._diverged,
+            diverged=diverged or self.diverged,
             smooth=self._over,
             target=self._target if self._trial.kind == "train" else None,
             staleness=fmean(self._staleness) if self._staleness else None,
             momentum=self._momentum,
             whole_s=whole_s,
+            finished=finished,
             drifted=self._drifted,
         )
 
@@ -96,7 +98,7 @@ class Hearing:
         told = self._open.setdefault(key, [])
         told.append((time, loss))
         if not math.isfinite(loss):
-            self._diverged, self.stop = True, f"the loss is {loss}: this diverges"
+            self.diverged, self.stop = True, f"the loss is {loss}: this diverges"
         if len(told) == self._size:
             del self._open[key]
             self._update(max(when for when, _ in told), fmean(each for _, each in told))
@@ -105,7 +107,7 @@ class Hearing:
         self._updates.append((time, loss))
         smooth, aim, above = self._smoothed.add(loss), self._aim.add(loss), self._trial.give_up_above
         if above is not None and smooth > above and self.updates > PATIENCE:
-            self._diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
+            self.diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
         elif self._trial.kind == "probe" and self.updates >= self._trial.updates:
             self.stop = "the probe has made its updates"
         elif self._target is not None and self._trial.kind == "train" and self._aim.settled and aim <= self._target:

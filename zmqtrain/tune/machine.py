@@ -15,6 +15,8 @@ from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
 
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
+#: Training that nothing limits is asked for this long: ten years.
+FOREVER_S = 3e8
 
 Life: TypeAlias = Generator[Trial, Outcome, Done]
 
@@ -35,7 +37,7 @@ class Machine(ABC):
         self.train_s = 0.0
         self._start: int | None = None  # where training stands
         self._setting: Setting | None = None
-        self._reached = False
+        self._reached = self._finished = False
         self._diverged = 0  # trainings one after another
         self._algorithm = self._life()
         self._now: Trial | Done
@@ -114,6 +116,8 @@ class Machine(ABC):
     def _end(self) -> Done | None:
         if self._reached:
             return Done(self._setting, "the target is reached", reached=True)
+        if self._finished:
+            return Done(self._setting, "the job is through", reached=True)
         if self.search_s + self.train_s >= self._space.limit_s:
             return Done(self._setting, f"the time is up: {self._space.limit_s:g} s")
         return None
@@ -135,14 +139,14 @@ class Machine(ABC):
         wanted_s = max(owed_s, self._space.period * self._update_s[groups])
         if left_s - wanted_s < search_s / self._space.share:
             wanted_s = left_s
-        return max(groups, math.ceil(min(wanted_s, left_s) / self._update_s[groups]))
+        return max(groups, math.ceil(min(wanted_s, left_s, FOREVER_S) / self._update_s[groups]))
 
     def _train(self, setting: Setting, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, None]:
         """Go on from where training stands."""
         trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
         self._setting = setting
         outcome = yield trial
-        self._reached = outcome.reached is not None
+        self._reached, self._finished = outcome.reached is not None, outcome.finished
         if outcome.diverged:
             self._diverged += 1
             self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))

@@ -27,6 +27,9 @@ from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 MOST_LOWERED = 3
 #: By what a tie's probes are longer.
 LONGER = 2
+#: By what a lower learning rate must be better in a short trial. It always looks good there: the noise of the steps falls at
+#: once, and that progress is slower shows later.
+LOWER = 0.1
 #: Of settings that are tied, how many are tried for longer.
 MOST_TIED = 3
 
@@ -55,9 +58,10 @@ class Search(Machine):
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
         while True:
             before_s = self.search_s
-            chosen = yield from self._choose(groups, rate)
-            if chosen is None or self._diverged > MOST_LOWERED:
+            found = yield from self._choose(groups, rate)
+            if found is None or self._diverged > MOST_LOWERED:
                 return Done(self._setting, "nothing trains from here on: even one group with the lowest learning rates diverges")
+            chosen = yield from self._against(*found)
             groups = chosen.groups
             updates = self._due(groups, self.search_s - before_s)
             yield from self._train(chosen, updates, "train", f"the best of what was tried: {chosen}")
@@ -127,7 +131,19 @@ class Search(Machine):
                 break
         return best
 
-    def _choose(self, groups: int, rate: float) -> Steps:
+    def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
+        """Beyond the paper: other groups than so far must be better in the same time than what training has been done with."""
+        known = self._setting
+        if known is None or known.groups == chosen.groups or self._diverged:
+            return chosen
+        outcome = yield self._probe(known, "as before", "whether another number of groups is better at all")
+        enough = 1 - LOWER if chosen.lr < known.lr else 1.0
+        if outcome.diverged or loss <= enough * outcome.loss:
+            return chosen
+        self._decide("groups", f"{known} is better in the same time (loss {outcome.loss:.4g}): as before", **values_of(known))
+        return known
+
+    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
         """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1.
 
         Beyond it: half the groups must not be worse in the same time, or what was better is kept."""
@@ -139,11 +155,11 @@ class Search(Machine):
             if more is not None and (found is None or self._worse(found[1], more[1])):
                 fared = "everything diverges" if found is None else f"loss {found[1]:.4g} after {more[1]:.4g}"
                 self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=more[0].groups)
-                return more[0]
+                return more
             if found is not None and (found[0].momentum > 0 or fewer is None):
                 if found[0].momentum == 0:
                     self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                return found[0]
+                return found
             if fewer is not None:
                 why = "every setting diverges" if found is None else "the best momentum is 0: asynchrony brings too much of its own"
                 self._decide("groups", f"{why}; half of {groups}", groups=fewer)
@@ -167,7 +183,10 @@ class Search(Machine):
             for momentum in momenta:
                 setting = Setting(groups, momentum, rate)
                 found[setting] = yield self._probe(setting, "grid", reason)
-                if before is not None and momentum == before.momentum and self._worse(found[setting].loss, found[before].loss):
+                if before is None or momentum != before.momentum:
+                    continue
+                if found[setting].loss > (1 - LOWER) * found[before].loss:
+                    del found[setting]
                     break
         longer: dict[Setting, Outcome] = {}
         best = yield from self._best(found, longer)

@@ -71,6 +71,8 @@ class Outcome:
     """In all, as fitted by the servers."""
     whole_s: float = 0.0
     """What the run took in all: starting, training, and until it had ended."""
+    finished: bool = False
+    """The job itself is through: nothing is left to train."""
     drifted: str | None = None
     """Why it was ended before its time: what was measured is not what it was chosen for."""
 
