@@ -96,7 +96,7 @@ payload = "phantom"
 _UNEVEN = """
 [job]
 name = "uneven"
-steps = 120
+steps = 40
 [[hosts]]
 name = "quick"
 slots = 1
@@ -112,9 +112,8 @@ parts = "{parts}"
 [exchange]
 kind = "allreduce"
 [network]
-bandwidth = "10 Gbit/s"
+bandwidth = "2 Gbit/s"
 latency = "50 us"
-dilation = 2
 hosts = [{{ name = "slow", slowdown = 2.0 }}]
 """
 
