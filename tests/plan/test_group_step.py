@@ -10,12 +10,14 @@ import pytest
 
 from zmqtrain.errors import UsageError
 from zmqtrain.plan.efficiency import FC_SERVER, PATH, efficiencies, efficiency
-from zmqtrain.plan.group_step import MergedFc, OurRuntime, loads_of, split_of, variants
+from zmqtrain.plan.group_step import MergedFc, OurRuntime, loads_of, variants
 from zmqtrain.plan.layers import Kind, LayerShape
 from zmqtrain.plan.overlapped import BucketWay, LayerLoad, buckets_of, cycle_s
 from zmqtrain.plan.profiled import profile_layers
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.plan.setup import link_of, source_of
+from zmqtrain.plan.two_phases import split_of
+from zmqtrain.plan.variation import Variation
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.profile import Profile
@@ -54,12 +56,12 @@ EVEN = {
 }
 
 
-@pytest.mark.parametrize(("network", "shards", "worst"), [("2 Gbit/s", 2, 0.08), ("100 Mbit/s", 1, 0.25)])
+@pytest.mark.parametrize(("network", "shards", "worst"), [("2 Gbit/s", 2, 0.03), ("100 Mbit/s", 1, 0.15)])
 def test_predicted_beside_simulated(tmp_path: Path, network: str, shards: int, worst: float) -> None:
     """Workers on hosts of their own, and servers on others. Times vary a little, as they do: groups that begin together would
     otherwise send together for ever.
 
-    Where the network counts as much as computing, two groups get in each other's way before a card is full."""
+    Where the network counts as much as computing, groups get in each other's way before a card is full."""
     profile = tmp_path / "even.json"
     profile.write_text(json.dumps(EVEN))
     sections: dict[str, Any] = {
@@ -71,7 +73,8 @@ def test_predicted_beside_simulated(tmp_path: Path, network: str, shards: int, w
     for groups in (1, 2, 4):
         topology = topology_of(str(profile), hosts=4 + shards, groups=groups, **sections)
         loads = loads_of(source_of(topology).layers, flops_per_s=0.0, word_bytes=4)
-        predicted = efficiency(OurRuntime(topology, loads, _simulated(topology)).step(groups))
+        varies = Variation.of_noise(topology.compute.noise)
+        predicted = efficiency(OurRuntime(topology, loads, _simulated(topology), variation=varies).step(groups))
         errors.append(abs(predicted.seconds / measured_s(topology) - 1))
     assert max(errors) < worst, errors
     assert errors[-1] < 0.08, errors
@@ -88,7 +91,9 @@ def test_the_servers_card_limits_many_groups() -> None:
     found = {each.groups: each for each in efficiencies(model)}
     nbytes = sum(load.nbytes for load in model.loads)
     assert found[4].bottleneck == "the servers' network cards"
-    assert found[4].seconds == pytest.approx(nbytes * 8 / 10e9)  # one model into the server an update, whatever the group's size
+    assert found[4].seconds == pytest.approx(
+        nbytes * 8 / 10e9, rel=0.1
+    )  # one model into the server an update, whatever the group's size
     assert found[1].bottleneck == PATH
     two = topology_of("alexnet", hosts=6, exchange={"shards": 2})
     halved = efficiency(OurRuntime(two, model.loads, model.link).step(4))
@@ -188,6 +193,49 @@ def test_other_groups_of_the_same_workers() -> None:
         regrouped(small, 1)
     loads = loads_of(source_of(small).layers, flops_per_s=0.0, word_bytes=4)
     assert OurRuntime(small, loads, link_of(small)).choices == [2, 4]
+
+
+def measured_profile(folder: Path, **measured: Any) -> str:
+    """Convolutions that take 10 ms and 1 ms a sample, and an FC phase of 2 ms a sample; and what else was measured."""
+    sizes = [{"samples": n, "conv_s": 0.01 + 0.001 * n, "fc_s": 0.002 * n} for n in (16, 32, 64, 128)]
+    conv = {"name": "conv", "numel": 1000, "flops_forward": 10**6, "activation_numel": 16, "forward_s": 0.046, "backward_s": 0.092}
+    fc = {"name": "fc", "numel": 1000, "flops_forward": 2000, "activation_numel": 2, "forward_s": 0.1, "backward_s": 0.156}
+    file = folder / "measured.json"
+    document = {"layers": [conv, fc], "batch_size": 128, "measured": {"fc_from": "fc", "sizes": sizes, **measured}}
+    file.write_text(json.dumps(document))
+    return str(file)
+
+
+def test_t_conv_of_k_is_what_was_measured_of_so_many_samples(tmp_path: Path) -> None:
+    topology = topology_of(measured_profile(tmp_path), hosts=5, network={"bandwidth": "1 Tbit/s", "latency": "0 s"})
+    models = variants(topology, source_of(topology).layers)
+    for groups, samples in ((1, 32), (2, 64), (4, 128)):
+        conv_s, fc_s = 0.01 + 0.001 * samples, 0.002 * samples
+        assert models["as it is"].step(groups).compute_s == pytest.approx(conv_s + fc_s)
+        merged = models["merged"].step(groups)
+        assert merged.compute_s == pytest.approx(conv_s)
+        assert {each.name: each.seconds for each in merged.stations}[FC_SERVER] == pytest.approx(0.256)
+
+
+def test_the_file_may_have_a_merged_server_already(tmp_path: Path) -> None:
+    merged_fc = {"merged_fc": True, "split": "fc"}
+    topology = topology_of(measured_profile(tmp_path), hosts=5, exchange=merged_fc)
+    models = variants(topology, source_of(topology).layers)
+    assert list(models) == ["as it is", "unmerged", "pipelined"]
+    assert models["as it is"].merged is not None
+    assert models["unmerged"].merged is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "slowness"), [("even", 2.0), ("measured", 4 / 3.5), ([2.0, 2.0, 2.0, 1.0], 8 / 7), ([1.0, 1.0, 1.0, 2.0], 3.2)]
+)
+def test_a_group_with_a_slow_host(tmp_path: Path, parts: Any, slowness: float) -> None:
+    network = {"bandwidth": "1 Tbit/s", "latency": "0 s", "hosts": [{"name": "h4", "slowdown": 2.0}]}
+    topology = topology_of(measured_profile(tmp_path), hosts=5, network=network, compute={"parts": parts})
+    found = variants(topology, source_of(topology).layers)["as it is"]
+    assert found.step(1).compute_s == pytest.approx(slowness * (0.042 + 0.064))
+    # Groups of one wait for nobody: one of four is half as fast, so there are 3.5 times as many updates as one makes.
+    assert efficiency(found.step(4)).seconds == pytest.approx((0.138 + 0.256) / 3.5, rel=0.02)
 
 
 def test_printed_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
-from zmqtrain.plan.setup import Source, problem_of, source_of
+from zmqtrain.plan.setup import Source, link_source, problem_of, source_of
 from zmqtrain.plan.study import check_study, compare, readings
 from zmqtrain.plan.sweep import powers_up_to, sweep
 from zmqtrain.topology.schema import Topology
@@ -62,7 +62,7 @@ def run_plan(
     problems = [problem_of(topology, source.stages, processes=size, batch=batch) for size in sizes for batch in samples]
     if topology.plan.study:
         check_study(topology.plan.layers, problems[0].pricing)
-    _head(tables, source, problems[0])
+    _head(tables, source, problems[0], link_source(topology))
     if sweep_it:
         _sweep(topology, source, sizes, samples, tables)
         planned = []
@@ -82,8 +82,8 @@ def run_plan(
     return 0
 
 
-def _head(tables: Tables | None, source: Source, problem: Problem) -> None:
-    row = link_row(source.what, problem)
+def _head(tables: Tables | None, source: Source, problem: Problem, network: str) -> None:
+    row = link_row(source.what, problem, network)
     if tables is None:
         print(dumps(row))
     else:

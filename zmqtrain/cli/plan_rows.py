@@ -16,7 +16,7 @@ from zmqtrain.plan.study import STATED, STATED_GRID, STATED_PROCESSES, Compared,
 from zmqtrain.plan.sweep import Point
 
 
-def link_row(what: str, problem: Problem) -> dict[str, Any]:
+def link_row(what: str, problem: Problem, network: str) -> dict[str, Any]:
     """What all that follows is computed from."""
     by = problem.pricing
     return {
@@ -25,6 +25,7 @@ def link_row(what: str, problem: Problem) -> dict[str, Any]:
         "weights": sum(stage.weights for stage in problem.layers),
         "pricing": "paper" if isinstance(by, Paper) else "ours",
         "per_host": getattr(by, "per_host", None),
+        "network": network,
         "alpha_s": problem.link.alpha_s,
         "bandwidth": 8 / problem.link.byte_s,
         "word_bytes": by.word_bytes,
@@ -181,6 +182,9 @@ def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[
             "update_s": each.seconds,
             "penalty": each.seconds / best if best else 1.0,
             "group_step_s": each.group_step_s,
+            "compute_s": each.step.compute_s,
+            "exposed_s": each.step.exposed_s,
+            "wait_s": each.step.wait_s,
             "bottleneck": each.bottleneck,
             "saturation": each.groups == saturates,
             "staleness": each.step.staleness,

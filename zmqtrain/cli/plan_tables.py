@@ -29,6 +29,7 @@ _SCALINGS = {
 }
 _VARIANTS = {
     "as it is": "asynchronous, as the file has it",
+    "unmerged": "without an FC server",
     "merged": "with the fully connected phase on a server of its own",
     "pipelined": "the same, two batches of each group under way",
 }
@@ -47,7 +48,7 @@ class Tables:
         overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
         speed = f"{row['flops'] / 1e9:g} GFLOP/s a process where no time is known" if row["flops"] else "communication alone"
         self._print(f"[bold]{escape(row['layers'])}[/]: {row['weights']:,} weights")
-        network = f"{shown(row['alpha_s'])} a message, {_rate(row['bandwidth'])}"
+        network = f"{shown(row['alpha_s'])} a message, {_rate(row['bandwidth'])} ({escape(row['network'])})"
         limit = f"; at most {_size(row['memory'])} a process" if row["memory"] else ""
         self._print(f"priced by {by}: {network}; {overlap}; {speed}{limit}")
 
@@ -173,7 +174,9 @@ class Tables:
         """Hardware efficiency of the numbers of groups, a table for each variant."""
         for name in dict.fromkeys(row["variant"] for row in rows):
             table = _table(
-                ">groups", ">workers each", ">an update", ">beside the best", ">staleness", ">implicit momentum", "limited by", ""
+                *(">groups", ">workers each", ">an update", ">beside the best"),
+                *(">a group's step", ">computes", ">network", ">others"),
+                *(">staleness", ">implicit momentum", "limited by", ""),
             )
             for row in [each for each in rows if each["variant"] == name]:
                 table.add_row(
@@ -181,6 +184,8 @@ class Tables:
                     str(row["group_size"]),
                     _time(row["update_s"]),
                     f"{row['penalty']:.2f}x",
+                    _time(row["group_step_s"]),
+                    *(_time(row[key]) for key in ("compute_s", "exposed_s", "wait_s")),
                     f"{row['staleness']:g}",
                     f"{row['implicit_momentum']:.2f}",
                     row["bottleneck"],

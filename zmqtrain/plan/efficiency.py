@@ -10,8 +10,9 @@ adds to the network's time. It is the law of a closed queue, and holds for whate
     HE(g) = max( s of each station that all groups share,  s / g of each that a group has of its own,  path / (g d) )
 
 for a path of one batch from its begin to its end, of which each group has d under way (two with pipelining, else one). With
-constant times it is exact where one station limits; times that vary make queues, and steps a little longer. The fewest
-groups that are as fast as any are g*, the saturation, where a shared station is always busy: more add staleness and nothing else.
+constant times it is exact where one station limits; times that vary make queues, and steps a little longer: a model that knows by
+how much adds that to the path (`zmqtrain.plan.variation`). The fewest groups that are as fast as any are g*, the saturation, where
+a shared station is always busy: more add staleness and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ PATH = "the group's own step"
 FC_SERVER = "the FC server"
 #: So much longer than the fastest counts as no longer: times that are measured are never quite the same.
 TOLERANCE = 0.02
+#: What groups share and is busy for so much of the time limits them, though their waits make a step longer than it alone would.
+BUSY = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,12 @@ class GroupStep:
     stations: tuple[Station, ...] = ()
     depth: int = 1
     """Batches that each group has under way at once."""
+    compute_s: float = 0.0
+    """Of the path, the workers' own arithmetic; 0: not known apart."""
+    exposed_s: float = 0.0
+    """Of the path, what nobody computes in: waiting for the network."""
+    wait_s: float = 0.0
+    """What others in the way add to the path, in the mean."""
 
     @property
     def staleness(self) -> float:
@@ -98,8 +107,12 @@ def efficiency(step: GroupStep) -> Efficiency:
     """The law above, with the name of the term that is largest (of equal ones: a shared station, then a group's own)."""
     terms = [(station.seconds, station.name) for station in step.stations if station.shared]
     terms += [(station.seconds / step.groups, station.name) for station in step.stations if not station.shared]
-    terms.append((step.path_s / (step.groups * step.depth), PATH))
+    terms.append(((step.path_s + step.wait_s) / (step.groups * step.depth), PATH))
     seconds, name = max(terms, key=lambda term: term[0])
+    if name == PATH and step.wait_s:
+        busiest = max((station for station in step.stations if station.shared), key=lambda each: each.seconds, default=None)
+        if busiest is not None and busiest.seconds >= BUSY * seconds:
+            name = busiest.name
     return Efficiency(step, seconds, name)
 
 

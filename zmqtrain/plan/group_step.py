@@ -2,50 +2,39 @@
 
 A group of k workers computes 1/k of the batch each, divides every bucket among its workers (reduce-scatter), and each exchanges its
 part with the model servers; so servers see one model a group and step, where the paper's machines each send and get a whole one.
-Buckets travel during the backward and the next forward (`zmqtrain.plan.overlapped`).
+Buckets travel during the backward and the next forward (`zmqtrain.plan.overlapped`). Workers of one host add up in its memory.
 
 What all groups share are the servers' network cards and arithmetic, and a merged FC server; a group's own are its workers and their
-hosts' cards. Bytes on cards follow from the placement: nothing travels between processes of one host.
+hosts' cards (`zmqtrain.plan.traffic`). Hosts of different speeds make a group as slow as its slowest worker, or, where parts of the
+batch follow the speeds, as fast as all of them together. Varying times cost a little more (`zmqtrain.plan.variation`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from zmqtrain.collectives.choose import choose_reduce_scatter
-from zmqtrain.collectives.schedule import Step, halving_reduce_scatter, ring_reduce_scatter
+from zmqtrain.plan.cluster import worker_speeds
+from zmqtrain.plan.contention import Fc, Shared, Work, update_s
 from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.plan.link import Link
-from zmqtrain.plan.overlapped import BucketWay, LayerLoad, buckets_of, cycle_s
+from zmqtrain.plan.overlapped import LayerLoad, buckets_of, cycle_s
 from zmqtrain.plan.regroup import regrouped
-from zmqtrain.plan.setup import MEMORY_BYTE_S, link_of
+from zmqtrain.plan.setup import MEMORY_BYTE_S, link_of, part_of
+from zmqtrain.plan.traffic import Traffic, activation_bytes, parameter_bytes
+from zmqtrain.plan.two_phases import Growth, Lasts, in_proportion, split_of
+from zmqtrain.plan.variation import Variation, wait_s
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 
-#: Layers in which every weight works on every sample many times: they belong to the convolution phase.
-_SHARED_WEIGHTS = ("conv", "recurrent", "attention", "embedding")
 #: A server's time for a byte of its parameters: gradient, momentum and value are read, the last two written.
 UPDATE_BYTE_S = 5 * MEMORY_BYTE_S
-#: Elements of each rank's part where only shares matter.
-_PARTS = 1024
-
-
-def split_of(layers: Sequence[LayerShape]) -> int:
-    """Where the fully connected phase begins: the index of the first linear layer behind the last layer that shares its weights
-    among positions (convolutions, recurrent layers, attention). As many as there are layers where nothing is left: no such phase.
-
-    A profile knows no kinds: a layer with several positions counts as one that shares them.
-    """
-    last = max((index for index, each in enumerate(layers) if each.weights and _shares(each)), default=-1)
-    following = (index for index in range(last + 1, len(layers)) if layers[index].weights and layers[index].kind == "linear")
-    return next(following, len(layers))
-
-
-def _shares(layer: LayerShape) -> bool:
-    return layer.kind in _SHARED_WEIGHTS or (layer.kind == "linear" and len(layer.outputs) == 2 and layer.outputs[0] > 1)
+#: Of more groups, what limits in the end is all that counts.
+MOST_GROUPS = 16
+#: The variant that the file describes.
+AS_IT_IS = "as it is"
 
 
 def loads_of(layers: Sequence[LayerShape], *, flops_per_s: float, word_bytes: int) -> tuple[LayerLoad, ...]:
@@ -69,7 +58,7 @@ class MergedFc:
     """Of a batch at the split: they travel there, and their gradient back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OurRuntime:
     """Implements `zmqtrain.plan.efficiency.Model`."""
 
@@ -82,121 +71,135 @@ class OurRuntime:
     merged: MergedFc | None = None
     """None: workers compute all layers."""
     depth: int = 1
+    """Batches of each group under way."""
+    lasts: Lasts = in_proportion
+    """How many times a sample's times so many samples take: t_conv(k) is that of 1/k of the batch."""
+    variation: Variation = field(default_factory=Variation)
 
-    @property
+    @cached_property
     def choices(self) -> Sequence[int]:
         """All numbers that divide the workers, and leave each of a group's workers a sample of every micro-batch."""
         compute = self.topology.compute
         return [each for each in divisors(compute.workers) if compute.workers // each * compute.accumulate <= compute.batch_size]
 
     def step(self, groups: int) -> GroupStep:
-        topology = regrouped(self.topology, groups)
+        topology = regrouped(self.topology, groups, merged=self.merged is not None)
         placement, compute, merged = place(topology), topology.compute, self.merged
-        part = compute.batch_size / compute.group_size
-        loads = [each.scaled(part) for each in (self.loads if merged is None else self.loads[: merged.split])]
+        loads = self.loads if merged is None else self.loads[: merged.split]
         nbytes = sum(each.nbytes for each in loads)
         buckets = buckets_of(loads, compute.bucket_bytes)
         usual = nbytes / max(1, len(buckets))
-        cards = _cards(placement, nbytes, usual)
-        way = _way(placement, self.link, self.update_byte_s / topology.servers, usual, topology.exchange.split_bytes)
-        compute_s = sum(each.forward_s + each.backward_s for each in loads)
-        path_s = cycle_s(loads, way, buckets, overlap=compute.overlap)
+        piece_bytes = topology.exchange.split_bytes * compute.group_size
+        way = Traffic.of(placement, 0, usual).way(self.link, self.update_byte_s / topology.servers, piece_bytes)
+        fc = None if merged is None else self._fc(merged, placement)
+        each_s = self.lasts(compute.batch_size / compute.group_size)
+        slownesses = _slownesses(topology, placement)
+        works = [
+            Work([each.scaled(each_s * slowness) for each in loads], buckets, way, fc, compute.overlap) for slowness in slownesses
+        ]
+        longest = self.variation.slowest_of(compute.group_size)
+        compute_s = _together([longest * sum(each.forward_s + each.backward_s for each in work.loads) for work in works])
+        path_s = _together(_paths(works, longest))
+        exposed_s = path_s - compute_s - (0.0 if fc is None else fc.seconds)
+        cards = parameter_bytes(placement, nbytes, usual)
         serving = {role.host for role in placement.server_roles}
+        shared = Shared(max(cards[host] for host in serving) * self.link.byte_s / groups / nbytes if nbytes else 0.0)
+        if merged is not None:
+            shared = self._with_fc(shared, placement, cards, merged.activation_bytes)
+            serving |= {role.host for role in placement.fc_roles}
+        others = max((cards[host] for host in placement.hosts if host not in serving), default=0.0)
         stations = [
             Station("the workers' arithmetic", compute_s, shared=False),
             Station("the servers' network cards", max((cards[host] for host in serving), default=0.0) * self.link.byte_s / groups),
             Station("the servers' arithmetic", nbytes / topology.servers * self.update_byte_s),
+            Station("the workers' network cards", others * self.link.byte_s, shared=False),
         ]
-        others = [cards[host] for host in placement.hosts if host not in serving]
-        stations.append(Station("the workers' network cards", max(others, default=0.0) * self.link.byte_s, shared=False))
         if merged is not None:
             stations.append(Station(FC_SERVER, merged.fc_s))
-            share = merged.activation_bytes / compute.group_size
-            path_s += merged.fc_s + 2 * (share * self.link.byte_s + self.link.alpha_s)
-        return GroupStep(groups, compute.group_size, path_s, tuple(each for each in stations if each.seconds > 0), self.depth)
+        stations = [each for each in stations if each.seconds > 0]
+        found = GroupStep(groups, compute.group_size, path_s, tuple(stations), self.depth, compute_s=compute_s, exposed_s=exposed_s)
+        return replace(found, wait_s=self._wait_s(found, works, shared))
+
+    def _fc(self, merged: MergedFc, placement: Placement) -> Fc:
+        """What a group has of the FC server, and of the way there."""
+        each = activation_bytes(placement, 0, merged.activation_bytes)
+        busiest = max(each.values(), default=0.0) / merged.activation_bytes if merged.activation_bytes else 0.0
+        return Fc(merged.fc_s, merged.activation_bytes, busiest * self.link.byte_s, self.link.alpha_s)
+
+    def _with_fc(self, shared: Shared, placement: Placement, cards: dict[str, float], nbytes: float) -> Shared:
+        """Activations on the cards beside parameters: added to ``cards``."""
+        there = {role.host for role in placement.fc_roles}
+        busiest = 0.0
+        for group in range(placement.groups):
+            for host, carried in activation_bytes(placement, group, nbytes).items():
+                cards[host] += carried
+                busiest = max(busiest, carried) if host in there else busiest
+        one_card = bool(there & {role.host for role in placement.server_roles})
+        return replace(shared, fc_card_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_card=one_card)
+
+    def _wait_s(self, step: GroupStep, works: Sequence[Work], shared: Shared) -> float:
+        """What others in the way add to the path."""
+        if step.groups == 1 and step.depth == 1:
+            return 0.0
+        if step.depth > 1 or step.groups > MOST_GROUPS:
+            shared_s = [each.seconds for each in step.stations if each.shared] if self.variation.varies else []
+            return wait_s(step.path_s, step.groups * step.depth, shared_s)
+        apart_s = update_s(works, shared, lambda chance: self.variation.draw(chance, step.group_size))
+        return max(0.0, apart_s * step.groups - step.path_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """What the exchange of one byte of parameters makes each host send and get on the way to the servers. As much comes back."""
-
-    ring_out: defaultdict[str, float]
-    ring_in: defaultdict[str, float]
-    push_out: defaultdict[str, float]
-    push_in: defaultdict[str, float]
-
-    @classmethod
-    def of(cls, placement: Placement, group: int, bucket_bytes: float) -> _Traffic:
-        """``bucket_bytes``: of a usual bucket, by which collectives are chosen."""
-        traffic = cls(*(defaultdict(float) for _ in range(4)))
-        size = placement.group_size
-        hosts = [placement.role(peer).host for peer in placement.group_members(group)]
-        for position, host in enumerate(hosts):
-            for step in _reduce_scatter(size, position, bucket_bytes):
-                if step.to is not None and hosts[step.to] != host:
-                    share = sum(stop - start for start, stop in step.out) / (size * _PARTS)
-                    traffic.ring_out[host] += share
-                    traffic.ring_in[hosts[step.to]] += share
-            for server in placement.server_roles:
-                if server.host != host:
-                    traffic.push_out[host] += 1 / size / placement.servers
-                    traffic.push_in[server.host] += 1 / size / placement.servers
-        return traffic
-
-    def both_ways(self, host: str) -> tuple[float, float]:
-        """Sent and got, there and back."""
-        exchanged = self.push_out[host] + self.push_in[host]
-        return 2 * self.ring_out[host] + exchanged, 2 * self.ring_in[host] + exchanged
+def _paths(works: Sequence[Work], longest: float) -> list[float]:
+    """Of each group, where no other is in the way."""
+    known: dict[float, float] = {}
+    for work in works:
+        compute_s = sum(each.forward_s + each.backward_s for each in work.loads)
+        if compute_s not in known:
+            loads = [each.scaled(longest) for each in work.loads]
+            known[compute_s] = cycle_s(loads, work.way, work.buckets, overlap=work.overlap) + (
+                0.0 if work.fc is None else work.fc.seconds + 2 * (work.fc.nbytes * work.fc.own_byte_s + work.fc.latency_s)
+            )
+    return [known[sum(each.forward_s + each.backward_s for each in work.loads)] for work in works]
 
 
-def _reduce_scatter(size: int, rank: int, nbytes: float) -> list[Step]:
-    """What a rank does, of `_PARTS` elements for each."""
-    make = ring_reduce_scatter if choose_reduce_scatter(int(nbytes), size) == "ring" else halving_reduce_scatter
-    return make(size * _PARTS, size, rank) if size > 1 else []
+def _slownesses(topology: Topology, placement: Placement) -> list[float]:
+    """How long each group's part of a step takes, beside even parts on hosts as fast as the profile's."""
+    compute, speeds = topology.compute, worker_speeds(topology, placement)
+    found = []
+    for group in range(placement.groups):
+        mine = [speeds[placement.role(peer).host] for peer in placement.group_members(group)]
+        if compute.parts == "measured":
+            found.append(len(mine) / sum(mine))
+        elif isinstance(compute.parts, tuple):
+            weights = compute.parts if len(compute.parts) == len(mine) else compute.parts[group * len(mine) :][: len(mine)]
+            found.append(max(weight * len(mine) / sum(weights) / speed for weight, speed in zip(weights, mine, strict=True)))
+        else:
+            found.append(1 / min(mine))
+    return found
 
 
-def _cards(placement: Placement, nbytes: float, bucket_bytes: float) -> dict[str, float]:
-    """What each host's card carries in a round, in its busier direction."""
-    each = [_Traffic.of(placement, group, bucket_bytes) for group in range(placement.groups)]
-    cards = {}
-    for host in placement.hosts:
-        ways = [traffic.both_ways(host) for traffic in each]
-        cards[host] = max(sum(sent for sent, _ in ways), sum(got for _, got in ways)) * nbytes
-    return cards
-
-
-def _way(placement: Placement, link: Link, update_byte_s: float, bucket_bytes: float, split_bytes: float) -> BucketWay:
-    """A group's exchange, alone on the network."""
-    traffic, size = _Traffic.of(placement, 0, bucket_bytes), placement.group_size
-    ring = max([*traffic.ring_out.values(), *traffic.ring_in.values()], default=0.0)
-    if ring:  # the same cards carry what goes to the servers and comes from there
-        ring += max(traffic.push_out.values(), default=0.0) / 2
-    push = max([*traffic.push_out.values(), *traffic.push_in.values()], default=0.0)
-    hops = 2 + (2 * len(_reduce_scatter(size, 0, bucket_bytes)) if ring else 0)
-    return BucketWay(
-        ring * link.byte_s,
-        push * link.byte_s,
-        update_byte_s,
-        push * link.byte_s,
-        hops * link.alpha_s,
-        piece_bytes=split_bytes * size,
-    )
+def _together(seconds: Sequence[float]) -> float:
+    """What a group's step takes where all groups are as fast as these in the mean: they make as many steps together."""
+    return len(seconds) / sum(1 / each for each in seconds) if min(seconds) > 0 else 0.0
 
 
 def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurRuntime]:
-    """The runtime as the file has it, and with the fully connected phase on a server of its own (`merged`), also with two batches
-    of each group under way (`pipelined`); the latter two only for models with such a phase.
+    """The runtime as the file has it, and as it could be had beside: with the fully connected phase on a server of its own
+    (`merged`), also with two batches of each group under way (`pipelined`), or without one (`unmerged`); the former two only for
+    models with such a phase.
 
-    A merged server is taken to be as fast as a worker.
+    A merged server is taken to be as fast as a worker. Raises `UsageError` where the job's profile cannot be used.
     """
     settings, compute = topology.plan, topology.compute
     loads = loads_of(layers, flops_per_s=settings.flops, word_bytes=settings.word_bytes)
-    plain = OurRuntime(topology, loads, link_of(topology), UPDATE_BYTE_S)
-    found = {"as it is": plain}
-    split = split_of(layers)
+    growth = Growth.of(topology, part_of(topology))
+    varies = Variation.of_noise(compute.noise) if compute.device == "modelled" else Variation()
+    plain = OurRuntime(topology, loads, link_of(topology), UPDATE_BYTE_S, lasts=growth.whole, variation=varies)
+    found = {"unmerged": plain}
+    split = split_of(layers, topology.exchange.split)
     if 0 < split < len(layers):
-        fc_s = sum(each.forward_s + each.backward_s for each in loads[split:]) * compute.batch_size
+        fc_s = sum(each.forward_s + each.backward_s for each in loads[split:]) * growth.fc(compute.batch_size)
         nbytes = layers[split].numel_in * settings.word_bytes * compute.batch_size
-        merged = replace(plain, merged=MergedFc(split, fc_s, nbytes))
+        merged = replace(plain, merged=MergedFc(split, fc_s, nbytes), lasts=growth.conv)
         found |= {"merged": merged, "pipelined": replace(merged, depth=2)}
-    return found
+    mine = "merged" if topology.fc_servers and "merged" in found else "unmerged"
+    return {AS_IT_IS: found[mine]} | {name: model for name, model in found.items() if name != mine}

@@ -10,11 +10,12 @@ from zmqtrain.errors import UsageError
 from zmqtrain.topology.schema import Topology
 
 
-def regrouped(topology: Topology, groups: int) -> Topology:
+def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) -> Topology:
     """The job with so many groups of all its workers, which meet at model servers without waiting for each other.
 
-    A group's batch stays as it is: more groups of fewer workers take longer for it. Raises `UsageError` where the workers cannot be
-    divided so, or the result breaks a rule.
+    A group's batch stays as it is: more groups of fewer workers take longer for it. ``merged``: whether with a merged FC server; as
+    the file has it where nothing is said. Weights for the workers of groups of another size become even parts. Raises `UsageError`
+    where the workers cannot be divided so, or the result breaks a rule.
     """
     workers = topology.compute.workers
     if groups < 1 or workers % groups:
@@ -22,10 +23,14 @@ def regrouped(topology: Topology, groups: int) -> Topology:
     values = topology.to_dict()
     compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups, "auto_groups": False}
     compute.pop("grid", None)
+    if isinstance(topology.compute.parts, tuple) and len(topology.compute.parts) not in (workers, workers // groups):
+        compute["parts"] = "even"
     values["compute"] = compute
     exchange = {**values["exchange"], "kind": "model_server"}
     if topology.exchange.kind != "model_server":
         exchange = {"kind": "model_server", "staleness": "async"}
+    if merged is not None:
+        exchange["merged_fc"] = merged
     values["exchange"] = exchange
     try:
         return Topology.from_dict(values)

@@ -14,6 +14,7 @@ from torch import nn
 from zmqtrain.collectives.choose import ALPHA_S, BETA_S
 from zmqtrain.data.loader import Fetch
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.plan.cluster import measured_link
 from zmqtrain.plan.costs import Paper, Pricing
 from zmqtrain.plan.layers import LayerShape, Stage, stages
 from zmqtrain.plan.link import Link
@@ -51,7 +52,7 @@ def source_of(topology: Topology, data: str | None = None) -> Source:
     """
     settings, compute = topology.plan, topology.compute
     profile = None if compute.profile is None else Profile.load(compute.profile)
-    part = max(1, compute.batch_size // compute.group_size)
+    part = part_of(topology)
     if settings.layers is not None:
         table = shipped_table(settings.layers)
         layers = table.layers(biases=settings.biases)
@@ -69,6 +70,11 @@ def source_of(topology: Topology, data: str | None = None) -> Source:
     raise UsageError(
         'there is no model to plan for: set [job] task, [plan] layers = "alexnet", or [compute] device = "modelled" with a profile'
     )
+
+
+def part_of(topology: Topology) -> int:
+    """Samples of a worker's step, of which the layers' times are."""
+    return max(1, topology.compute.batch_size // topology.compute.group_size)
 
 
 def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | None = None, batch: int | None = None) -> Problem:
@@ -98,18 +104,32 @@ def pricing_of(topology: Topology, processes: int) -> Pricing:
 
 
 def link_of(topology: Topology) -> Link:
-    """alpha and beta of ``[network]``, its slowest card; where it says nothing, of this runtime over a 10 Gbit/s link.
+    """alpha and beta of ``[network]``, its slowest card; where it says nothing, of the slowest link that was measured between the
+    file's hosts (`zmqtrain profile --links`); where none was, of this runtime over a 10 Gbit/s link.
 
-    Handing a message over takes time beside the network's, which the paper's pricing does not count.
+    Handing a message over takes time beside the network's, which the paper's pricing does not count; measured latencies have it.
     """
     model = links_of(topology)
     cards = [card for host in topology.hosts if (card := model.host(host.name).bandwidth) is not None]
-    byte_s = 8 / min(cards) if cards else BETA_S
+    measured = measured_link(topology)
+    byte_s = 8 / min(cards) if cards else BETA_S if measured is None else 8 / measured.bandwidth
+    if topology.network.latency is None and measured is not None:
+        return Link(measured.latency_s, byte_s, MEMORY_BYTE_S)
     delay_s = max((model.host(host.name).latency for host in topology.hosts), default=0.0)
     alpha_s = model.way.latency + 2 * delay_s
     if topology.plan.pricing == "ours" or topology.network.latency is None:
         alpha_s += ALPHA_S
     return Link(alpha_s, byte_s, MEMORY_BYTE_S)
+
+
+def link_source(topology: Topology) -> str:
+    """Where `link_of` has its figures from, in words."""
+    cards = any(links_of(topology).host(host.name).bandwidth is not None for host in topology.hosts)
+    known = (cards, topology.network.latency is not None)
+    if all(known):
+        return "[network]"
+    rest = "a usual 10 Gbit/s network" if measured_link(topology) is None else f"links measured in {topology.compute.profile}"
+    return f"[network] and {rest}" if any(known) else rest
 
 
 def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any, ...]]:

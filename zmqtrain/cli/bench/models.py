@@ -46,6 +46,30 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((1, WIDTH)), nn.Flatten(), nn.Linear(WIDTH, 1000))
 
 
+def lenet() -> nn.Sequential:
+    """The LeNet of Caffe's MNIST example (LeCun et al. 1998): 431,080 parameters, for images of 28x28 and 10 classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(20, 50, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(800, 500),
+        nn.ReLU(),
+        nn.Linear(500, 10),
+    )
+
+
+def cifarnet() -> nn.Sequential:
+    """The shape of Caffe's CIFARNet, as `examples/cifar10.py` has it: 145,578 parameters, for images of 32x32 and 10 classes."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 32), (32, 64)):
+        layers += [nn.Conv2d(inputs, outputs, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
 def _head(features: int) -> list[nn.Module]:
     """Without dropout, so that runs can be compared."""
     return [

@@ -13,7 +13,8 @@ from rich.table import Table
 from zmqtrain.errors import UsageError
 
 NAMES = (
-    "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster"
+    "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
+    "efficiency",
 )  # fmt: skip
 
 
@@ -123,6 +124,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.parallel import bench_parallel
 
         return iter(bench_parallel())
+    if name == "efficiency":
+        from zmqtrain.cli.bench.efficiency import bench_efficiency
+
+        return iter(bench_efficiency())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.schema import Topology
@@ -35,7 +36,8 @@ def split_profile(profile: Profile, split: str | None = None) -> tuple[Profile, 
             f"[compute] profile {profile.name or 'of the job'}: {first_layers[-1].name}, whose output goes to the FC server, does "
             "not say how large that is: give it activation_numel"
         )
-    return _part(profile, first_layers), _part(profile, second_layers)
+    known = profile.measured is not None and second_layers[0].name == profile.measured.fc_from
+    return _part(profile, first_layers, "conv" if known else None), _part(profile, second_layers, "fc" if known else None)
 
 
 def worker_profile(topology: Topology) -> Profile:
@@ -55,9 +57,14 @@ def _loaded(topology: Topology) -> Profile:
     return Profile.load(topology.compute.profile)
 
 
-def _part(profile: Profile, layers: tuple[Layer, ...]) -> Profile:
+def _part(profile: Profile, layers: tuple[Layer, ...], phase: Literal["conv", "fc"] | None) -> Profile:
+    """``phase``: the one that these layers are, where the profile has measured how its time grows with the samples."""
     numel = sum(layer.numel for layer in layers)
-    return replace(profile, layers=layers, update_s=profile.update_s * numel / profile.numel)
+    measured = profile.measured
+    if measured is not None and phase is not None:
+        sizes = (replace(size, fc_s=0.0) if phase == "conv" else replace(size, conv_s=0.0) for size in measured.sizes)
+        measured = replace(measured, sizes=tuple(sizes))
+    return replace(profile, layers=layers, update_s=profile.update_s * numel / profile.numel, measured=measured)
 
 
 def _kind(layer: Layer) -> StepKind:

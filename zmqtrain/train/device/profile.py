@@ -119,7 +119,7 @@ class Profile:
         """Forward and backward of a step, as the profile says it."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
-    def scaled(self, samples: int) -> float:
+    def scaled(self, samples: float) -> float:
         """By what times are multiplied for a step of so many samples."""
         if not self.batch_size:
             return 1.0

@@ -1,0 +1,279 @@
+"""``zmqtrain bench efficiency``: predicted step times beside measured ones, by the number of groups; and what a processor reaches.
+
+The paper's figure by whole simulated runs with a merged FC server; uneven hosts with even and with measured parts; the convolutions
+of a small network beside this processor's products of matrices; and all numbers of groups of workers in real processes, which take
+the times of networks that were measured here just before, on an emulated network in slow motion.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from zmqtrain.cli.bench.models import cifarnet, lenet
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
+from zmqtrain.plan.group_step import AS_IT_IS, variants
+from zmqtrain.plan.setup import source_of
+from zmqtrain.simulate.run import Options, simulate
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.schema import Topology
+
+Case: TypeAlias = dict[str, Any]
+
+WORKERS = (2, 4, 8)
+STEPS = 30
+DILATION = 16.0
+SHAPES = {"LeNet": (lenet, (1, 28, 28)), "CIFARNet": (cifarnet, (3, 32, 32))}
+#: Samples of which the share of the peak is told.
+SAMPLES = 64
+
+#: Workers and the server on hosts of their own. Times vary as little as a processor's do.
+_GROUPS = """
+[job]
+name = "efficiency"
+steps = {steps}
+[[hosts]]
+name = "node[1-{workers}]"
+slots = 1
+[[hosts]]
+name = "server"
+slots = 1
+[compute]
+groups = {groups}
+group_size = {size}
+batch_size = 128
+device = "modelled"
+profile = "{profile}"
+bucket_size = "512 KiB"
+noise = {{ kind = "normal", spread = 0.05 }}
+[exchange]
+kind = "model_server"
+merged_fc = {merged}
+[network]
+bandwidth = "1 Gbit/s"
+latency = "200 us"
+dilation = {dilation}
+[plan]
+pricing = "paper"
+"""
+
+#: The paper's (section 5.1.1, figure 20): t_conv(32) = 5.7 t_fc by the network, and enough arithmetic to keep 4 groups of 8 busy.
+MACHINES, BATCH, FC_S = 32, 64, 0.1
+PAPER = Paper(machines=MACHINES, conv_compute_s=20 * FC_S, conv_network_s=5.7 / 32 * FC_S, fc_s=FC_S)
+_FIGURE = """
+[job]
+name = "figure"
+steps = {steps}
+[[hosts]]
+name = "node[1-32]"
+slots = 1
+[[hosts]]
+name = "server"
+slots = 2
+[compute]
+groups = {groups}
+group_size = {size}
+batch_size = 64
+device = "modelled"
+profile = "{profile}"
+[exchange]
+kind = "model_server"
+merged_fc = true
+[network]
+bandwidth = "100 Gbit/s"
+latency = "1 us"
+[simulation]
+payload = "phantom"
+"""
+
+_UNEVEN = """
+[job]
+name = "uneven"
+steps = 40
+[[hosts]]
+name = "quick"
+slots = 1
+[[hosts]]
+name = "slow"
+slots = 1
+[compute]
+group_size = 2
+batch_size = 64
+device = "modelled"
+profile = "googlenet"
+parts = "{parts}"
+[exchange]
+kind = "allreduce"
+[network]
+bandwidth = "2 Gbit/s"
+latency = "50 us"
+hosts = [{{ name = "slow", slowdown = 2.0 }}]
+"""
+
+
+def bench_efficiency(
+    *, workers: Sequence[int] = WORKERS, steps: int = STEPS, dilation: float = DILATION, networks: Sequence[str] = tuple(SHAPES)
+) -> Iterator[Case]:
+    """A case for each number of groups, and for the others. The ratio is measured by predicted, or as the case says."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        yield from _figure(folder)
+        yield _uneven(folder)
+        for network in networks:
+            profile = folder / f"{network}.json"
+            yield from _measured(network, profile)
+            for merged in (False, True):
+                yield from _all_groups(network, profile, merged, workers, steps, dilation)
+
+
+def _figure(folder: Path) -> Iterator[Case]:
+    """Simulated runs with a merged FC server, whose times are the paper's."""
+    profile = folder / "figure.json"
+    profile.write_text(json.dumps(paper_profile()), encoding="utf-8")
+    for groups in divisors(MACHINES):
+        text = _FIGURE.format(steps=max(8, 2 * groups), groups=groups, size=MACHINES // groups, profile=profile)
+        seconds = simulated_s(parse_topology(text))
+        predicted_s = efficiency(PAPER.step(groups)).seconds
+        yield _case(f"the paper's figure, {groups} group(s), in t_fc", seconds / FC_S, "", predicted_s / FC_S)
+
+
+def paper_profile() -> dict[str, Any]:
+    """A profile whose t_conv(k) and t_fc are those of `PAPER`, for groups of 1, 2, 4, ... workers."""
+    sizes = [
+        {"samples": BATCH // size, "conv_s": PAPER.conv_s(size), "fc_s": FC_S * BATCH // size / BATCH}
+        for size in reversed(divisors(MACHINES))
+    ]
+    conv = {"name": "conv", "numel": 1000, "flops_forward": 10**6, "activation_numel": 16, "phase": "conv"}
+    fc = {"name": "fc", "numel": 1000, "flops_forward": 2000, "phase": "fc", "kind": "linear"}
+    whole_s = PAPER.conv_s(1)
+    return {
+        "layers": [
+            {**conv, "forward_s": whole_s / 3, "backward_s": 2 * whole_s / 3},
+            {**fc, "forward_s": FC_S / 3, "backward_s": 2 * FC_S / 3},
+        ],
+        "batch_size": BATCH,
+        "measured": {"fc_from": "fc", "sizes": sizes},
+    }
+
+
+def simulated_s(topology: Topology) -> float:
+    """Seconds of an update in the middle of a simulated run."""
+    ends: list[float] = []
+    options = Options(on_report=lambda _, batch: ends.extend(each["time"] for each in batch if each.get("kind") == "step"))
+    ending = simulate(topology, options=options).ending
+    if ending.status != "done":
+        raise ZmqTrainError(f"the simulated run ended so: {ending.error}")
+    return _update_s(ends, topology.compute.group_size)
+
+
+def _update_s(ends: list[float], size: int) -> float:
+    """In the second and third quarter of a run, from when each worker's steps ended."""
+    ends.sort()
+    first, last = ends[len(ends) // 4], ends[3 * len(ends) // 4]
+    return (last - first) * size / sum(first < each <= last for each in ends)
+
+
+def _uneven(folder: Path) -> Case:
+    """Throughput, measured parts by even ones."""
+    rates = {}
+    for parts in ("even", "measured"):
+        ends = _launched(_UNEVEN.format(parts=parts), folder / f"uneven-{parts}")
+        rates[parts] = 64 / _update_s(ends, 2)
+    case = _case("two hosts, one half as fast: measured parts", rates["measured"], "samples/s", rates["even"])
+    return {**case, "peer": "even parts"}
+
+
+def _measured(network: str, profile: Path) -> Iterator[Case]:
+    """Profile a network here, with one thread: how its convolutions compare with products of matrices."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from zmqtrain.plan.measure.model import ModelBench
+    from zmqtrain.plan.measure.profile import Asked, profile_task
+    from zmqtrain.train.device.memory_kept import keep_memory
+    from zmqtrain.train.task import Task
+
+    keep_memory()
+    model, shape = SHAPES[network]
+    seeded = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(512, *shape, generator=seeded), torch.randint(0, 10, (512,), generator=seeded))
+    task = Task(
+        model=model,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train_data=data,
+    )
+    asked = Asked(batches=(16, 32, 64, 128), batch=SAMPLES, threads=1)
+    found = profile_task(ModelBench(task, torch.device("cpu"), channels_last=True), asked, name=network)
+    profile.write_text(json.dumps(found.to_values()), encoding="utf-8")
+    measured = found.known()
+    rate = measured.conv_share * measured.peak_flops
+    case = _case(f"{network}'s convolutions, forward and backward, one thread", rate / 1e9, "GFLOP/s", measured.sgemm_flops / 1e9)
+    yield {**case, "peer": "torch.mm"}
+    yield {**case, "peer": "the fastest product", "peer_value": measured.peak_flops / 1e9, "ratio": measured.conv_share}
+
+
+def _all_groups(network: str, profile: Path, merged: bool, workers: Sequence[int], steps: int, dilation: float) -> Iterator[Case]:
+    way = "merged FC server" if merged else "model server"
+    errors = []
+    for number in workers:
+        for groups in divisors(number):
+            values = {"steps": steps, "workers": number, "groups": groups, "size": number // groups, "profile": profile}
+            text = _GROUPS.format(**values, merged=str(merged).lower(), dilation=dilation)
+            predicted = predicted_of(parse_topology(text))
+            measured_s = _update_s(_launched(text, folder_of(profile, number, groups, merged)), number // groups)
+            errors.append(abs(predicted.seconds / measured_s - 1))
+            case = f"{network}, {way}, {number} workers in {groups} group(s): an update, {predicted.bottleneck}"
+            yield _case(case, measured_s * 1e3, "ms", predicted.seconds * 1e3)
+    case = f"{network}, {way}: mean error of the predictions (worst: {max(errors):.1%})"
+    yield {**_case(case, 100 * sum(errors) / len(errors), "%", 0.0), "peer": None}
+
+
+def predicted_of(topology: Topology) -> Efficiency:
+    """What `zmqtrain plan` says of the file's own number of groups."""
+    model = variants(topology, source_of(topology).layers)[AS_IT_IS]
+    return efficiency(model.step(topology.compute.groups))
+
+
+def folder_of(profile: Path, workers: int, groups: int, merged: bool) -> Path:
+    return profile.with_name(f"{profile.stem}-{workers}-{groups}-{merged}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    file: Path
+    run: Path
+
+
+def _launched(text: str, folder: Path) -> list[float]:
+    """When each worker's steps ended, in an emulated launch."""
+    folder.mkdir()
+    job = _Job(folder / "job.toml", folder / "run")
+    job.file.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "zmqtrain", "launch", str(job.file), "--emulate", "--run-dir", str(job.run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ZmqTrainError(f"zmqtrain launch failed: {done.stderr.strip()[-500:]}")
+    events = map(json.loads, (job.run / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    return [float(event["time"]) for event in events if event["kind"] == "step"]
+
+
+def _case(case: str, value: float, unit: str, peer_value: float) -> Case:
+    ratio = value / peer_value if peer_value else None
+    return {
+        "bench": "efficiency",
+        "case": case,
+        "value": value,
+        "unit": unit,
+        "peer": "predicted",
+        "peer_value": peer_value or None,
+        "ratio": ratio,
+    }

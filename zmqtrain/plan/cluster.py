@@ -1,0 +1,58 @@
+"""The cluster as it was measured: what `zmqtrain profile --links` has written into the job's profile about the file's hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zmqtrain.errors import UsageError
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.measured import Measured
+from zmqtrain.train.device.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """The slowest way between any two hosts: whoever waits for each other waits for that."""
+
+    bandwidth: float
+    """bit/s"""
+    latency_s: float
+    """Of a small message, one way, with what endpoints do."""
+
+
+def measured_link(topology: Topology) -> MeasuredLink | None:
+    """Between the file's hosts; none where the profile does not have all of them."""
+    names = {host.name for host in topology.hosts}
+    links = [each for each in _measured(topology).links if each.source in names and each.target in names]
+    if len(names) < 2 or {each.source for each in links} != names:
+        return None
+    return MeasuredLink(min(each.bandwidth for each in links), max(each.latency_s for each in links))
+
+
+def worker_speeds(topology: Topology, placement: Placement) -> dict[str, float]:
+    """How fast a worker on each host computes, beside the processor whose times the profile has.
+
+    By the hosts' measured speed in products of matrices, where all were measured; of modelled devices also by what
+    ``[network] hosts`` says.
+    """
+    measured = _measured(topology)
+    flops = {each.name: each.flops for each in measured.hosts}
+    known = measured.peak_flops > 0 and all(host.name in flops for host in topology.hosts)
+    slowed = topology.network.slowdowns() if topology.compute.device == "modelled" else {}
+    found = {}
+    for host in topology.hosts:
+        threads = max((role.threads for role in placement.of_host(host.name) if role.kind == "worker"), default=1)
+        speed = flops[host.name] * min(1.0, threads / host.slots) / measured.peak_flops if known else 1.0
+        found[host.name] = speed / slowed.get(host.name, 1.0)
+    return found
+
+
+def _measured(topology: Topology) -> Measured:
+    name = topology.compute.profile
+    if name is None:
+        return Measured()
+    try:
+        return Profile.load(name).known()
+    except UsageError:
+        return Measured()  # whoever needs the layers' times says what is wrong with it

@@ -1,0 +1,185 @@
+"""Groups that get in each other's way: an update's time where several send to the same servers, round by round.
+
+The law of `zmqtrain.plan.efficiency` says what limits in the end. Groups that begin together also send together, for as long as
+their times are alike: all push while nobody reads, and a card that carries both ways is used one way at a time. So a few rounds are
+gone through, with cards whose bandwidth is shared evenly by those who use them, and servers that take one after another. A bucket's
+way is that of `zmqtrain.plan.overlapped`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from zmqtrain.plan.overlapped import BucketWay, LayerLoad
+from zmqtrain.plan.queues import Begin, Card, Line, Queues
+
+#: Rounds of all groups, and the share of them until everything has found its place.
+ROUNDS, SETTLING = 40, 0.3
+#: Fewer rounds where there is more to go through, so that a plan takes seconds.
+EVENTS, FEWEST_ROUNDS = 20_000, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all groups use together."""
+
+    card_byte_s: float = 0.0
+    """Seconds of a byte of a group's parameters on the servers' busiest card, each way."""
+    fc_card_byte_s: float = 0.0
+    """Seconds of a byte of its activations on the FC server's card, each way."""
+    one_card: bool = True
+    """Whether both are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fc:
+    """A merged FC server, between a group's forward and its backward."""
+
+    seconds: float
+    nbytes: float
+    """Of activations, and as many of their gradients."""
+    own_byte_s: float
+    """Seconds of a byte where nobody else is in the way."""
+    latency_s: float = 0.0
+    """Of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A group's step."""
+
+    loads: Sequence[LayerLoad]
+    buckets: Sequence[Sequence[int]]
+    way: BucketWay
+    fc: Fc | None = None
+    overlap: bool = True
+
+    def sizes(self) -> list[float]:
+        """Bytes of each bucket."""
+        return [sum(self.loads[layer].nbytes for layer in layers) for layers in self.buckets]
+
+    def pieces(self, nbytes: float) -> int:
+        """In how many a bucket goes to the servers and back."""
+        return max(1, ceil(nbytes / self.way.piece_bytes))
+
+
+#: By what the arithmetic of a group's next step is multiplied.
+Factor = Callable[[random.Random], float]
+
+
+def update_s(works: Sequence[Work], shared: Shared, factor: Factor) -> float:
+    """Seconds between updates, of groups with these steps."""
+    events = sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
+    rounds = max(FEWEST_ROUNDS, min(ROUNDS, EVENTS // max(1, events)))
+    cluster = _Cluster(shared)
+    groups = [_Group(cluster, work, random.Random(f"contention/{number}"), factor) for number, work in enumerate(works)]
+    for group in groups:
+        cluster.queues.start(group.live(rounds))
+    cluster.queues.run()
+    over = min(group.ends[-1] for group in groups)  # the first group is through: from then on there are fewer
+    rate = sum(_rate([end for end in group.ends if end <= over], over) for group in groups)
+    return 1 / rate if rate else 0.0
+
+
+def _rate(ends: Sequence[float], over: float) -> float:
+    """Steps a second, by when they ended."""
+    first = int(SETTLING * len(ends))
+    if len(ends) - first < 2 or ends[-1] <= ends[first]:
+        return len(ends) / over if over else 0.0
+    return (len(ends) - 1 - first) / (ends[-1] - ends[first])
+
+
+class _Cluster:
+    def __init__(self, shared: Shared) -> None:
+        self.shared, self.queues = shared, Queues()
+        self.into, self.out = Card(self.queues), Card(self.queues)
+        self.fc_into, self.fc_out = (self.into, self.out) if shared.one_card else (Card(self.queues), Card(self.queues))
+        self.updates, self.fc = Line(self.queues), Line(self.queues)
+
+
+class _Group:
+    def __init__(self, cluster: _Cluster, work: Work, chance: random.Random, factor: Factor) -> None:
+        self._cluster, self._work, self._chance, self._factor = cluster, work, chance, factor
+        self._queues = cluster.queues
+        self._sizes = work.sizes()
+        self._there = [True] * len(work.buckets)
+        self._awaited: tuple[int, Callable[[], None]] | None = None
+        self._ring, self._push, self._read = (Line(self._queues) for _ in range(3))
+        self.ends: list[float] = []
+
+    def live(self, rounds: int) -> Generator[Begin, None, None]:
+        """Step after step."""
+        work, queues = self._work, self._queues
+        bucket_of = {layer: number for number, layers in enumerate(work.buckets) for layer in layers}
+        completes = {min(layers): number for number, layers in enumerate(work.buckets)}
+        for _ in range(rounds):
+            factor, seconds = self._factor(self._chance), 0.0
+            for number in range(len(work.buckets)) if not work.overlap else ():
+                yield self._until_there(number)
+            for index, load in enumerate(work.loads):
+                if index in bucket_of and not self._there[bucket_of[index]]:
+                    yield queues.sleep(seconds)
+                    seconds = 0.0
+                    yield self._until_there(bucket_of[index])
+                seconds += load.forward_s * factor
+            yield queues.sleep(seconds)
+            if work.fc is not None:
+                yield from self._fully_connected(work.fc)
+            seconds, ready = 0.0, []
+            for index in reversed(range(len(work.loads))):
+                seconds += work.loads[index].backward_s * factor
+                if index in completes:
+                    ready.append(completes[index])
+                    if work.overlap:
+                        yield queues.sleep(seconds)
+                        seconds = 0.0
+                        queues.start(self._exchange(ready.pop()))
+                        self._there[completes[index]] = False
+            yield queues.sleep(seconds)
+            for number in ready:
+                self._there[number] = False
+                queues.start(self._exchange(number))
+            self.ends.append(queues.now)
+
+    def _until_there(self, number: int) -> Begin:
+        def begin(go_on: Callable[[], None]) -> None:
+            if self._there[number]:
+                go_on()
+            else:
+                self._awaited = number, go_on
+
+        return begin
+
+    def _fully_connected(self, fc: Fc) -> Generator[Begin, None, None]:
+        cluster = self._cluster
+        yield cluster.fc_into.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
+        yield self._queues.sleep(fc.latency_s)
+        yield from cluster.fc.taken(0, self._queues.sleep(fc.seconds))
+        yield cluster.fc_out.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
+        yield self._queues.sleep(fc.latency_s)
+
+    def _exchange(self, number: int) -> Generator[Begin, None, None]:
+        """A bucket's way. Of several that wait, the one goes first that the next forward needs first: the last in order."""
+        way, size, queues = self._work.way, self._sizes[number], self._queues
+        if way.ring_byte_s:
+            yield from self._ring.taken(-number, queues.sleep(size * way.ring_byte_s))
+        pieces = self._work.pieces(size)
+        yield queues.together([self._piece(number, size / pieces) for _ in range(pieces)])
+        if way.ring_byte_s:
+            yield from self._ring.taken(-number, queues.sleep(size * way.ring_byte_s))
+        yield queues.sleep(way.latency_s)
+        self._there[number] = True
+        if self._awaited is not None and self._awaited[0] == number:
+            _, go_on = self._awaited
+            self._awaited = None
+            go_on()
+
+    def _piece(self, number: int, nbytes: float) -> Generator[Begin, None, None]:
+        way, cluster, byte_s = self._work.way, self._cluster, self._cluster.shared.card_byte_s
+        yield from self._push.taken(-number, cluster.into.carry(nbytes, way.push_byte_s, byte_s))
+        if way.update_byte_s:
+            yield from cluster.updates.taken(0, self._queues.sleep(nbytes * way.update_byte_s))
+        yield from self._read.taken(-number, cluster.out.carry(nbytes, way.read_byte_s, byte_s))
