@@ -13,13 +13,14 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import KINDS, Emulation
+from zmqtrain.launcher.engine import Engine, GatheringEngine, make_engine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import Dilation, run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import place
+from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
 
 
@@ -36,10 +37,12 @@ def run_launch(
     shaping: str | None = None,
     dilation: float | None = None,
     detach: bool = False,
+    engine: Engine | None = None,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
+    ``engine``: what starts the agents, where that is not for the file to say.
     ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
     Raises `UsageError` (and its children) before anything is started.
     """
@@ -54,7 +57,10 @@ def run_launch(
     if script and (topology.compute.grid == "auto" or topology.divided):
         raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
-    placement = place(topology)
+    if engine is None and not emulate:
+        engine = make_engine(topology.engine.kind)
+    gathers = isinstance(engine, GatheringEngine)
+    placement = place_before(topology) if gathers else place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
     resume_from = _resume(resume, topology.job.name) if resume is not None else None
@@ -73,7 +79,7 @@ def run_launch(
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
         view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation)
+        launch = Launch(description, directory, view, emulation=emulation, engine=engine)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     if not detach:

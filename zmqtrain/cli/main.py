@@ -293,12 +293,29 @@ def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="O
     raise typer.Exit(run_logs(run, role))
 
 
-@app.command()
-def agent() -> None:
-    """Start and watch the roles of one host. Engines call this; everything comes from the environment."""
-    from zmqtrain.launcher.agent import main as agent_main
+@app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def agent(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The topology file, where all nodes run this command: the first one launches it."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="As for launch.")] = None,
+    resume: Annotated[str | None, typer.Option(help="As for launch.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="As for launch.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="As for launch.")] = None,
+) -> None:
+    """Take part in a run as one of its hosts. Where the launcher is, and which host this is, stands in the environment.
 
-    raise typer.Exit(agent_main())
+    It knows the variables of Slurm, Kubeflow, SkyPilot, Kubernetes JobSets and torch.distributed; ZMQTRAIN_COORDINATOR (HOST:PORT),
+    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES go before them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has the run's
+    secret.
+    With FILE, and perhaps a script and its arguments, the node with the number 0 is the launcher, too.
+    """
+    from zmqtrain.cli.agent import run_agent_command
+
+    code = run_agent_command(file, context.args, data=data, resume=resume, run_dir=run_dir, settings=settings or ())
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -169,6 +169,14 @@ def place(topology: Topology) -> Placement:
     )
 
 
+def place_before(topology: Topology) -> Placement:
+    """The same groups and roles on hosts of which is not known yet how much may compute there: not where they will be, but which
+    there are."""
+    hosts = tuple(host.model_copy(update={"slots": max(1, host.slots)}) for host in topology.hosts)
+    job = topology.job.model_copy(update={"oversubscribe": True})
+    return place(topology.model_copy(update={"hosts": hosts, "job": job}))
+
+
 def _hosts_of_workers(topology: Topology) -> list[str]:
     """The host of each rank."""
     workers, size = topology.compute.workers, topology.compute.group_size

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from zmqtrain.topology.section import MOST, ByteSize, Section, later
+from zmqtrain.topology.section import MOST, ByteSize, Section, Timeout, is_plain
 
 
 def _momentum(value: Any) -> Any:
@@ -73,15 +73,34 @@ class Data(Section):
     )
 
 
-_LOCAL = 'use "local", which starts everything on this machine, or "ssh"'
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if not is_plain(value):
+            raise ValueError(f"holds {name}, which is no text, number, boolean, array or table of such")
+    return values
+
+
+#: Engines whose hosts are known when the run begins only: they come by themselves, or somebody gives them.
+GATHERING = ("environment", "kubernetes", "ray")
 
 
 class EngineSection(Section):
     """What starts the agents."""
 
-    kind: Annotated[Literal["local", "ssh"], later({"slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+    kind: str = Field(
         default="local",
-        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to.",
+        pattern=r"^[a-z][a-z0-9_.-]{0,63}$",
+        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to. "
+        "environment: a scheduler starts `zmqtrain agent` on them, which come by themselves; kubernetes: so do its pods. ray: Ray "
+        "gives the machines. Any other: the engine of that name that a package brings ([engines.md](engines.md)).",
+    )
+    options: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
+        default_factory=dict, description="Settings of an engine that a package brings, and those of ray: see there."
+    )
+    wait: Timeout = Field(
+        default=600.0,
+        description="environment, kubernetes, ray: how long the launcher waits until all hosts are there, which may have to be "
+        "bought, or their images fetched. Agents wait for the launcher as long as ZMQTRAIN_WAIT says, in seconds.",
     )
     client: Literal["auto", "asyncssh", "system"] = Field(
         default="auto",
@@ -97,9 +116,14 @@ class EngineSection(Section):
     address: str | None = Field(
         default=None,
         pattern=r"^\S{1,255}$",
-        description="ssh: IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
+        description="IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
         "reaches each of them.",
     )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the hosts become known when the run begins only."""
+        return self.kind in GATHERING
 
 
 class Observe(Section):
