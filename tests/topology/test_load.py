@@ -202,7 +202,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[exchange]\nshards = 2\n", "exchange.shards", 3, 'set kind = "model_server"'),
         ("[job]\n[exchange]\nkind = 'gossip'\nevery = 2\n", "exchange.every", 4, "every is for averaging and allreduce"),
         ("[job]\n[exchange]\ncompression_ratio = 0.1\n", "exchange.compression_ratio", 3, "for topk"),
-        ("[job]\n[engine]\nkind = 'no name'\n", "engine.kind", 3, "pattern"),
+        ("[job]\n[engine]\nkind = 'no name'\n", "engine.kind", 3, "must have no blanks"),
         ("[job]\n[engine]\noptions = { day = 2026-01-01 }\n", "engine.options", 3, "no text, number"),
         ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, "needs machines"),
         ("[job]\n[exchange]\nmerged_fc = true\nfc_servers = 2\n", "exchange.fc_servers", 4, "not in this release"),
