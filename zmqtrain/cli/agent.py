@@ -74,5 +74,5 @@ def _launch(
         resume=resume,
         run_dir=run_dir,
         settings=['engine.kind="environment"', *port, *settings],
-        engine=EnvironmentEngine(here=True),
+        own_engine=EnvironmentEngine(here=True),
     )

@@ -22,6 +22,7 @@ from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint import find_checkpoints
 
 
 def run_launch(
@@ -37,13 +38,15 @@ def run_launch(
     shaping: str | None = None,
     dilation: float | None = None,
     detach: bool = False,
-    engine: Engine | None = None,
+    go_on: bool = False,
+    own_engine: Engine | None = None,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
-    ``engine``: what starts the agents, where that is not for the file to say.
     ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
+    ``go_on``: where there is a run in ``run_dir`` already, it is the one to go on with.
+    ``own_engine``: what starts the agents, where that is not for the file to say.
     Raises `UsageError` (and its children) before anything is started.
     """
     topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
@@ -57,14 +60,20 @@ def run_launch(
     if script and (topology.compute.grid == "auto" or topology.divided):
         raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
-    if engine is None and not emulate:
-        engine = make_engine(topology.engine.kind)
-    gathers = isinstance(engine, GatheringEngine)
-    placement = place_before(topology) if gathers else place(topology)
+    if own_engine is None and not emulate:
+        own_engine = make_engine(topology.engine.kind)
+    placement = place_before(topology) if isinstance(own_engine, GatheringEngine) else place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
-    resume_from = _resume(resume, topology.job.name) if resume is not None else None
-    directory = RunDirectory.create(topology.job.name, exact=run_dir)
+    if go_on and run_dir is None:
+        raise UsageError("--continue goes on with the run in a directory: name it with --run-dir")
+    begun = run_dir if go_on and run_dir is not None and (run_dir / "topology.toml").exists() else None
+    if begun is not None and find_checkpoints(begun / "checkpoints"):
+        resume_from: Path | None = begun
+    else:
+        resume_from = _resume(resume, topology.job.name) if resume is not None else None
+    directory = RunDirectory.create(topology.job.name, exact=run_dir) if begun is None else RunDirectory.go_on(begun)
+    events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
     description = RunDescription(
         topology,
@@ -79,7 +88,7 @@ def run_launch(
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
         view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation, engine=engine)
+        launch = Launch(description, directory, view, emulation=emulation, engine=own_engine)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     if not detach:
@@ -87,7 +96,7 @@ def run_launch(
     code = run_detached(
         directory.path,
         go,
-        is_running=lambda: _has_joined(directory.path),
+        is_running=lambda: _has_joined(directory.path, events_before),
         out=sys.stderr if json_lines else sys.stdout,  # JSON alone, for machines
     )
     if code is not None:
@@ -99,9 +108,11 @@ def run_launch(
     return 0
 
 
-def _has_joined(path: Path) -> bool:
-    """Whether all roles have joined. Their joining comes first in the file, so it is short while one asks."""
+def _has_joined(path: Path, before: int) -> bool:
+    """Whether all roles have joined. Their joining comes first in the file, beyond what was there ``before``, so it is short while
+    one asks."""
     with (path / "events.jsonl").open("rb") as events:
+        events.seek(before)
         return any(b'"running"' in line for line in events)
 
 

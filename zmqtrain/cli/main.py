@@ -46,6 +46,10 @@ def launch(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the run is under way; zmqtrain attach, stop and logs find it.")
     ] = False,
+    go_on: Annotated[
+        bool,
+        typer.Option("--continue", help="Go on with the run in --run-dir from its newest checkpoint, if it was begun."),
+    ] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -66,6 +70,7 @@ def launch(
         shaping=shaping,
         dilation=dilation,
         detach=detach,
+        go_on=go_on,
     )
     raise typer.Exit(code)
 

@@ -17,6 +17,7 @@ import torch._dynamo  # over a second, which every role's first optimizer would 
 
 from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.preempted import wanted_on_sigterm
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
@@ -64,7 +65,8 @@ async def _run_role(environment: RoleEnvironment) -> None:
 async def _stoppable(role: Coroutine[Any, Any, None]) -> None:
     """Run the role until it returns, or is cancelled by SIGTERM."""
     task = asyncio.ensure_future(role)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    if not wanted_on_sigterm():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await task
 
 

@@ -26,6 +26,7 @@ import msgpack
 
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.preempted import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
@@ -219,8 +220,9 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
     """The forked child: never returns."""
     code = 70
     try:
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not wanted_on_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops all in good order
         die_with_parent(int(os.environ["ZMQTRAIN_FORKSERVER_PID"]))
         os.dup2(output, 1)
@@ -255,6 +257,7 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heed_no_preemption()
     os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
     # The current folder stays importable in children (tasks lie there), but must not shadow modules of this process.
     here = str(Path.cwd())

@@ -27,6 +27,7 @@ from zmqtrain.launcher.engine import (
     engine_faults,
     make_engine,
 )
+from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -72,6 +73,7 @@ class Launch:
         self._token = secrets.token_hex(16)
         self._interrupts = 0
         self._coordinator: Coordinator | None = None
+        self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
 
     async def run(self) -> int:
@@ -150,11 +152,17 @@ class Launch:
                 resume=None if self._description.resume is None else Path(self._description.resume),
             )
             async with asyncio.TaskGroup() as group:
-                collecting = group.create_task(collector.run(), name="collect checkpoints")
+                background = [
+                    group.create_task(collector.run(), name="collect checkpoints"),
+                    group.create_task(
+                        self._preemption.run(endpoint, coordinator, self._description, self._record.note), name="preemption"
+                    ),
+                ]
                 handles = await self._start_agents(stack, engine, hosts, coordinators)
                 # Whatever is left of them is ended before the endpoint closes.
                 outcome = await self._watch(coordinator, handles)
-                collecting.cancel()
+                for task in background:
+                    task.cancel()
             return self._ending(outcome)
 
     async def _gather(self, engine: GatheringEngine) -> Gathered:
@@ -239,7 +247,9 @@ class Launch:
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt, signal.SIGUSR1: self._preemption.ask}
+        if wanted_on_sigterm(self._topology.engine.kind):
+            handlers[signal.SIGTERM] = self._preemption.ask
         if self._topology.engine.kind != "local":
             # The terminal is gone, or the connection that it was; the machines work on all the same.
             handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
@@ -264,7 +274,11 @@ class Launch:
     # The end ------------------------------------------------------------------------------------------------------------------
 
     def _ending(self, outcome: Outcome) -> Ending:
-        return Ending("interrupted", INTERRUPTED) if self._interrupts else ending_of(outcome)
+        if self._interrupts:
+            return Ending("interrupted", INTERRUPTED)
+        if outcome.status == "done" and self._record.stopped_at is not None:
+            return Ending("preempted", PREEMPTED)
+        return ending_of(outcome)
 
 
 def write_pid(directory: RunDirectory) -> None:
