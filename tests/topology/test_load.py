@@ -207,6 +207,8 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[engine]\nkind = 'ssh'\n", "engine.kind", 3, "needs machines"),
         ("[job]\n[exchange]\nmerged_fc = true\nfc_servers = 2\n", "exchange.fc_servers", 4, "not in this release"),
         ("[job]\n[exchange]\nmerged_fc = true\nkind = 'gossip'\n", "exchange.merged_fc", 3, 'set kind = "model_server"'),
+        ("[job]\n[compute]\ngroups = 2\npipeline = 2\n", "compute.pipeline", 4, "set merged_fc = true"),
+        ("[job]\n[compute]\ngroups = 3\npipeline = 2\n[exchange]\nmerged_fc = true\n", "compute.pipeline", 4, "2 by 2"),
         ("[job]\n[exchange]\nsplit = 'fc'\n", "exchange.split", 3, "split is for merged_fc"),
         ("[job]\n[exchange]\nmerged_fc = true\n[optimizer]\nclip_norm = 1.0\n", "optimizer.clip_norm", 5, "leave one of the two"),
         (

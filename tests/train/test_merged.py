@@ -110,6 +110,16 @@ async def test_several_parameter_groups_one_of_them_empty_on_either_side() -> No
     assert (whole(recipe) - expected).norm() <= 1e-12 * expected.norm()
 
 
+async def test_groups_that_share_slots_equal_one_process() -> None:
+    recipe = recipe_of()
+    topology = merged(4, 2, 6, compute={"pipeline": 2, "accumulate": 2}, job={"steps": 4})
+    result = await run(topology, recipe)
+    assert not result.errors, result.errors
+    expected = alone(recipe_of(), 4, 24)
+    assert (whole(recipe, "worker/7") - expected).norm() <= 1e-12 * expected.norm()
+    assert ("wait for the slot", "wait") in result.recorders["worker/3"].spans
+
+
 def staleness(result: Run) -> tuple[float, float]:
     """The mean staleness of the FC server, and of the model servers."""
     (fc,) = result.recorders["fc/0"].of("fc")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tune.landscape import Landscape, solve
-from zmqtrain.tune.search import GIVE_UP, Search
+from zmqtrain.tune.machine import GIVE_UP
+from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -197,12 +198,12 @@ def test_a_resumed_search_goes_on_as_the_one_before() -> None:
     while not isinstance(step := search.next(), Done):
         asked.append(step)
         search.result(step, land.run(step, 0.01))
-        search = Search.from_value(SPACE, json.loads(json.dumps(search.to_value())))
+        search = Search(SPACE).replay(json.loads(json.dumps(search.to_value())))
     assert step == done
     assert asked == [trial for trial, _ in whole.trials]
     assert not search.decisions()
     with pytest.raises(ValueError, match="of another space"):
-        Search.from_value(replace(SPACE, limit_s=1.0), whole.to_value())
+        Search(replace(SPACE, limit_s=1.0)).replay(whole.to_value())
 
 
 def test_only_the_trial_that_was_asked_for_is_heard() -> None:

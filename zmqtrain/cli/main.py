@@ -80,11 +80,16 @@ def check(
     file: File,
     json_lines: Json = False,
     data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
 ) -> None:
-    """Show what a launch of FILE would do, and what stands in its way."""
+    """Show what a launch of FILE would do, and what stands in its way.
+
+    Where hosts are other machines it looks at them, too: names, ports, bandwidth and round trips, clocks, versions, room, keys.
+    """
     from zmqtrain.cli.check import run_check
 
-    raise typer.Exit(run_check(file, json_lines, data=data))
+    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate))
 
 
 @app.command()
@@ -167,6 +172,40 @@ def plan(
 
 
 @app.command()
+def tune(
+    file: File,
+    json_lines: Json = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Trials on virtual time, as by zmqtrain simulate.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network between them like FILE's [network].")
+    ] = False,
+    shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced or auto.")] = None,
+    dilation: Annotated[float | None, typer.Option(help="With --emulate: run so many times as slowly.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="omnivore (default), default, sync, async or bayesian. May be repeated: all in one table, or all."),
+    ] = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Train to the target with every number of groups: the trade-off, instead of a search.")
+    ] = False,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the search in this folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The folder; default: the next runs/NAME-tune-NNN.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Find the number of compute groups, momentum and learning rate that reach the target soonest, and train with them.
+
+    Omnivore's automatic optimizer: trials from one checkpoint, at most a tenth of the time. See docs/tuning.md.
+    """
+    from zmqtrain.cli.tune import How, names_of, run_tune
+
+    how = How(simulate, emulate, shaping, dilation, names_of(strategy or ()), curves, resume)
+    raise typer.Exit(run_tune(file, how, json_lines=json_lines, data=data, run_dir=run_dir, settings=settings or ()))
+
+
+@app.command()
 def profile(
     target: Annotated[str, typer.Argument(metavar="TASK_OR_FILE", help="A task like file.py:task, or a topology file with one.")],
     out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON: what compute.profile takes.")] = None,
@@ -223,7 +262,7 @@ def schema() -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or parallel.")
+        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged or parallel.")
     ],
     json_lines: Json = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,

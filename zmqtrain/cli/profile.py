@@ -133,7 +133,9 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
         raise UsageError("--links measures between the hosts of a topology file: give one instead of a task")
     emulation = _emulation(topology, shaping) if emulate else None
     profile = Profile.load(out) if out is not None and out.is_file() else None
-    work = measure_links(topology, emulation, token=secrets.token_hex(16))
+    work = measure_links(
+        topology, emulation, token=secrets.token_hex(16), say=lambda text: print(text, file=sys.stderr, flush=True)
+    )
     found = run(work, dilation=None if emulation is None else emulation.dilation)
     if profile is not None and out is not None:
         measured = profile.known()

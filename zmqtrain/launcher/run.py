@@ -72,9 +72,17 @@ class Launch:
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
         self._interrupts = 0
+        self._stopped = False  # by `halt`
         self._coordinator: Coordinator | None = None
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
+
+    def halt(self, reason: str) -> None:
+        """Stop the run in good order; it has not failed. On the loop's thread, while `run` is going on."""
+        self._stopped = True
+        self._record.quiet = True
+        if self._coordinator is not None:
+            self._coordinator.halt({"kind": "interrupted", "message": reason})
 
     async def run(self) -> int:
         """Start everything, wait until it has ended, and write the run directory. Returns the exit code."""
@@ -104,7 +112,8 @@ class Launch:
                 gathered = await self._gather(engine)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
             identity = Identity.coordinator(self._token) if encrypted else None
-            settings = net_settings(self._ladder, self._token, port=self._topology.job.port, identity=identity)
+            job = self._topology.job
+            settings = net_settings(self._ladder, self._token, port=job.port, ports=job.port_range, identity=identity)
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
@@ -199,8 +208,9 @@ class Launch:
         remote, kind = isinstance(engine, RemoteEngine), self._topology.engine.kind
 
         async def start(host: Host) -> None:
+            job, coordinator = self._topology.job, coordinators[host.name]
             environment = RoleEnvironment(
-                f"agent/{host.name}", coordinators[host.name], self._token, timeout_s=self._topology.job.timeout_s
+                f"agent/{host.name}", coordinator, self._token, timeout_s=job.timeout_s, ports=job.port_range
             )
             if remote:
                 environment = replace(environment, host=host.address, bind=host.listens_at)
@@ -278,7 +288,8 @@ class Launch:
             return Ending("interrupted", INTERRUPTED)
         if outcome.status == "done" and self._record.stopped_at is not None:
             return Ending("preempted", PREEMPTED)
-        return ending_of(outcome)
+        ending = ending_of(outcome)
+        return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 
 def write_pid(directory: RunDirectory) -> None:

@@ -21,6 +21,7 @@ from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.phases import Phase
 
 #: Operations a second of the nominal device, about one core's.
 NOMINAL_FLOPS = 20e9
@@ -78,9 +79,11 @@ class SimulatedTorch:
         model."""
         modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
         sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        times = _nominal(sizes) if self._profile is None else _of_profile(self._profile, sizes)
+        all_sizes = dict(model.sizes) if isinstance(model, Phase) else sizes  # a profile is of the whole model
+        times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
         layers = [_ChargedLayer(self, module, times[name]) for name, module in modules.items() if name in times]
-        update_s = 0.0 if self._profile is None else self._profile.update_s
+        share = sum(sizes.values()) / sum(all_sizes.values())
+        update_s = 0.0 if self._profile is None else self._profile.update_s * share
 
         def begins(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             self._begin(arguments, training=module.training)

@@ -67,6 +67,13 @@ class Compute(Section):
         le=2**31,
         description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
     )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Groups that share their slots and take turns there, with merged_fc: one computes while the FC server has "
+        "another's batch. The number of groups is a multiple of it.",
+    )
     parts: Annotated[
         Annotated[Literal["even", "measured"], Tag("word")]
         | Annotated[tuple[Annotated[float, Field(gt=0, le=1e9)], ...], Tag("weights")],

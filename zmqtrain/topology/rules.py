@@ -32,6 +32,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_hosts(entries, gathered=topology.engine.gathers),
         *_machines(topology, entries),
         *_batch(topology),
+        *_pipeline(topology),
         *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
@@ -155,6 +156,22 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
             ("compute", "batch_size"),
             ("compute", "group_size"),
             ("compute", "accumulate"),
+        )
+
+
+def _pipeline(topology: Topology) -> Iterator[BrokenRule]:
+    pipeline, path = topology.compute.pipeline, ("compute", "pipeline")
+    if pipeline > 1 and not topology.exchange.merged_fc:
+        yield rule(
+            "groups share slots only where an FC server computes for them: set merged_fc = true, or leave pipeline out",
+            path,
+            ("exchange", "merged_fc"),
+        )
+    if topology.compute.groups % pipeline:
+        yield rule(
+            f"{topology.compute.groups} groups cannot share slots {pipeline} by {pipeline}: make groups a multiple of it",
+            path,
+            ("compute", "groups"),
         )
 
 

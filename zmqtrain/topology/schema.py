@@ -18,11 +18,12 @@ from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
 from zmqtrain.topology.section import Section, _tuple
 from zmqtrain.topology.simulation import Fault, Simulation
+from zmqtrain.topology.tune import Tune
 from zmqtrain.topology.world import Data, EngineSection, Observe, Optimizer
 
 __all__ = [
     "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Fault", "Host", "Job", "LinkRule", "Network", "NetworkHost",
-    "Observe", "Optimizer", "PlanSection", "Rack", "Simulation", "Topology", "Until",
+    "Observe", "Optimizer", "PlanSection", "Rack", "Simulation", "Topology", "Tune", "Until",
 ]  # fmt: skip
 
 #: pydantic's error type under which `Topology` reports broken rules, all of them in ``ctx["rules"]``.
@@ -51,6 +52,7 @@ class Topology(Section):
         default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
+    tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much it may spend.")
     parallel: Parallel = Field(default_factory=Parallel, description="How the model is divided over the rows of `[compute] grid`.")
     plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 

@@ -35,10 +35,9 @@ class Optimizer(Section):
     )
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
-        description="auto: the task names the momentum that its optimizer is to have in all (SGD's `momentum`, Adam's first beta); "
-        "where groups meet at model servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g "
-        "groups), the optimizer's own is lowered so that the total stays there. task: as the task has it. A number: this, instead "
-        "of the task's.",
+        description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
+        "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own "
+        "is lowered by that. task: as the task has it. A number: this, instead of the task's.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 

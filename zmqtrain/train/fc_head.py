@@ -169,9 +169,23 @@ class TorchHead:
 
     def restore(self, tensors: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> None:
         """Put back what `state` gave, its model's tensors as ``state/NAME``. Raises `CheckpointError` for another model's."""
-        state, parameters = self._phase.state_dict(keep_vars=True), dict(self._phase.named_parameters())
+        self.begin_with(tensors)
+        parameters = dict(self._phase.named_parameters())
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "optimizer":
+                key, _, parameter = rest.partition("/")
+                owner = parameters[parameter]
+                kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
+                self._optimizer.state[owner][key] = kept
+        restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
+
+    def begin_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the phase with a model's tensors, as ``state/NAME``, and nothing else. Raises `CheckpointError` for another's."""
+        state = self._phase.state_dict(keep_vars=True)
         targets = {f"state/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        targets |= {f"buffer/{name}": buffer for name, buffer in self._phase.named_buffers() if name not in state}
+        lasting = {f"buffer/{name}": buffer for name, buffer in self._phase.named_buffers() if name not in state}
+        targets |= {name: buffer for name, buffer in lasting.items() if name in tensors}
         for name, target in targets.items():
             source = tensors.get(name)
             if source is None or source.shape != target.shape or source.dtype != target.dtype:
@@ -182,14 +196,6 @@ class TorchHead:
                 )
             with torch.no_grad():
                 target.copy_(source)
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, parameter = rest.partition("/")
-                owner = parameters[parameter]
-                kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
-                self._optimizer.state[owner][key] = kept
-        restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
 
 
 def _gradients(inputs: Sequence[Tensor], wanted: Sequence[bool], parts: Sequence[Part]) -> list[tuple[TensorPayload, ...]]:

@@ -15,6 +15,7 @@ from zmqtrain.server.fc_queue import FcQueue
 from zmqtrain.server.fc_server import FcServer, FcSettings, Head
 from zmqtrain.server.role import CoordinatorCheckpoints
 from zmqtrain.server.staleness import Policy
+from zmqtrain.train.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
@@ -41,8 +42,12 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
     else:
         device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
     try:
-        part = await fetch_part(context.endpoint, _part_name(context), timeout_s=context.ladder.barrier_s)
-        head = await device.run(lambda: _build(context, device, task, part))
+        timeout_s = context.ladder.barrier_s
+        part = await fetch_part(context.endpoint, _part_name(context), timeout_s=timeout_s)
+        weights = None
+        if part is None and context.topology.job.weights is not None:
+            weights = await fetch_part(context.endpoint, MODEL, timeout_s=timeout_s)
+        head = await device.run(lambda: _build(context, device, task, part, weights))
         await _serve(context, head, 0 if part is None else part.step)
     finally:
         await device.close(context.ladder.grace_s)
@@ -66,8 +71,8 @@ def _part_name(context: RoleContext) -> str:
     return f"fc-{context.role.index}"
 
 
-def _build(context: RoleContext, device: Device, task: Task | None, part: Part | None) -> TorchHead:
-    """In the compute thread."""
+def _build(context: RoleContext, device: Device, task: Task | None, part: Part | None, weights: Part | None) -> TorchHead:
+    """In the compute thread. ``part``: of a run that is resumed. ``weights``: the model's, where a new one begins."""
     from zmqtrain.train.fc_head import HeadSettings, TorchHead
     from zmqtrain.train.merged import BUILDING, build_phase
     from zmqtrain.train.random_state import seed_everything
@@ -98,5 +103,7 @@ def _build(context: RoleContext, device: Device, task: Task | None, part: Part |
     head = TorchHead(task, built.model, built.optimizer, device, settings)
     if part is not None:
         head.restore(tensors_of(part), part.sidecar)
+    elif weights is not None:
+        head.begin_with({f"state/{name}": tensor for name, tensor in tensors_of(weights).items()})
     context.recorder.event("built", seconds=device.clock() - started)
     return head

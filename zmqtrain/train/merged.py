@@ -24,6 +24,7 @@ from zmqtrain.train.merged_step import Hyperparameters
 from zmqtrain.train.metrics import Sums
 from zmqtrain.train.phases import Phase, PhaseName, split_model
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.slot import Slot
 from zmqtrain.train.task import Task, build_model, build_optimizer_of, user_code
 from zmqtrain.wire.payload import Value
 
@@ -72,7 +73,7 @@ def make_link(context: RoleContext, device: Device) -> FcLink | None:
     if not context.placement.fc_roles:
         return None
     client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
-    return FcLink(client, device, context.ladder.barrier_s)
+    return FcLink(client, device, context.ladder.barrier_s, Slot.of(context))
 
 
 def changes_of(optimizer: Optimizer) -> Hyperparameters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
@@ -33,13 +33,13 @@ class BehindWorker:
         make = {"phantom": PhantomPayload, "small": _small}.get(context.topology.simulation.payload or "real", _zeros)
         return cls(client, profile, make, context.topology.compute.batch_size)
 
-    async def __call__(self, step: int, samples: int) -> Waited:
+    async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
         clock = asyncio.get_running_loop().time
         start = clock()
         numel = samples * self._last.activation_numel
         activations, gradients = (self._make(numel, self._last.dtype) for _ in range(2))
         meta = ActivationsMeta(2, (True,), samples, divisor=float(self._divisor))
-        answer = await self.client.train(step, 0, meta, [activations, self._make(samples, "int64")], [gradients])
+        answer = await self.client.train(step, 0, meta, [activations, self._make(samples, "int64")], [gradients], sent)
         seconds = clock() - start
         return Waited(seconds, max(0.0, seconds - answer.compute_s))
 

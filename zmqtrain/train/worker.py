@@ -49,7 +49,7 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
         device = context.make_device(role)
     else:
         keep = context.topology.compute.keep_memory
-        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads, keep=keep)
+        device = make_device(role.device, local_rank=role.slot, threads=role.threads, keep=keep)
     try:
         return await TorchWork.build(context, device, members, task)
     except BaseException:

@@ -55,7 +55,7 @@ class Outcome:
     updates: int
     """That were made."""
     seconds: float
-    """They took, as the world counts; without starting up."""
+    """They took, as the world counts."""
     first: float
     """Loss at its begin."""
     loss: float
@@ -69,12 +69,20 @@ class Outcome:
     """Mean, measured."""
     momentum: float | None = None
     """In all, as fitted by the servers."""
+    whole_s: float = 0.0
+    """What the run took in all: starting, training, and until it had ended."""
     drifted: str | None = None
     """Why it was ended before its time: what was measured is not what it was chosen for."""
 
     @property
     def diverged(self) -> bool:
         return not math.isfinite(self.loss)
+
+    @property
+    def spent_s(self) -> float:
+        """What it cost. What was done after the target was reached does not count."""
+        after_s = 0.0 if self.reached is None else self.seconds - self.reached
+        return max(self.whole_s, self.seconds) - after_s
 
     @property
     def update_s(self) -> float:

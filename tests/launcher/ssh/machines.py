@@ -61,10 +61,15 @@ class Machines:
         """Where runs have their folders: the machines share this one's disk."""
         return self.folder / "state"
 
+    def login(self, host: str | None = None) -> str:
+        """``ssh`` of a host. ``host``: where to log in, where that is not its address."""
+        options = {"IdentityFile": str(self.key), "IdentitiesOnly": "yes", "UserKnownHostsFile": str(self.known_hosts)}
+        there = "" if host is None else f"host = {json.dumps(host)}, "
+        return f"{{ {there}options = {_inline(options)} }}"
+
     def hosts(self, *names: str, environment: dict[str, str] | None = None, **more: str) -> str:
         """``[[hosts]]`` of a topology file. ``more``: further lines, as TOML."""
         variables = {"XDG_STATE_HOME": str(self.state), "PYTHONPATH": str(PACKAGE_ROOT), **(environment or {})}
-        options = {"IdentityFile": str(self.key), "IdentitiesOnly": "yes", "UserKnownHostsFile": str(self.known_hosts)}
         entries = []
         for name in names or self.names:
             lines = {
@@ -72,7 +77,7 @@ class Machines:
                 "address": json.dumps(self.address(name)),
                 "slots": "1",
                 "environment": _inline(variables),
-                "ssh": f"{{ options = {_inline(options)} }}",
+                "ssh": self.login(),
                 **more,
             }
             entries.append("\n".join(["[[hosts]]", *(f"{key} = {value}" for key, value in lines.items())]))
@@ -98,6 +103,33 @@ class Machines:
             with self.known_hosts.open("a") as file:
                 file.write(f"{address} {public}\n")
         _ip("addr", "add", f"{own}/64", "dev", f"zt{os.getpid()}", "nodad")
+
+    @contextmanager
+    def outer_address(self, name: str, address: str) -> Iterator[None]:
+        """A machine is found at an address that no interface of its has, as where addresses are translated on the way."""
+        namespaces = [self.namespaces.namespace_of(other) for other in self.names if other != name]
+        way = ("route", "add", address, "via", self.address(name))
+        _ip("-n", self.namespaces.namespace_of(name), "route", "add", "local", address, "dev", "lo")
+        for namespace in namespaces:
+            _ip("-n", namespace, *way)
+        _ip(*way)
+        try:
+            yield
+        finally:
+            _ip("route", "del", address)
+            for namespace in namespaces:
+                _ip("-n", namespace, "route", "del", address)
+            _ip("-n", self.namespaces.namespace_of(name), "route", "del", "local", address, "dev", "lo")
+
+    @contextmanager
+    def cut_off(self, name: str, address: str) -> Iterator[None]:
+        """A machine has no way to an address for a while."""
+        namespace = self.namespaces.namespace_of(name)
+        _ip("-n", namespace, "route", "add", "unreachable", address)
+        try:
+            yield
+        finally:
+            _ip("-n", namespace, "route", "del", "unreachable", address)
 
     def start_server(self, name: str) -> None:
         server = _sshd()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel")
+NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged")
 
 
 def run_bench(
@@ -98,6 +98,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.host import bench_host
 
         return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
+    if name == "merged":
+        from zmqtrain.cli.bench.merged import bench_merged
+
+        return iter(bench_merged())
     if name == "parallel":
         from zmqtrain.cli.bench.parallel import bench_parallel
 

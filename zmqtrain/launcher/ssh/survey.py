@@ -85,17 +85,18 @@ class Survey:
     async def try_ways(self) -> None:
         """See that each host can listen where it is to, and reaches the launcher and the other hosts."""
         ports: dict[str, int] = {}
+        within = self._run.topology.job.port_range
 
         async def listen(host: Host, faults: list[Fault]) -> None:
             bind = host.listens_at
             try:
-                answer = await self.sessions[host.name].ask("listen", address=bind)
+                answer = await self.sessions[host.name].ask("listen", address=bind, ports=within)
             except HostsError as error:
                 if bind != "::" or host.bind is not None:
                     faults.append(_cannot_listen(host, bind, str(error)))
                     return
                 bind = "0.0.0.0"  # it is known by a name, and has no IPv6
-                answer = await self.sessions[host.name].ask("listen", address=bind)
+                answer = await self.sessions[host.name].ask("listen", address=bind, ports=within)
             self.binds[host.name], ports[host.name] = bind, int(answer["port"])
 
         async def reach(host: Host, faults: list[Fault]) -> None:
@@ -128,8 +129,9 @@ class Survey:
                 group.create_task(one(host), name=f"look at {host.name}")
         if faults:
             order = list(self._by_name)
-            text = table(sorted(faults, key=lambda fault: order.index(fault.host)), len(order))
-            raise HostLostError(text) if all(fault.passing for fault in faults) else HostsError(text)
+            faults.sort(key=lambda fault: order.index(fault.host))
+            text = table(faults, len(order))
+            raise HostLostError(text, faults) if all(fault.passing for fault in faults) else HostsError(text, faults)
 
 
 def next_ones(names: list[str], name: str) -> list[str]:
