@@ -11,7 +11,7 @@ from pathlib import Path
 from zmqtrain.errors import PlacementError, UsageError
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
 from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
@@ -40,7 +40,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
-        placement = place(topology)
+        placement = place_before(topology) if topology.engine.gathers else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))

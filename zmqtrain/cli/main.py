@@ -252,6 +252,20 @@ def profile(
 
 
 @app.command()
+def render(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="kubernetes: a JobSet with its Secret and ConfigMap.")],
+    file: File,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Print what a scheduler is given to run FILE: zmqtrain render kubernetes FILE | kubectl apply -f -"""
+    from zmqtrain.cli.render import run_render
+
+    raise typer.Exit(run_render(kind, file, settings=settings or ()))
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema

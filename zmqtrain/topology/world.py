@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from zmqtrain.topology.kubernetes import KubernetesSection
 from zmqtrain.topology.section import MOST, ByteSize, Section, Timeout, is_plain
 
 
@@ -117,6 +118,10 @@ class EngineSection(Section):
         pattern=r"^\S{1,255}$",
         description="IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
         "reaches each of them.",
+    )
+
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="What the pods of a run are: `zmqtrain render kubernetes FILE` writes them."
     )
 
     @property
