@@ -96,6 +96,8 @@ class Gathered:
     """Where each host, by its name, reaches this machine."""
     token: str | None = None
     """The run's token, where the engine's own secret decides it; ``None``: any will do."""
+    port: int = 0
+    """The coordinator's port; 0: any free one."""
 
 
 @runtime_checkable

@@ -121,7 +121,7 @@ class Launch:
                 towards = {host.name: gathered.towards[host.name] for host in hosts}
                 if not all(is_loopback(address) for address in towards.values()):
                     settings = replace(settings, host=listening_address(towards.values()))
-                settings = replace(settings, port=0)  # at the file's port listens whoever gathers the hosts
+                settings = replace(settings, port=gathered.port)  # at the file's, an engine may listen itself
             elif isinstance(engine, RemoteEngine):
                 towards = await addresses_towards(hosts, self._topology.engine.address)
                 settings = replace(settings, host=listening_address(towards.values()))

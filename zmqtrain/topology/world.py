@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from zmqtrain.topology.kubernetes import KubernetesSection
+from zmqtrain.topology.ray import RaySection
 from zmqtrain.topology.section import MOST, ByteSize, Section, Timeout, is_plain
 
 
@@ -123,6 +124,8 @@ class EngineSection(Section):
     kubernetes: KubernetesSection = Field(
         default_factory=KubernetesSection, description="What the pods of a run are: `zmqtrain render kubernetes FILE` writes them."
     )
+
+    ray: RaySection = Field(default_factory=RaySection, description="What a run asks a Ray cluster for.")
 
     @property
     def gathers(self) -> bool:

@@ -28,6 +28,8 @@ groups = 2
 batch_size = 4
 threads = 1
 shared_memory = false
+[exchange]
+kind = "allreduce"
 """
 LISTED = """
 [engine]

@@ -183,12 +183,11 @@ def test_names_that_kubernetes_allows(job: str, name: str) -> None:
     assert manifests(Topology.from_dict(values), token=TOKEN)[2]["metadata"]["name"] == name
 
 
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.text(st.characters(codec="utf-8", exclude_characters="\x7f\x85\u2028\u2029\ufeff")),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="ascii")), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -203,7 +202,7 @@ def test_the_pods_train(tmp_path: Path) -> None:
     port = free_port()
     text = (ROOT / "launch" / "kubernetes.toml").read_text()
     text = text.replace(
-        "epochs = 4", f'epochs = 1\nname = "digits"\ntimeout = "20 s"\nport = {port}\ntransport_encryption = "required"'
+        "epochs = 20", f'epochs = 8\nname = "digits"\ntimeout = "20 s"\nport = {port}\ntransport_encryption = "required"'
     )
     text = text.replace('name = "digits"\ntask', "task")
     _, topology, jobset = rendered(text)
@@ -229,7 +228,7 @@ def test_the_pods_train(tmp_path: Path) -> None:
         events = [json.loads(line) for line in (tmp_path / "runs" / "digits" / "events.jsonl").read_text().splitlines()]
         joined = {event["values"]["peer"]: event["values"]["host"] for event in events if event["kind"] == "join"}
         assert (joined["worker/0"], joined["worker/1"], joined["server/0"]) == ("workers-0", "workers-1", "servers-0")
-        assert summary["eval"]["eval_accuracy"] > 0.2
+        assert summary["eval"]["eval_accuracy"] > 0.3
         assert math.isfinite(summary["eval"]["eval_loss"])
 
 

@@ -60,4 +60,12 @@ def _scalar(value: Any) -> str:
 
 
 def _word(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXTS else json.dumps(text)
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXTS:
+        return text
+    return '"' + "".join(map(_character, text)) + '"'
+
+
+def _character(character: str) -> str:
+    """As in JSON, but for what that writes as two halves, or leaves as it is though it is no printable character."""
+    code = ord(character)
+    return f"\\U{code:08x}" if code > 0xFFFF else f"\\x{code:02x}" if code == 0x7F else json.dumps(character)[1:-1]
