@@ -96,7 +96,7 @@ class EngineSection(Section):
         "gives the machines. Any other: the engine of that name that a package brings ([engines.md](engines.md)).",
     )
     options: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
-        default_factory=dict, description="Settings of an engine that a package brings, and those of ray: see there."
+        default_factory=dict, description="Settings of an engine that a package brings: see there."
     )
     wait: Timeout = Field(
         default=600.0,

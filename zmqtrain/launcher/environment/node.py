@@ -152,7 +152,7 @@ async def _listen(visit: Visit) -> None:
         if said.get("stop") == 0:
             os._exit(128 + signal.SIGKILL)  # at once: the roles end with their parent
         if "stop" in said:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)  # SIGTERM may mean that the machine is taken away
 
 
 def main(place: Place, *, port: int = DEFAULT_PORT, wait_s: float = DEFAULT_WAIT_S) -> int:

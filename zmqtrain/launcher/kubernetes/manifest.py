@@ -15,6 +15,7 @@ from typing import Any
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, LAUNCHER_JOB
 from zmqtrain.launcher.kubernetes.pods import Pods, pods_of
+from zmqtrain.launcher.preempted import ON_TERM
 from zmqtrain.membership.environment import TOKEN
 from zmqtrain.topology.hosts import gathered
 from zmqtrain.topology.schema import Host, Topology
@@ -155,6 +156,7 @@ def _container(
     given = {
         "MASTER_PORT": str(_port(topology)),
         "ZMQTRAIN_WAIT": f"{topology.engine.wait:g}",
+        ON_TERM: "checkpoint",
         **({} if host is None else host.environment),
     }
     return {
