@@ -207,7 +207,7 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
-    times = -(-workers // slots)  # how many workers share a slot
+    times = -(-workers // max(1, slots))  # how many workers share a slot
     # The emptiest host first; of equally empty ones the first in the file.
     free = [(-host.slots * times, number) for number, host in enumerate(topology.hosts)]
     heapify(free)
