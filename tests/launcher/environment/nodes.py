@@ -40,13 +40,15 @@ class Nodes:
         for started in self._processes.values():
             started.wait()
 
-    def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start ``zmqtrain`` with these arguments; what it prints goes to a file."""
+    def start(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], within: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start ``zmqtrain`` with these arguments; what it prints goes to a file. ``within``: what brings it to its machine."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         variables = {**clean, "PYTHONUNBUFFERED": "1", "ZMQTRAIN_TOKEN": TOKEN, **environ}
         with (self.folder / f"{name}.out").open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "zmqtrain", *command], cwd=self.folder, env=variables, stdout=file, stderr=file
+                [*within, sys.executable, "-m", "zmqtrain", *command], cwd=self.folder, env=variables, stdout=file, stderr=file
             )
         self._processes[name] = process
         self._known.add(psutil.Process(process.pid))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.launcher.environment.nodes import PATIENCE_S, TOKEN, Nodes, free_port
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.engine import Gathering
 from zmqtrain.launcher.environment.engine import EnvironmentEngine
+from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.topology.schema import Topology
 
 pytestmark = pytest.mark.timeout(100)
@@ -94,18 +97,40 @@ def test_an_agent_that_is_killed_is_a_lost_host(tmp_path: Path) -> None:
         assert not any(TOKEN in path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
 
 
-def test_all_nodes_run_the_same_command(tmp_path: Path) -> None:
+@pytest.fixture
+def two() -> Iterator[Namespaces | None]:
+    """Two machines, where they can be made; else all is on this one."""
+    namespaces = Namespaces(dict.fromkeys(("m0", "m1")))
+    try:
+        try:
+            asyncio.run(namespaces.open())
+        except NoNamespacesError:
+            yield None
+        else:
+            yield namespaces
+    finally:
+        asyncio.run(namespaces.close())
+
+
+def test_all_nodes_run_the_same_command(tmp_path: Path, two: Namespaces | None) -> None:
     """As torchrun has it: the first node launches. Its exit code says that the person's own code failed."""
     port = prepare(tmp_path)
+    (tmp_path / "trial.toml").write_text((tmp_path / "trial.toml").read_text().replace("required", "auto"))
+    addresses = ["127.0.0.1"] * 2 if two is None else [two.address_of(f"m{rank}") for rank in range(2)]
     with Nodes(tmp_path) as nodes:
         for rank in (1, 0):
-            said = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "MASTER_PORT": str(port)}
-            nodes.start(f"node{rank}", ["agent", "--run-dir", "run", "trial.toml", "script.py", "wrong"], said)
+            said = {"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+            within = () if two is None else two.command(f"m{rank}", ())
+            nodes.start(f"node{rank}", ["agent", "--run-dir", "run", "trial.toml", "script.py", "wrong"], said, within)
         assert nodes.end("node0") == 3, nodes
         assert nodes.end("node1") == 0, nodes
         nodes.all_gone()
         assert 'raise ValueError("this model is wrong")' in nodes.said("node0")
-        assert {f"worker/{rank} | ready 127.0.0.{rank + 1}" for rank in range(2)} <= set(nodes.said("node0").splitlines())
+        # The first node's own agent has come over the loopback interface; others reach it where they have reached the launcher.
+        assert {f"worker/{rank} | ready {address}" for rank, address in enumerate(addresses)} <= set(
+            nodes.said("node0").splitlines()
+        )
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["encrypted"] is (two is not None)
 
 
 def test_a_node_that_is_told_to_end_before_the_run(tmp_path: Path) -> None:
