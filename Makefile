@@ -11,7 +11,7 @@ help:
 	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
 	@echo "make test     formatting, types, import contracts and tests"
 	@echo "make bench    measure network, collectives, servers, start-up and simulated and emulated worlds"
-	@echo "make docs     write docs/topology.md from the schema, and the shipped profiles"
+	@echo "make docs     write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
 	@echo "make format   put the code into the form that make test asks for"
 	@echo "make clean    remove .venv, caches and runs"
 
@@ -30,6 +30,7 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py
+	$(BIN)/python docs/make_jobset.py
 	$(BIN)/python docs/make_profiles.py
 
 format: $(READY)

@@ -16,6 +16,7 @@ The tree is drawn by what a caller can do about an error::
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
     ├── HostMemoryError            the host's shared memory is short           exit 69
+    ├── EngineError                an engine's own code failed                 exit 71
     ├── SimulationError            a simulated run cannot go on                exit 68
     │   ├── DeadlockError          everybody waits, and nothing will happen
     │   ├── TimeLimitError         more virtual time than the job allows
@@ -170,6 +171,13 @@ class HostMemoryError(ZmqTrainError):
 
     exit_code = 69
     verdict = "topology"
+
+
+class EngineError(ZmqTrainError):
+    """An engine that a plug-in brings cannot be loaded, is none, or its code raised."""
+
+    exit_code = 71
+    verdict = "user code"
 
 
 class SimulationError(ZmqTrainError):

@@ -212,3 +212,18 @@ def test_the_schema_is_json_and_documents_the_file(capsys: pytest.CaptureFixture
 def test_neither_imports_torch() -> None:
     code = "import sys, zmqtrain.cli.check, zmqtrain.cli.schema, zmqtrain.membership.context; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hosts_that_come_when_the_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that leaves it open which machines there are has no fault by that."""
+    file = tmp_path / "open.toml"
+    file.write_text("[job]\nsteps = 1\n[compute]\ngroups = 64\n[engine]\nkind = 'environment'\n")
+    assert run_check(file, True) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    details = {row["name"]: row["detail"] for row in rows if row["row"] == "check"}
+    assert "64 workers on the slots of the hosts that come" in details["slots"]
+    assert "another machine" in details["encryption"]
+    assert "at the launch" in details["hosts"]
+    file.write_text(file.read_text().replace("environment", "kubernets"))
+    assert run_check(file, True) == 2
+    assert "did you mean 'kubernetes'" in capsys.readouterr().out

@@ -14,8 +14,8 @@ from pathlib import Path
 from zmqtrain.cli.check_file import Finding, data_path, look_at_file
 from zmqtrain.cli.check_hosts import findings_of
 from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
-from zmqtrain.errors import TopologyError, UsageError
-from zmqtrain.launcher.engine import RemoteEngine, make_engine
+from zmqtrain.errors import EngineError, TopologyError, UsageError
+from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.look import Look, look_at_hosts
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
@@ -64,7 +64,10 @@ def _look(topology: Topology, data: str | None, findings: list[Finding], *, emul
         if emulate:
             emulation = Emulation(dilation=Dilation.beginning_now(topology.network.dilation))
             emulation.check(topology)
-        elif not isinstance(make_engine(topology.engine.kind), RemoteEngine):
+        elif not isinstance(engine := make_engine(topology.engine.kind), RemoteEngine):
+            return None
+        elif isinstance(engine, GatheringEngine):
+            findings.append(Finding("hosts", True, "they are looked at when they come, at the launch"))
             return None
         found = data_path(topology, data)
         work = look_at_hosts(
@@ -76,7 +79,7 @@ def _look(topology: Topology, data: str | None, findings: list[Finding], *, emul
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
         return run(work, dilation=None if emulation is None else emulation.dilation)
-    except UsageError as error:
+    except (UsageError, EngineError) as error:
         findings.append(Finding("hosts", False, str(error)))
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from zmqtrain.errors import PlacementError, UsageError
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
 from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
@@ -40,7 +40,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
-        placement = place(topology)
+        placement = place_before(topology) if topology.engine.gathers else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
@@ -59,7 +59,8 @@ def _slots(topology: Topology, placement: Placement) -> Finding:
     slots = sum(host.slots for host in topology.hosts)
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
     beside = f"{placement.servers} model servers" + (f" and {placement.fc_servers} FC server" if placement.fc_servers else "")
-    return Finding("slots", True, f"{placement.world_size} workers on {slots} slots{shared}, {beside} beside")
+    where = "the slots of the hosts that come" if topology.engine.gathers else f"{slots} slots{shared}"
+    return Finding("slots", True, f"{placement.world_size} workers on {where}, {beside} beside")
 
 
 def _task(topology: Topology) -> Finding:
@@ -136,6 +137,8 @@ def _encryption(topology: Topology) -> Finding:
     wanted = topology.job.transport_encryption
     if wanted != "auto":
         return Finding("encryption", True, f"{'always' if wanted == 'required' else 'never'}, as [job] transport_encryption says")
+    if topology.engine.gathers:
+        return Finding("encryption", True, "yes, as soon as a host that comes is another machine")
     elsewhere = next((host for host in topology.hosts if not host.local), None)
     why = "all hosts are this machine" if elsewhere is None else f"{elsewhere.name} is at {elsewhere.address}"
     return Finding("encryption", True, f"{'no' if elsewhere is None else 'yes'}: {why}")

@@ -14,6 +14,7 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
+from zmqtrain.launcher.engine import Engine, GatheringEngine, make_engine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.membership.description import RunDescription
@@ -21,7 +22,7 @@ from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import place
+from zmqtrain.topology.placement import place, place_before
 from zmqtrain.train.checkpoint import find_checkpoints
 
 
@@ -43,6 +44,7 @@ def run_launch(
     submit: bool = False,
     template: Path | None = None,
     dry_run: bool = False,
+    own_engine: Engine | None = None,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
@@ -50,6 +52,7 @@ def run_launch(
     ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
     ``go_on``: where there is a run in ``run_dir`` already, it is the one to go on with.
     ``engine``: instead of the file's. ``submit``: let Slurm launch it; ``template`` and ``dry_run`` are for that alone.
+    ``own_engine``: what starts the agents, where that is not for the file to say.
     Raises `UsageError` (and its children) before anything is started.
     """
     more = [] if dilation is None else [f"network.dilation={dilation!r}"]
@@ -91,7 +94,9 @@ def run_launch(
             resume = str(run_dir)
         return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
-    placement = place(topology)
+    if own_engine is None and not emulate:
+        own_engine = make_engine(topology.engine.kind)
+    placement = place_before(topology) if isinstance(own_engine, GatheringEngine) else place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
     if go_on and run_dir is None:
@@ -117,7 +122,7 @@ def run_launch(
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
         view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation)
+        launch = Launch(description, directory, view, emulation=emulation, engine=own_engine)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     if not detach:

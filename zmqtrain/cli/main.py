@@ -260,6 +260,20 @@ def profile(
 
 
 @app.command()
+def render(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="kubernetes: a JobSet with its Secret and ConfigMap.")],
+    file: File,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Print what a scheduler is given to run FILE: zmqtrain render kubernetes FILE | kubectl apply -f -"""
+    from zmqtrain.cli.render import run_render
+
+    raise typer.Exit(run_render(kind, file, settings=settings or ()))
+
+
+@app.command()
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema
@@ -355,12 +369,29 @@ def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="O
     raise typer.Exit(run_logs(run, role))
 
 
-@app.command()
-def agent() -> None:
-    """Start and watch the roles of one host. Engines call this; everything comes from the environment."""
-    from zmqtrain.launcher.agent import main as agent_main
+@app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def agent(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The topology file, where all nodes run this command: the first one launches it."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="As for launch.")] = None,
+    resume: Annotated[str | None, typer.Option(help="As for launch.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="As for launch.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="As for launch.")] = None,
+) -> None:
+    """Take part in a run as one of its hosts. Where the launcher is, and which host this is, stands in the environment.
 
-    raise typer.Exit(agent_main())
+    It knows the variables of Slurm, Kubeflow, SkyPilot, Kubernetes JobSets and torch.distributed; ZMQTRAIN_COORDINATOR (HOST:PORT),
+    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES go before them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has the run's
+    secret.
+    With FILE, and perhaps a script and its arguments, the node with the number 0 is the launcher, too.
+    """
+    from zmqtrain.cli.agent import run_agent_command
+
+    code = run_agent_command(file, context.args, data=data, resume=resume, run_dir=run_dir, settings=settings or ())
+    raise typer.Exit(code)
 
 
 @app.command()

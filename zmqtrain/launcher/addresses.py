@@ -46,7 +46,7 @@ async def address_towards(host: str, address: str) -> str:
 
 def listening_address(addresses: Iterable[str]) -> str:
     """Where to listen for those that reach this machine at these addresses: at all of its own, of both families where need be."""
-    return "::" if any(not _is_ipv4(address) for address in addresses) and _has_ipv6() else "0.0.0.0"
+    return "::" if any(not _is_ipv4(address) for address in addresses) and has_ipv6() else "0.0.0.0"
 
 
 def _is_ipv4(address: str) -> bool:
@@ -56,7 +56,8 @@ def _is_ipv4(address: str) -> bool:
         return False  # a name, which may mean either
 
 
-def _has_ipv6() -> bool:
+def has_ipv6() -> bool:
+    """Whether this machine can listen at IPv6 addresses."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))

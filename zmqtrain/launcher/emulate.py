@@ -80,6 +80,10 @@ class EmulatedEngine:
     async def stop(self, handle: Handle, grace: float) -> None:
         await self.local.stop(handle, grace)
 
+    def use(self, nursery: Nursery) -> None:
+        """Agents' fork servers come from it."""
+        self.local.use(nursery)
+
     def address_of(self, host: str) -> str:
         """Where a host's processes listen."""
         return "127.0.0.1" if self.namespaces is None else self.namespaces.address_of(host)
@@ -100,10 +104,8 @@ class EmulatedEngine:
 
 
 @asynccontextmanager
-async def emulated(
-    topology: Topology, placement: Placement, emulation: Emulation, nursery: Nursery | None = None
-) -> AsyncIterator[tuple[EmulatedEngine, str]]:
-    """An engine for the run, and a line about it. Its network is taken down at the end. ``nursery``: for its agents.
+async def emulated(topology: Topology, placement: Placement, emulation: Emulation) -> AsyncIterator[tuple[EmulatedEngine, str]]:
+    """An engine for the run, and a line about it. Its network is taken down at the end.
 
     Raises `UsageError` where namespaces were asked for and cannot be had.
     """
@@ -123,7 +125,7 @@ async def emulated(
             said.append(f"{factor:g} times as slow as reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
-        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine(nursery)), "; ".join(said)
+        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
 
 
 @contextmanager

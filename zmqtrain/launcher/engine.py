@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import EngineError, UsageError, ZmqTrainError
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.timeouts import Ladder
-
-if TYPE_CHECKING:
-    from zmqtrain.launcher.nursery import Nursery
 
 GROUP = "zmqtrain.engines"
 
 
+@runtime_checkable
 class Handle(Protocol):
     """An agent that an engine has started."""
 
@@ -26,6 +28,7 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Starts one agent per host."""
 
@@ -71,22 +74,97 @@ class RemoteEngine(Engine, Protocol):
         """After the last agent has been stopped, also where `open` failed."""
 
 
-def make_engine(kind: str, nursery: Nursery | None = None) -> Engine:
-    """The engine of this name. Raises `UsageError` where there is none. ``nursery``: for agents on this machine."""
-    if kind == "local":
-        from zmqtrain.launcher.local import LocalEngine
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What a `GatheringEngine` is told."""
 
-        return LocalEngine(nursery)
-    if kind == "ssh":
-        from zmqtrain.launcher.ssh.engine import SshEngine
+    topology: Topology
+    """As the file has it: without addresses, or without hosts, where it leaves them out."""
+    directory: Path
+    """The run directory, on this machine."""
+    say: Callable[[str], None]
+    """Tell the person a line."""
 
-        return SshEngine()
-    if kind == "slurm":
-        from zmqtrain.launcher.slurm.engine import SlurmEngine
 
-        return SlurmEngine()
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The hosts are known."""
+
+    topology: Topology
+    """With the hosts as they are."""
+    towards: Mapping[str, str]
+    """Where each host, by its name, reaches this machine."""
+    token: str | None = None
+    """The run's token, where the engine's own secret decides it; ``None``: any will do."""
+    port: int = 0
+    """The coordinator's port; 0: any free one."""
+
+
+@runtime_checkable
+class GatheringEngine(RemoteEngine, Protocol):
+    """An engine that finds out which machines the hosts are: they come by themselves, or somebody gives them."""
+
+    async def gather(self, gathering: Gathering) -> Gathered:
+        """Before all else, even before roles are placed on hosts. `close` is called also where this has failed."""
+        ...
+
+
+#: Engines of ours: module and class. Each module is imported when its engine is asked for.
+BUILT_IN = {
+    "local": "zmqtrain.launcher.local:LocalEngine",
+    "ssh": "zmqtrain.launcher.ssh.engine:SshEngine",
+    "slurm": "zmqtrain.launcher.slurm.engine:SlurmEngine",
+    "environment": "zmqtrain.launcher.environment.engine:EnvironmentEngine",
+    "kubernetes": "zmqtrain.launcher.environment.engine:EnvironmentEngine",
+    "ray": "zmqtrain.launcher.ray.engine:RayEngine",
+}
+
+
+def make_engine(kind: str) -> Engine:
+    """The engine of this name. Raises `UsageError` where there is none, or where a plug-in's is no engine."""
+    if kind in BUILT_IN:
+        module, _, name = BUILT_IN[kind].partition(":")
+        engine: Engine = getattr(import_module(module), name)()
+        return engine
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if kind not in found:
-        raise UsageError(f"there is no engine {kind!r}; known: {', '.join(['local', 'ssh', 'slurm', *found])}")
-    engine: Engine = found[kind].load()()
-    return engine
+        known = [*BUILT_IN, *sorted(found)]
+        near = did_you_mean(kind, known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UsageError(
+            f"[engine] kind = {kind!r}: there is no such engine{hint} Known: {', '.join(known)}. "
+            f"A package brings its own by the entry point group {GROUP}"
+        )
+    return _plugged_in(found[kind])
+
+
+def _plugged_in(entry: EntryPoint) -> Engine:
+    package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+    where = f"[engine] kind = {entry.name!r}: the plug-in {entry.value}{package}"
+    try:
+        made = entry.load()()
+    except ZmqTrainError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Engine):
+        missing = [name for name in ("start", "stop") if not callable(getattr(made, name, None))]
+        raise EngineError(
+            f"{where} gives {type(made).__name__}, which is no engine: it lacks {' and '.join(missing)}. The entry point names a "
+            "class, or a function without arguments, that gives a zmqtrain.launcher.engine.Engine"
+        )
+    wrong = [name for name in ("start", "stop") if not iscoroutinefunction(getattr(made, name))]
+    if wrong:
+        raise EngineError(f"{where}: {' and '.join(wrong)} must be coroutines (async def)")
+    return made
+
+
+@contextmanager
+def engine_faults(kind: str, doing: str) -> Iterator[None]:
+    """What an engine raises comes out as an `EngineError`, unless it is an error of ours already. ``doing``: what it was to do."""
+    try:
+        yield
+    except ZmqTrainError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the engine {kind!r} could not {doing}: {type(error).__name__}: {error}") from error

@@ -30,8 +30,11 @@ class LocalHandle:
 class LocalEngine:
     """Agents as child processes, in sessions of their own so that Ctrl-C reaches the launcher alone."""
 
-    def __init__(self, nursery: Nursery | None = None) -> None:
-        """``nursery``: has a fork server for each; without it they start their own."""
+    def __init__(self) -> None:
+        self._nursery: Nursery | None = None
+
+    def use(self, nursery: Nursery) -> None:
+        """It has a fork server for each agent from now on; without it they start their own."""
         self._nursery = nursery
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:

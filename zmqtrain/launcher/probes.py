@@ -14,7 +14,7 @@ from typing import Any
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.emulate import Emulation, emulated
-from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
+from zmqtrain.launcher.engine import Engine, EngineRun, GatheringEngine, Handle, RemoteEngine, make_engine
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
 from zmqtrain.net.address import without_key
@@ -52,6 +52,11 @@ async def open_probes(
         towards: dict[str, str] = {}  # this machine's address, as each host sees it
         if emulation is None:
             engine = make_engine(topology.engine.kind)
+            if isinstance(engine, GatheringEngine):
+                raise UsageError(
+                    f'the hosts of kind = "{topology.engine.kind}" are there in a launch only: use --emulate to measure what '
+                    "the file says"
+                )
             if isinstance(engine, RemoteEngine):
                 towards = await addresses_towards(hosts, topology.engine.address)
                 settings = replace(settings, host=listening_address(towards.values()))

@@ -76,6 +76,11 @@ class RunRecord:
         self._losses: list[str] = []  # of workers without whom the run went on
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
+    def settle(self, description: RunDescription) -> None:
+        """The hosts are known now, and which role is on which."""
+        self._topology, self._placement = description.topology, description.placement
+        self._host_of = {role.peer: role.host for role in self._placement.roles}
+
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
         peer = str(values.get("peer", COORDINATOR))
@@ -141,7 +146,7 @@ class RunRecord:
         servers += ", FC server" if placement.fc_servers else ""
         return (
             f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
-            f"on {len(placement.hosts)} host(s); run directory {self._directory.path}"
+            f"on {_hosts(self._topology)}; run directory {self._directory.path}"
         )
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -211,6 +216,12 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _hosts(topology: Topology) -> str:
+    if topology.engine.gathers and "hosts" not in topology.model_fields_set:
+        return "the hosts that come"
+    return f"{len(topology.hosts)} host(s)"
 
 
 def _divided(topology: Topology) -> str:

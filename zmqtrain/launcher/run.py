@@ -16,7 +16,17 @@ from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import EmulatedEngine, Emulation, emulated
-from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
+from zmqtrain.launcher.engine import (
+    Engine,
+    EngineRun,
+    Gathered,
+    Gathering,
+    GatheringEngine,
+    Handle,
+    RemoteEngine,
+    engine_faults,
+    make_engine,
+)
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
@@ -31,6 +41,8 @@ from zmqtrain.net.curve import Identity
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
@@ -42,13 +54,22 @@ class Launch:
     """One run. Make it, then ``exit_code = await launch.run()``."""
 
     def __init__(
-        self, description: RunDescription, directory: RunDirectory, view: View, *, emulation: Emulation | None = None
+        self,
+        description: RunDescription,
+        directory: RunDirectory,
+        view: View,
+        *,
+        emulation: Emulation | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        """``emulation``: put all hosts on this machine, behind a network like the file's. Then run in a loop that is dilated so."""
+        """``emulation``: put all hosts on this machine, behind a network like the file's. Then run in a loop that is dilated so.
+        ``engine``: what starts the agents; by default the one that the topology names. Where it gathers the hosts first, the
+        description's are not final.
+        """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._ladder = Ladder.of(self._topology.job.timeout_s)
-        self._emulation = emulation
+        self._emulation, self._engine = emulation, engine
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
@@ -86,6 +107,11 @@ class Launch:
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:
+            engine = None if self._emulation is not None else self._engine or make_engine(self._topology.engine.kind)
+            gathered: Gathered | None = None
+            if isinstance(engine, GatheringEngine):
+                stack.push_async_callback(engine.close)
+                gathered = await self._gather(engine)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
             identity = Identity.coordinator(self._token) if encrypted else None
             job = self._topology.job
@@ -93,23 +119,24 @@ class Launch:
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
-            nursery = Nursery()  # of agents on this machine
-            if self._emulation is None:
-                engine = make_engine(self._topology.engine.kind, nursery)
-                if isinstance(engine, RemoteEngine):
-                    towards = await addresses_towards(hosts, self._topology.engine.address)
+            if gathered is not None:
+                towards = {host.name: gathered.towards[host.name] for host in hosts}
+                if not all(is_loopback(address) for address in towards.values()):
                     settings = replace(settings, host=listening_address(towards.values()))
-            else:
-                emulator, said = await stack.enter_async_context(
-                    emulated(self._topology, self._placement, self._emulation, nursery)
-                )
+                settings = replace(settings, port=gathered.port)  # at the file's, an engine may listen itself
+            elif isinstance(engine, RemoteEngine):
+                towards = await addresses_towards(hosts, self._topology.engine.address)
+                settings = replace(settings, host=listening_address(towards.values()))
+            elif self._emulation is not None:
+                emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
                 self._view.note(said)
                 self._facts = emulator.facts()
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            assert engine is not None
             if isinstance(engine, LocalEngine | EmulatedEngine):
-                await stack.enter_async_context(nursery)
+                engine.use(await stack.enter_async_context(Nursery()))
             self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
@@ -119,7 +146,8 @@ class Launch:
             if isinstance(engine, RemoteEngine):
                 stack.push_async_callback(engine.close)
                 endpoint.pardon(len(hosts))  # who try the way from each host
-                await engine.open(self._engine_run(hosts, coordinators))
+                with engine_faults(self._topology.engine.kind, "look at the hosts"):
+                    await engine.open(self._engine_run(hosts, coordinators))
             coordinator = Coordinator(
                 endpoint,
                 self._placement,
@@ -151,6 +179,17 @@ class Launch:
                     task.cancel()
             return self._ending(outcome)
 
+    async def _gather(self, engine: GatheringEngine) -> Gathered:
+        """Find out which machines the hosts are, and place the roles on them."""
+        with engine_faults(self._topology.engine.kind, "gather the hosts"):
+            gathered = await engine.gather(Gathering(self._topology, self._directory.path, self._record.note))
+        self._topology, self._placement = gathered.topology, place(gathered.topology)
+        self._description = replace(self._description, topology=self._topology, placement=self._placement)
+        self._record.settle(self._description)
+        self._directory.write("topology.toml", self._topology.to_toml())
+        self._token = gathered.token or self._token
+        return gathered
+
     def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
         script = self._description.script
         return EngineRun(
@@ -171,7 +210,7 @@ class Launch:
         handles: dict[str, Handle] = {}
         stack.push_async_callback(self._stop_agents, engine, handles)
         command = (sys.executable, "-m", "zmqtrain", "agent")
-        remote = isinstance(engine, RemoteEngine)
+        remote, kind = isinstance(engine, RemoteEngine), self._topology.engine.kind
 
         async def start(host: Host) -> None:
             job, coordinator = self._topology.job, coordinators[host.name]
@@ -180,7 +219,11 @@ class Launch:
             )
             if remote:
                 environment = replace(environment, host=host.address, bind=host.listens_at)
-            handles[host.name] = await engine.start(host, command, environment.to_environ())
+            with engine_faults(kind, f"start the agent of {host.name}"):
+                handle = await engine.start(host, command, environment.to_environ())
+                if not isinstance(handle, Handle):
+                    raise TypeError(f"its start returns {type(handle).__name__}, which is no handle: it has no wait")
+            handles[host.name] = handle
 
         async with asyncio.TaskGroup() as group:
             for host in hosts:
@@ -190,7 +233,8 @@ class Launch:
     async def _stop_agents(self, engine: Engine, handles: dict[str, Handle]) -> None:
         """End what is left of them, all at once; without any patience when the person has none."""
         grace_s = self._ladder.grace_s if self._interrupts < 2 else 0.0
-        await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
+        with engine_faults(self._topology.engine.kind, "stop agents"):
+            await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
 
     async def _watch(self, coordinator: Coordinator, handles: dict[str, Handle]) -> Outcome:
         """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""
@@ -203,9 +247,11 @@ class Launch:
                     break
                 for task in done:
                     host = ends.pop(task)  # type: ignore[arg-type]
+                    with engine_faults(self._topology.engine.kind, f"follow the agent of {host}"):
+                        code = task.result()
                     left = f"agent/{host}" not in coordinator.view.members
                     if not (left and coordinator.running.is_set()):
-                        coordinator.host_ended(host, f"its agent ended with code {task.result()}")
+                        coordinator.host_ended(host, f"its agent ended with code {code}")
             return running.result()
         finally:
             for task in [running, *ends]:

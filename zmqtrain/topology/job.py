@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zmqtrain.topology.section import MOST, Section, Texts, Timeout
+from zmqtrain.topology.section import MOST, Section, Texts, Timeout, is_plain
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -22,19 +22,9 @@ def _task(value: str) -> str:
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     for key, item in value.items():
-        if not _is_plain(item):
+        if not is_plain(item):
             raise ValueError(f"cannot pass {key} to the task: use texts, numbers, booleans, arrays and tables")
     return value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 def _ports(value: str) -> str:

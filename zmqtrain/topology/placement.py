@@ -176,6 +176,14 @@ def place(topology: Topology) -> Placement:
     )
 
 
+def place_before(topology: Topology) -> Placement:
+    """The same groups and roles on hosts of which is not known yet how much may compute there: not where they will be, but which
+    there are."""
+    hosts = tuple(host.model_copy(update={"slots": max(1, host.slots)}) for host in topology.hosts)
+    job = topology.job.model_copy(update={"oversubscribe": True})
+    return place(topology.model_copy(update={"hosts": hosts, "job": job}))
+
+
 def _slots(hosts: Sequence[str]) -> list[int]:
     """The slot of each on its host, in their order."""
     taken = Counter[str]()
@@ -199,7 +207,7 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
-    times = -(-workers // slots)  # how many workers share a slot
+    times = -(-workers // max(1, slots))  # how many workers share a slot
     # The emptiest host first; of equally empty ones the first in the file.
     free = [(-host.slots * times, number) for number, host in enumerate(topology.hosts)]
     heapify(free)

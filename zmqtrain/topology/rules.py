@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
 
 
+#: Engines that go by the file's addresses.
+_NAMED_MACHINES = ("ssh",)
+
+
 def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
     """All rules that the topology breaks. ``entries`` are the hosts as the file has them, ranges and all: faults are of these."""
     broken = [
         *_length(topology),
         *_elastic(topology),
         *_data(topology),
-        *_hosts(entries),
+        *_hosts(entries, gathered=topology.engine.gathers),
         *_machines(topology, entries),
         *_batch(topology),
         *_pipeline(topology),
@@ -86,7 +90,8 @@ def _data(topology: Topology) -> Iterator[BrokenRule]:
         yield rule('sample_size is for ring = "tensors"', ("data", "sample_size"), ("data", "ring"))
 
 
-def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
+def _hosts(entries: Sequence[Host], *, gathered: bool) -> Iterator[BrokenRule]:
+    """``gathered``: what the file leaves out of a host shows when it is there."""
     seen: dict[str, int] = {}
     total = 0
     for index, host in enumerate(entries):
@@ -107,7 +112,7 @@ def _hosts(entries: Sequence[Host]) -> Iterator[BrokenRule]:
                 ("hosts", index, "address"),
                 ("hosts", index, "name"),
             )
-        if host.slots == 0:
+        if host.slots == 0 and not gathered:
             yield rule(
                 f"slots is missing: say how many workers may compute on {host.name} at once ({host.address} is another machine)",
                 ("hosts", index, "slots"),
@@ -125,7 +130,7 @@ def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRul
                     ("hosts", index, field),
                     ("hosts", index, "name"),
                 )
-    if topology.engine.kind == "local":
+    if topology.engine.kind not in _NAMED_MACHINES:
         return
     if topology.engine.kind == "slurm":
         return  # where hosts are, the allocation says

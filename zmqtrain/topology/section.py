@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -35,6 +36,17 @@ class Written:
 
 def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is made of what can be written down: texts, numbers, booleans, arrays and tables."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 #: A tuple, written as an array.

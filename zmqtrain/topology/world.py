@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from zmqtrain.topology.section import MOST, ByteSize, Section, later
+from zmqtrain.topology.kubernetes import KubernetesSection
+from zmqtrain.topology.ray import RaySection
+from zmqtrain.topology.section import MOST, ByteSize, Section, Timeout, is_plain
 from zmqtrain.topology.slurm import SlurmSection
 
 
@@ -73,16 +75,35 @@ class Data(Section):
     )
 
 
-_LOCAL = 'use "local", which starts everything on this machine, or "ssh"'
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if not is_plain(value):
+            raise ValueError(f"holds {name}, which is no text, number, boolean, array or table of such")
+    return values
+
+
+#: Engines whose hosts are known when the run begins only: they come by themselves, or somebody gives them.
+GATHERING = ("environment", "kubernetes", "ray")
 
 
 class EngineSection(Section):
     """What starts the agents."""
 
-    kind: Annotated[Literal["local", "ssh", "slurm"], later({"ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+    kind: str = Field(
         default="local",
+        pattern=r"^[a-z][a-z0-9_.-]{0,63}$",
         description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to. slurm: "
-        "they are the nodes of the allocation that one launches in, or that `--submit` asks for.",
+        "they are the nodes of the allocation that one launches in, or that `--submit` asks for. environment: a scheduler starts "
+        "`zmqtrain agent` on them, which come by themselves; kubernetes: so do its pods. ray: Ray gives the machines. Any other: "
+        "the engine of that name that a package brings ([engines.md](engines.md)).",
+    )
+    options: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
+        default_factory=dict, description="Settings of an engine that a package brings: see there."
+    )
+    wait: Timeout = Field(
+        default=600.0,
+        description="environment, kubernetes, ray: how long the launcher waits until all hosts are there, which may have to be "
+        "bought, or their images fetched. Agents wait for the launcher as long as ZMQTRAIN_WAIT says, in seconds.",
     )
     client: Literal["auto", "asyncssh", "system"] = Field(
         default="auto",
@@ -102,6 +123,17 @@ class EngineSection(Section):
         "it reaches each of them.",
     )
     slurm: SlurmSection = Field(default_factory=SlurmSection, description="What `--submit` asks Slurm for.")
+
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="What the pods of a run are: `zmqtrain render kubernetes FILE` writes them."
+    )
+
+    ray: RaySection = Field(default_factory=RaySection, description="What a run asks a Ray cluster for.")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the hosts become known when the run begins only."""
+        return self.kind in GATHERING
 
 
 class Observe(Section):

@@ -1,0 +1,1 @@
+"""Hosts that a Ray cluster gives. Needs the ``[ray]`` extra."""

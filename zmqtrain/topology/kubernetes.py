@@ -1,0 +1,45 @@
+"""``[engine.kubernetes]``: what the pods of a run are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from zmqtrain.topology import units
+from zmqtrain.topology.section import Section, Written
+
+_NAME = r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"
+#: Of a pod.
+PodMemory = Annotated[
+    int, BeforeValidator(units.size(2**20, 2**50)), PlainSerializer(units.format_size), Written(("16 GiB", "800 MiB"))
+]
+
+
+class KubernetesSection(Section):
+    """What the pods of a run are: `zmqtrain render kubernetes FILE` writes their manifest."""
+
+    image: str | None = Field(
+        default=None,
+        pattern=r"^\S{1,512}$",
+        description="The container image: it has zmqtrain, torch, and the task. Needed.",
+    )
+    namespace: str | None = Field(default=None, pattern=_NAME, description="Left out: that of whoever applies the manifest.")
+    folder: str = Field(
+        default="/workspace",
+        pattern=r"^/\S*$",
+        description="The folder in the image where the task is; relative paths begin there.",
+    )
+    claim: str | None = Field(
+        default=None,
+        pattern=_NAME,
+        description="A persistent volume claim for the launcher's run directory. With it a run that is restarted goes on from its "
+        "last checkpoint; without it begins anew.",
+    )
+    restarts: int = Field(
+        default=3, ge=0, le=1000, description="How often the whole run is started again after what another try may mend."
+    )
+    memory: PodMemory | None = Field(default=None, description="Memory of each pod but the launcher's. Left out: no limit.")
+    shared_memory: PodMemory = Field(
+        default=1024**3, description="`/dev/shm` of each pod, where its workers share gradients: as much as those take, twice."
+    )
