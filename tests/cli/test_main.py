@@ -69,7 +69,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["status", "nothing-001"], ["nothing-001"]),
         (["stop", "nothing-001"], ["nothing-001"]),
         (["logs", "nothing-001"], ["nothing-001"]),
-        (["agent"], ["ZMQTRAIN_PEER"]),
+        (["agent"], ["ZMQTRAIN_COORDINATOR"]),
         (["nonsense"], ["nonsense"]),
         (["launch"], ["FILE"]),
     ],
