@@ -26,7 +26,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(READY)
-	@for name in net collectives host server launch simulate emulate fidelity; do $(BIN)/zmqtrain bench $$name || exit; done
+	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/zmqtrain bench $$name || exit; done
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py

@@ -33,6 +33,7 @@ The tree is drawn by what a caller can do about an error::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Verdict = Literal["user code", "topology", "network", "host lost", "internal", "interrupted"]
@@ -65,8 +66,24 @@ class PlacementError(UsageError):
     """The roles do not fit on the hosts."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostFault:
+    """One thing that keeps a host from taking part."""
+
+    host: str
+    what: str
+    remedy: str
+    passing: bool = False
+    """Whether it may be gone at another try: the host is not there."""
+
+
 class HostsError(UsageError):
     """Hosts lack what the run needs; ``str(error)`` lists all faults of all of them, and what to do."""
+
+    def __init__(self, text: str, faults: Sequence[HostFault] = ()) -> None:
+        """``faults``: the same one by one, where they are known."""
+        self.faults = tuple(faults)
+        super().__init__(text)
 
 
 class TaskError(ZmqTrainError):
@@ -127,16 +144,25 @@ class CheckpointError(ZmqTrainError):
 
 
 class PortInUseError(ZmqTrainError):
-    """A port that the topology file names is taken."""
+    """A port that the topology file names is taken, or all of a range."""
 
     exit_code = 67
     verdict = "topology"
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        super().__init__(
-            f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
-        )
+    def __init__(self, address: str, ports: tuple[int, int] | None = None) -> None:
+        """``ports``: the range that was tried, where it was no single port."""
+        self.address, self.ports = address, ports
+        if ports is None:
+            text = (
+                f"cannot listen on {address}: the port is in use. Choose another ([job] port), or leave it out to take a free one"
+            )
+        else:
+            first, last = ports
+            text = (
+                f"cannot listen on {address}: all ports from {first} to {last} are in use. Give [job] ports a longer range: each "
+                "process of a host takes two"
+            )
+        super().__init__(text)
 
 
 class HostMemoryError(ZmqTrainError):
@@ -232,3 +258,8 @@ class HostLostError(ConnectivityError):
     exit_code = 129
     verdict = "host lost"
     consequence = False
+
+    def __init__(self, text: str, faults: Sequence[HostFault] = ()) -> None:
+        """``faults``: what is wrong with each host, where that is known one by one."""
+        self.faults = tuple(faults)
+        super().__init__(text)

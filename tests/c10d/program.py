@@ -1,4 +1,7 @@
-"""A program with torch.distributed: ``program.py BACKEND WHAT``. Prints what it has computed."""
+"""A program with torch.distributed: ``program.py BACKEND WHAT``. Prints what it has computed.
+
+``program.py WHAT FOLDER RANKS BACKEND ...`` is all ranks of each of these backends, in processes that share one import of torch.
+What each prints is in ``FOLDER/BACKEND-RANK``."""
 
 from __future__ import annotations
 
@@ -143,5 +146,24 @@ def main(backend: str, what: str) -> None:
     dist.destroy_process_group()
 
 
+def main_of_all(what: str, folder: str, size: int, backends: list[str]) -> int:
+    """Returns how many ranks have failed."""
+    ranks = [(backend, rank) for backend in backends for rank in range(size)]
+    children = []
+    for backend, rank in ranks:
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "STORE": f"{folder}/store-{backend}"}
+            with open(f"{folder}/{backend}-{rank}", "w") as printed:
+                os.dup2(printed.fileno(), 1)
+                main(backend, what)
+                sys.stdout.flush()
+            os._exit(0)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        sys.exit(main_of_all(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
     main(*sys.argv[1:])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
-from zmqtrain.c10d.rendezvous import rendezvous
+from zmqtrain.c10d.rendezvous import rendezvous, settings_here
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -333,8 +333,8 @@ def test_a_rank_of_another_host_that_is_late_or_gone_is_named() -> None:
 PROGRAM = Path(__file__).parent / "program.py"
 
 
-def run_program(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
-    environ = {**os.environ, "WORLD_SIZE": str(ranks), "STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+def run_program(tmp_path: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    environ = {**os.environ, "WORLD_SIZE": "2", "STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(PROGRAM), *arguments],
@@ -343,19 +343,28 @@ def run_program(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[subproc
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for rank in range(2)
     ]
+
+
+def run_whole_program(tmp_path: Path, what: str, *backends: str, ranks: int) -> dict[str, list[str]]:
+    """What all ranks print, by backend."""
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), what, str(tmp_path), str(ranks), *backends]
+    with subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=50)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, errors
+    return {backend: [(tmp_path / f"{backend}-{rank}").read_text() for rank in range(ranks)] for backend in backends}
 
 
 def test_programs_give_what_they_give_with_gloo(tmp_path: Path) -> None:
     """DistributedDataParallel, FSDP2 and DTensor: what they print, digit by digit."""
-    found = {}
-    for backend in ("gloo", "zmq"):
-        (tmp_path / backend).mkdir()
-        processes = run_program(tmp_path / backend, backend, "train")
-        ended = [process.communicate(timeout=50) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], ended
-        found[backend] = [out for out, _ in ended]
+    found = run_whole_program(tmp_path, "train", "gloo", "zmq", ranks=2)
     assert found["zmq"] == found["gloo"]
     assert all(found["zmq"])
 
@@ -363,10 +372,8 @@ def test_programs_give_what_they_give_with_gloo(tmp_path: Path) -> None:
 def test_groups_of_ranks_gossip_or_meet_at_model_servers_beside_ddp(tmp_path: Path) -> None:
     """Two groups of two: by gossip the parameters of one process that does the same by the schedule, by synchronous servers those
     of one process on everybody's data; to summation order in float64."""
-    processes = run_program(tmp_path, "zmq", "hooks", ranks=4)
-    ended = [process.communicate(timeout=50) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, ended
-    assert {out for out, _ in ended} == {2 * "apart by less than 1e-12: True\n" + "learns: True\n"}
+    printed = run_whole_program(tmp_path, "hooks", "zmq", ranks=4)
+    assert set(printed["zmq"]) == {2 * "apart by less than 1e-12: True\n" + "learns: True\n"}
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
@@ -396,3 +403,22 @@ def test_threads_end_with_the_group(hosts: str) -> None:
     for group in groups:
         group.shutdown()
     assert set(threading.enumerate()) <= before
+
+
+def test_where_a_rank_listens_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one address, unless the one that others connect to is none of its own."""
+    for name in ("ZMQTRAIN_HOST", "ZMQTRAIN_BIND", "ZMQTRAIN_PORTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    settings = settings_here("token", 5.0)
+    assert (settings.host, settings.advertise, settings.ports) == ("127.0.0.1", "", None)
+    monkeypatch.setenv("ZMQTRAIN_HOST", "203.0.113.7")  # behind a translation of addresses
+    monkeypatch.setenv("ZMQTRAIN_PORTS", "29400-29499")
+    settings = settings_here("token", 5.0)
+    assert settings.host in ("::", "0.0.0.0")
+    assert (settings.advertise, settings.ports) == ("203.0.113.7", (29400, 29499))
+    monkeypatch.setenv("ZMQTRAIN_BIND", "127.0.0.1")
+    assert settings_here("token", 5.0).host == "127.0.0.1"
+    monkeypatch.delenv("ZMQTRAIN_BIND")
+    monkeypatch.setenv("ZMQTRAIN_HOST", "gate.lab")
+    assert settings_here("token", 5.0).advertise == "gate.lab"

@@ -46,9 +46,9 @@ def rows_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def fault_of(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool = False) -> str:
     """The one fault's name and detail."""
-    assert run_check(file, True) == 2
+    assert run_check(file, True, file_only=file_only) == 2
     faults = [f"{row['name']}: {row['detail']}" for row in rows_of(capsys) if row["row"] == "check" and not row["ok"]]
     assert len(faults) == 1
     return faults[0]
@@ -97,6 +97,17 @@ def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], mo
     assert run_check(file, True, data="not/there") == 2
 
 
+def test_other_machines_are_left_alone_when_only_the_file_is_asked_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = GOOD.replace('"alpha"', '"alpha"\naddress = "alpha.invalid"').replace('"beta"', '"beta"\naddress = "beta.invalid"')
+    file.write_text(hosts + '[engine]\nkind = "ssh"\nsync = true\n[data]\npath = "/on/each/host"\n')
+    assert run_check(file, True, file_only=True) == 0
+    checks = {row["name"]: row["detail"] for row in rows_of(capsys) if row["row"] == "check"}
+    assert "would be copied to every host" in checks["sync"]
+    assert checks["data"] == "/on/each/host ([data] path), on each host"
+    file.write_text(file.read_text().replace("sync = true", "sync = true\nsync_limit = 64"))
+    assert "more than sync_limit" in fault_of(file, capsys, file_only=True)
+
+
 def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -105,6 +116,16 @@ def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(GOOD.replace("[job]", f"[job]\nport = {port}"))
         assert f"{port} cannot be used" in fault_of(file, capsys)
     assert run_check(file, True) == 0
+
+
+def test_a_range_of_ports_that_is_too_short(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29409"'))
+    assert "10 ports from 29400 to 29409, and the processes of one machine take up to 18" in fault_of(file, capsys)
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29450"'))
+    assert run_check(file, True) == 0
+    file.write_text(GOOD.replace("[job]", '[job]\nports = "29450-29400"'))
+    assert run_check(file) == 2
+    assert 'is no range of ports: write it like "29400-29500"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

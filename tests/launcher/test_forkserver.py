@@ -60,7 +60,7 @@ async def start(server: ForkServer, **environ: str) -> Started:
 
 async def test_children_and_how_they_end(entry: str) -> None:
     async with asyncio.timeout(30), ForkServer(entry) as server:
-        server_process = psutil.Process(server.pid)
+        server_process = psutil.Process(await server.pid())
         assert (await (await start(server, DO="nothing")).end())[0] == 0
         files = server_process.num_fds()
         todo = ("print", "report", "exit", "raise", "die", "nothing")
@@ -88,7 +88,7 @@ async def test_children_end_with_their_server(entry: str) -> None:
                 await one.ready.wait()
             sleepers[0].child.signal(signal.SIGTERM)
             assert (await sleepers[0].end())[0] == -signal.SIGTERM
-            os.kill(server.pid, signal.SIGKILL)
+            os.kill(await server.pid(), signal.SIGKILL)
             for one in sleepers[1:]:
                 assert (await one.end())[0] == -signal.SIGKILL  # its output has ended, so it is gone
             with pytest.raises(HostLostError, match="forkserver"):

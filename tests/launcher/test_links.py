@@ -12,7 +12,8 @@ import pytest
 from zmqtrain.cli.profile import run_profile
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.link_probe import LinkProbe
-from zmqtrain.launcher.links import ALL_PAIRS, Probes, measure_links, pairs_of
+from zmqtrain.launcher.links import ALL_PAIRS, Links, measure_links, pairs_of
+from zmqtrain.launcher.probes import Probes
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.load import parse_topology
@@ -74,7 +75,9 @@ async def test_probes_measure_every_way_and_end() -> None:
     hosts = [Host(name=name, slots=slots) for name, slots in (("a", 1), ("b", 2), ("c", 3))]
     async with Probes(endpoint, hosts, Ladder.of(10.0)) as probes:
         await probes.start(Adapted(engine), "token")
-        found = await probes.measure()
+        links = [await probes.measure_way(*pair) for pair in pairs_of(["a", "b", "c"])]
+        found = Links(tuple([await probes.measure_processor(host) for host in hosts]), tuple(links))
+        await probes.end()
     await endpoint.close()
     assert [(link.source, link.target) for link in found.links] == pairs_of(["a", "b", "c"])
     assert all(link.bandwidth > 1e6 for link in found.links)
@@ -133,7 +136,10 @@ class Adapted:
     ("text", "said"),
     [
         ("", "the file has one"),
-        ('[[hosts]]\nname = "a"\nslots = 1\n[[hosts]]\nname = "b"\naddress = "10.0.0.9"\nslots = 1', "b .10.0.0.9. is another"),
+        (
+            '[[hosts]]\nname = "a"\nslots = 1\n[[hosts]]\nname = "b"\naddress = "10.0.0.9"\nslots = 1',
+            r"b \(10.0.0.9\) is another.* say kind = .ssh.",
+        ),
     ],
 )
 async def test_hosts_that_cannot_be_started_are_refused(text: str, said: str) -> None:

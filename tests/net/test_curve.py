@@ -39,7 +39,7 @@ class Nodes:
         self.nodes: list[Node] = []
 
     async def open(self, peer: str, identity: Identity | None, **changes: object) -> Node:
-        settings = replace(FAST, token=TOKEN, connect_s=1.7, identity=identity, **changes)  # type: ignore[arg-type]
+        settings = replace(FAST, token=TOKEN, connect_s=2.5, identity=identity, **changes)  # type: ignore[arg-type]
         self.nodes.append(await open_zeromq(peer, settings=settings))
         return self.nodes[-1]
 
@@ -393,7 +393,7 @@ def threads_of_zeromq() -> int:
 
 async def test_endings_among_strangers(stranger: Stranger) -> None:
     """Endpoints open and close while strangers hammer at them: nothing breaks, nothing stays."""
-    counts = []
+    counts: list[int] = []
     for _ in range(6):
         async with opened() as nodes:
             centre = await nodes.coordinator()
@@ -402,8 +402,9 @@ async def test_endings_among_strangers(stranger: Stranger) -> None:
                 stranger(centre.address, identity_of(centre).public)
             _, silent = await asyncio.open_connection("127.0.0.1", int(split_address(centre.address)[0].rpartition(":")[2]))
         silent.transport.abort()
+        if counts:  # the kernel may show one that has ended for a moment
+            await until(lambda: threads_of_zeromq() <= counts[0])
         counts.append(threads_of_zeromq())
-    assert counts == counts[:1] * 6
 
 
 # When to tell -----------------------------------------------------------------------------------------------------------------

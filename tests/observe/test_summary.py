@@ -52,6 +52,17 @@ def test_median_and_p90() -> None:
     assert values["exposed_communication_s"] == {"median": pytest.approx(0.055), "p90": pytest.approx(0.09)}
 
 
+def test_an_fc_server_tells_of_itself() -> None:
+    summary = Summary()
+    assert "fc" not in summary.to_dict()
+    told = {"updates": 8, "busy": 0.5, "samples": 64, "staleness": {"0": 8}, "staleness_mean": 0.0, "staleness_max": 0}
+    add(summary, "server/0", "server", None, 1.0, {"staleness": {"3": 8}})
+    add(summary, "fc/0", "fc", None, 1.0, told)
+    values = summary.to_dict()
+    assert values["fc"] == {"updates": 8, "busy": 0.5, "staleness": {"mean": 0.0, "max": 0}}
+    assert values["staleness"]["mean"] == 3, "convolutions' alone"
+
+
 def test_newest_evaluation_counts() -> None:
     summary = Summary()
     add(summary, "worker/0", "eval", 10, 1.0, {"seconds": 0.1, "eval_loss": 0.9, "eval_accuracy": 0.5})

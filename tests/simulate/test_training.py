@@ -83,7 +83,7 @@ def topology_of(folder: Path, groups: int, size: int, **sections: Any) -> Topolo
         "simulation": {"payload": "real"},
     }
     for name, values in sections.items():
-        document[name] = document.get(name, {}) | values
+        document[name] = document.get(name, {}) | values if isinstance(values, dict) else values
     return Topology.from_dict(document)
 
 
@@ -110,6 +110,38 @@ def test_equals_one_process(tmp_path: Path, groups: int, size: int, exchange: di
     for model in recipe.models:
         for mine, its in zip(alone.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("groups", "size"), [(1, 2), (4, 1)])
+def test_with_an_fc_server_it_equals_one_process_too(tmp_path: Path, groups: int, size: int) -> None:
+    """The FC server takes the time of its layer, and of its part of the update; workers take that of theirs."""
+    exchange = {"merged_fc": True, "split": "4"}
+    topology = topology_of(tmp_path, groups, size, hosts=[{"name": "h[1-5]", "slots": 1}], exchange=exchange)
+    result, recipe, events = run(topology)
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    (last,) = [model for model in recipe.models if "4.weight" in model.state_dict()]
+    expected = recipe.alone().state_dict()
+    for model in recipe.models:
+        for name, value in {**model.state_dict(), **last.state_dict()}.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-13)
+    waits = [event["values"]["fc_wait_s"] for event in events if event["kind"] == "step"]
+    assert len(waits) == STEPS * groups * size
+    assert all(0.003 <= wait < 0.003 * groups + 0.005 for wait in waits)
+
+
+def test_with_two_fc_servers_it_equals_one_process_too(tmp_path: Path) -> None:
+    """Each takes half the time of the layer."""
+    exchange = {"merged_fc": True, "split": "4", "fc_servers": 2}
+    hosts = [{"name": "h[1-4]", "slots": 1}]
+    result, recipe, events = run(topology_of(tmp_path, 1, 2, hosts=hosts, exchange=exchange))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    expected = recipe.alone().state_dict()
+    convolutions = [model for model in recipe.models if "0.weight" in model.state_dict()]
+    waits = [event["values"]["fc_wait_s"] for event in events if event["kind"] == "step"]
+    assert all(0.0015 <= wait < 0.003 for wait in waits)
+    for model in convolutions:
+        for name in ("0.weight", "2.weight"):
+            torch.testing.assert_close(model.state_dict()[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
 def test_a_run_repeats_to_the_bit(tmp_path: Path) -> None:

@@ -73,6 +73,19 @@ def test_the_fc_server_takes_the_device_behind_the_workers() -> None:
     ]
 
 
+def test_the_groups_of_a_pipeline_share_their_slots() -> None:
+    hosts = '[[hosts]]\nname = "a"\nslots = 2\ndevices = ["cuda:0", "cuda:1"]\n[[hosts]]\nname = "b"\nslots = 2\n'
+    compute = "[compute]\ngroups = 4\ngroup_size = 2\npipeline = 2\nthreads = 0\n"
+    placement = place(parse_topology(f"[job]\n{hosts}{compute}[exchange]\nmerged_fc = true\n"))
+    assert hosts_of(placement) == [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
+    assert [role.slot for role in placement.workers] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [role.local_rank for role in placement.workers] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [role.device for role in placement.workers] == ["cuda:0", "cuda:1"] * 2 + ["auto"] * 4
+    assert {role.threads for role in placement.workers} == {1}
+    with pytest.raises(PlacementError):
+        place(parse_topology('[job]\n[[hosts]]\nname = "a"\nslots = 1\n' + compute + "[exchange]\nmerged_fc = true\n"))
+
+
 def test_a_group_larger_than_any_host_takes_as_few_as_can_be() -> None:
     assert hosts_of(place(topology_of([1, 3, 2], size=5))) == [["h1", "h1", "h1", "h2", "h2"]]
 

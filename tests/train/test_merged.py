@@ -110,6 +110,84 @@ async def test_several_parameter_groups_one_of_them_empty_on_either_side() -> No
     assert (whole(recipe) - expected).norm() <= 1e-12 * expected.norm()
 
 
+def kept(folder: Path, step: int) -> torch.Tensor:
+    """The ordinary model of a checkpoint."""
+    model = Checkpoint(folder / f"step-{step:08d}").part("model")[0]
+    return torch.cat([payload.tensor.reshape(-1).double() for payload in model.values()])
+
+
+@pytest.mark.parametrize(
+    ("servers", "groups", "size", "dtype", "fields"),
+    [(2, 1, 1, torch.float64, ADAM), (3, 2, 2, torch.float64, SCHEDULED), (2, 2, 2, torch.float32, SCHEDULED)],
+)
+async def test_fc_servers_that_divide_the_layers_equal_one_process(
+    servers: int, groups: int, size: int, dtype: torch.dtype, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """So does one FC server that goes on from their checkpoint, and several that go on from its."""
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-5
+
+    async def train(servers: int, steps: int, folder: Path, resume: Path | None = None) -> Run:
+        job = {"steps": steps, "eval_every": 2, "checkpoint_every": 2}
+        topology = merged(groups, size, 24 // groups, exchange={"fc_servers": servers}, job=job)
+        result = await run(topology, recipe_of(dtype, **fields), folder=folder, resume=resume)
+        assert not result.errors, result.errors
+        return result
+
+    expected = alone(recipe_of(dtype, **fields), 4, 24)
+    several, one = await train(servers, 4, tmp_path / "several"), await train(1, 4, tmp_path / "one")
+    await train(1, 4, tmp_path / "then one", tmp_path / "several" / "step-00000002")
+    await train(servers, 4, tmp_path / "then several", tmp_path / "one" / "step-00000002")
+    for each in ("several", "one", "then one", "then several"):
+        assert (kept(tmp_path / each, 4) - expected).norm() <= tolerance * expected.norm(), each
+    assert list(Checkpoint(tmp_path / "several" / "step-00000004").part("model")[0]) == list(network().state_dict())
+    assert several.losses("worker/0") == pytest.approx(one.losses("worker/0"), rel=tolerance)
+    for mine, its in zip(several.recorders["worker/0"].of("eval"), one.recorders["worker/0"].of("eval"), strict=True):
+        assert mine["eval_loss"] == pytest.approx(its["eval_loss"], rel=tolerance)
+    assert several.recorders["fc/0"].of("fc")[0]["updates"] == 4
+    assert not several.recorders["fc/1"].of("fc")
+
+
+async def test_dropout_and_batch_norm_do_not_depend_on_the_number_of_fc_servers(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        fc = [nn.Linear(105, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.ReLU(), nn.Linear(9, 3)]
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), *fc).double()
+
+    found = []
+    for servers in (2, 3):
+        job = {"steps": 3, "checkpoint_every": 3}
+        topology = merged(1, 2, 12, exchange={"fc_servers": servers}, job=job, compute={"accumulate": 2})
+        result = await run(topology, recipe_of(model=model), folder=tmp_path / str(servers))
+        assert not result.errors, result.errors
+        found.append(kept(tmp_path / str(servers), 3))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+async def test_a_phase_that_trains_in_other_steps_than_it_evaluates_is_not_divided() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.one, self.two = nn.Conv2d(2, 2, 3).double(), nn.Linear(70, 3).double(), nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.one(self.conv(x).flatten(1))
+            return self.two(y) if self.training else y
+
+    result = await run(merged(1, 1, 8, exchange={"fc_servers": 2}, job={"steps": 2}), recipe_of(model=Two))
+    assert isinstance(result.errors["fc/0"], UsageError)
+    assert "fc_servers = 1" in str(result.errors["fc/0"])
+
+
+async def test_groups_that_share_slots_equal_one_process() -> None:
+    recipe = recipe_of()
+    topology = merged(4, 2, 6, compute={"pipeline": 2, "accumulate": 2}, job={"steps": 4})
+    result = await run(topology, recipe)
+    assert not result.errors, result.errors
+    expected = alone(recipe_of(), 4, 24)
+    assert (whole(recipe, "worker/7") - expected).norm() <= 1e-12 * expected.norm()
+    assert ("wait for the slot", "wait") in result.recorders["worker/3"].spans
+
+
 def staleness(result: Run) -> tuple[float, float]:
     """The mean staleness of the FC server, and of the model servers."""
     (fc,) = result.recorders["fc/0"].of("fc")

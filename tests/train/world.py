@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from zmqtrain.events import EventValue
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator
+from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
@@ -88,10 +89,11 @@ async def run(
     resume: Path | None = None,
     region: Region | None = None,
     make_device: Callable[[RolePlacement], Device] | None = None,
+    meanwhile: Callable[[Endpoint, Run], Coroutine[Any, Any, None]] | None = None,
 ) -> Run:
     """Run the topology to its end. ``task(peer)`` makes a worker's task. A role's error is kept in ``Run.errors``.
 
-    ``region``: memory that all roles share.
+    ``region``: memory that all roles share. ``meanwhile``: what the launcher does, with the coordinator's endpoint.
     """
     network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
     endpoint = network.endpoint("coordinator")
@@ -128,6 +130,8 @@ async def run(
 
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(coordinator.run()), tasks.create_task(collector.run())]
+        if meanwhile is not None:
+            background.append(tasks.create_task(meanwhile(endpoint, result)))
         await asyncio.gather(*(role(r.peer) for r in placement.roles))
         for one in background:
             one.cancel()

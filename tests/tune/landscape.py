@@ -48,7 +48,7 @@ class Landscape:
         if trial.kind == "train":
             self.state[trial.number] = end
         scored = math.exp(begin - speed * updates * 5 / 6)
-        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached)
+        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, None if reached is None else updates)
 
 
 def solve(space: Space, landscape: Landscape, target: float | None = None, most: int = 5000) -> tuple[Search, Done]:

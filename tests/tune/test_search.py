@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tune.landscape import Landscape, solve
-from zmqtrain.tune.search import GIVE_UP, Search
+from zmqtrain.tune.machine import GIVE_UP
+from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -37,7 +38,8 @@ def test_the_order_of_algorithm_1() -> None:
     assert done.setting is not None
     assert (done.setting.groups, done.setting.momentum, done.setting.lr) == (4, 0.6, 0.01)  # 1 - 0.4 / 4 = 0.9 in all
     grid = {trial.setting for trial, _ in search.trials if trial.phase == "grid"}
-    assert grid == {Setting(4, momentum, rate) for momentum in SPACE.momenta for rate in (0.01, 0.001)}
+    # A tenth of the learning rate is worse with the best momentum, so others are not tried with it.
+    assert grid == {Setting(4, momentum, 0.01) for momentum in SPACE.momenta} | {Setting(4, 0.6, 0.001)}
 
 
 def test_the_sweep_goes_from_low_to_high_and_stops_early() -> None:
@@ -197,12 +199,12 @@ def test_a_resumed_search_goes_on_as_the_one_before() -> None:
     while not isinstance(step := search.next(), Done):
         asked.append(step)
         search.result(step, land.run(step, 0.01))
-        search = Search.from_value(SPACE, json.loads(json.dumps(search.to_value())))
+        search = Search(SPACE).replay(json.loads(json.dumps(search.to_value())))
     assert step == done
     assert asked == [trial for trial, _ in whole.trials]
     assert not search.decisions()
     with pytest.raises(ValueError, match="of another space"):
-        Search.from_value(replace(SPACE, limit_s=1.0), whole.to_value())
+        Search(replace(SPACE, limit_s=1.0)).replay(whole.to_value())
 
 
 def test_only_the_trial_that_was_asked_for_is_heard() -> None:

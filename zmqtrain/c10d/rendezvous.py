@@ -16,6 +16,7 @@ from zmqtrain.c10d.one_host import OneHost
 from zmqtrain.c10d.several_hosts import NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import Transport
 from zmqtrain.errors import PeerTimeoutError, UsageError
+from zmqtrain.membership.environment import BIND, PORTS, ports_in
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
@@ -52,7 +53,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
         return memory
     if rank == 0:
         store.set("token", token_hex(16))
-    settings = NetSettings(token=_get(store, "token", names[0], timeout), host=listening_address(), connect_s=timeout_s)
+    settings = settings_here(_get(store, "token", names[0], timeout), timeout_s)
     network = NetworkThread()
     try:
         node = network.call(_open(names[rank], settings))
@@ -69,17 +70,51 @@ async def _open(name: str, settings: NetSettings) -> Node:
     return await open_zeromq(name, settings=settings)
 
 
+def settings_here(token: str, timeout_s: float) -> NetSettings:
+    """Where this rank listens, and where others find it: not the same where addresses are translated on the way (NAT)."""
+    address = listening_address()
+    bind = os.environ.get(BIND) or (address if _is_own(address) else _everywhere())
+    return NetSettings(
+        token=token,
+        host=bind,
+        advertise="" if bind == address else address,
+        ports=ports_in(os.environ.get(PORTS, "")),
+        connect_s=timeout_s,
+    )
+
+
 def listening_address() -> str:
+    """The address that other hosts find this rank at."""
     given = os.environ.get(ADDRESS)
     if given:
         return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing: it only asks for the way
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return "127.0.0.1"
+    for family, kind, protocol, _, target in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(target)  # sends nothing: it only asks for the way
+            except OSError:
+                continue
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return "127.0.0.1"
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine can listen at the address. Names are for others: ZeroMQ binds no names."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            socket.inet_pton(probe.family, address)
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _everywhere() -> str:
+    return "::" if _is_own("::") else "0.0.0.0"
 
 
 def _get(store: Store, key: str, name: str, timeout: timedelta) -> str:

@@ -23,13 +23,12 @@ from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
-from zmqtrain.c10d.rendezvous import listening_address, this_host
+from zmqtrain.c10d.rendezvous import settings_here, this_host
 from zmqtrain.c10d.several_hosts import NetworkThread
 from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.node import Node
-from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.server.model_server import ModelServer, ServerSettings
 
@@ -94,7 +93,7 @@ class ModelServers:
         self._serving: asyncio.Task[None] | None = None
         token = [token_hex(16)]
         dist.broadcast_object_list(token, 0)
-        self._settings = NetSettings(token=token[0], host=listening_address(), connect_s=timeout_s)
+        self._settings = settings_here(token[0], timeout_s)
         try:
             self._arenas = self._share_memory()
             self._replica = DdpReplica(model, optimizer, size, bucket_bytes, self._arenas[0], timeout_s)

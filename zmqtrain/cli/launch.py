@@ -9,18 +9,20 @@ from json import dumps
 from pathlib import Path
 
 from zmqtrain.cli.divided import decided
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
+from zmqtrain.cli.submit import run_submit
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
-from zmqtrain.launcher.emulate import KINDS, Emulation
 from zmqtrain.launcher.run import Launch, write_pid
+from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.net.loop import Dilation, run
+from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint import find_checkpoints
 
 
 def run_launch(
@@ -36,15 +38,28 @@ def run_launch(
     shaping: str | None = None,
     dilation: float | None = None,
     detach: bool = False,
+    go_on: bool = False,
+    engine: str | None = None,
+    submit: bool = False,
+    template: Path | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
     ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
     ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
+    ``go_on``: where there is a run in ``run_dir`` already, it is the one to go on with.
+    ``engine``: instead of the file's. ``submit``: let Slurm launch it; ``template`` and ``dry_run`` are for that alone.
     Raises `UsageError` (and its children) before anything is started.
     """
-    topology = load_with(file, settings if dilation is None else [*settings, f"network.dilation={dilation!r}"])
-    emulation = _emulation(topology, emulate, shaping, dilation)
+    more = [] if dilation is None else [f"network.dilation={dilation!r}"]
+    more += [] if engine is None else [f"engine.kind={engine}"]
+    topology = load_with(file, [*settings, *more])
+    emulation = emulation_of(topology, emulate, shaping, dilation)
+    if (template is not None or dry_run) and not submit:
+        raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
+    if topology.engine.kind == "slurm" and emulation is None and not submit:
+        topology = in_allocation(topology, require_allocation())
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
@@ -53,12 +68,41 @@ def run_launch(
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
     if script and (topology.compute.grid == "auto" or topology.divided):
         raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    if submit:
+        return run_submit(
+            topology,
+            file,
+            script,
+            template=template,
+            dry_run=dry_run,
+            settings=settings,
+            data=data,
+            resume=resume,
+            run_dir=run_dir,
+            json_lines=json_lines,
+        )
+    if topology.compute.auto_groups:
+        from zmqtrain.cli.tune_launch import launch_tuned
+
+        if script or detach:
+            raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
+        data_path = _data(data, topology.data.path, here=topology.engine.kind == "local" or emulate)
+        if go_on and run_dir is not None and (run_dir / "topology.toml").exists():
+            resume = str(run_dir)
+        return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
     topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
     placement = place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
-    resume_from = _resume(resume, topology.job.name) if resume is not None else None
-    directory = RunDirectory.create(topology.job.name, exact=run_dir)
+    if go_on and run_dir is None:
+        raise UsageError("--continue goes on with the run in a directory: name it with --run-dir")
+    begun = run_dir if go_on and run_dir is not None and (run_dir / "topology.toml").exists() else None
+    if begun is not None and find_checkpoints(begun / "checkpoints"):
+        resume_from: Path | None = begun
+    else:
+        resume_from = _resume(resume, topology.job.name) if resume is not None else None
+    directory = RunDirectory.create(topology.job.name, exact=run_dir) if begun is None else RunDirectory.go_on(begun)
+    events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
     description = RunDescription(
         topology,
@@ -81,7 +125,7 @@ def run_launch(
     code = run_detached(
         directory.path,
         go,
-        is_running=lambda: _has_joined(directory.path),
+        is_running=lambda: _has_joined(directory.path, events_before),
         out=sys.stderr if json_lines else sys.stdout,  # JSON alone, for machines
     )
     if code is not None:
@@ -93,24 +137,12 @@ def run_launch(
     return 0
 
 
-def _has_joined(path: Path) -> bool:
-    """Whether all roles have joined. Their joining comes first in the file, so it is short while one asks."""
+def _has_joined(path: Path, before: int) -> bool:
+    """Whether all roles have joined. Their joining comes first in the file, beyond what was there ``before``, so it is short while
+    one asks."""
     with (path / "events.jsonl").open("rb") as events:
+        events.seek(before)
         return any(b'"running"' in line for line in events)
-
-
-def _emulation(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
-    """How to emulate, if at all. Raises `UsageError`."""
-    if not emulate:
-        if shaping is not None or dilation is not None:
-            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")
-        return None
-    kind = next((known for known in KINDS if known == (shaping or "auto")), None)
-    if kind is None:
-        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
-    emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
-    emulation.check(topology)
-    return emulation
 
 
 def _data(option: str | None, file: str | None, *, here: bool) -> str | None:

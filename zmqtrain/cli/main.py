@@ -46,6 +46,14 @@ def launch(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the run is under way; zmqtrain attach, stop and logs find it.")
     ] = False,
+    go_on: Annotated[
+        bool,
+        typer.Option("--continue", help="Go on with the run in --run-dir from its newest checkpoint, if it was begun."),
+    ] = False,
+    engine: Annotated[str | None, typer.Option(help="What starts the agents, instead of the file's [engine] kind.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="With --engine slurm: submit a batch script that launches.")] = False,
+    template: Annotated[Path | None, typer.Option(help="With --submit: the batch script's template, instead of ours.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --submit: print the batch script.")] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
@@ -66,6 +74,11 @@ def launch(
         shaping=shaping,
         dilation=dilation,
         detach=detach,
+        go_on=go_on,
+        engine=engine,
+        submit=submit,
+        template=template,
+        dry_run=dry_run,
     )
     raise typer.Exit(code)
 
@@ -75,11 +88,16 @@ def check(
     file: File,
     json_lines: Json = False,
     data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
 ) -> None:
-    """Show what a launch of FILE would do, and what stands in its way."""
+    """Show what a launch of FILE would do, and what stands in its way.
+
+    Where hosts are other machines it looks at them, too: names, ports, bandwidth and round trips, clocks, versions, room, keys.
+    """
     from zmqtrain.cli.check import run_check
 
-    raise typer.Exit(run_check(file, json_lines, data=data))
+    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate))
 
 
 @app.command()
@@ -162,6 +180,40 @@ def plan(
 
 
 @app.command()
+def tune(
+    file: File,
+    json_lines: Json = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Trials on virtual time, as by zmqtrain simulate.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network between them like FILE's [network].")
+    ] = False,
+    shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced or auto.")] = None,
+    dilation: Annotated[float | None, typer.Option(help="With --emulate: run so many times as slowly.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="omnivore (default), default, sync, async or bayesian. May be repeated: all in one table, or all."),
+    ] = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Train to the target with every number of groups: the trade-off, instead of a search.")
+    ] = False,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the search in this folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The folder; default: the next runs/NAME-tune-NNN.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Find the number of compute groups, momentum and learning rate that reach the target soonest, and train with them.
+
+    Omnivore's automatic optimizer: trials from one checkpoint, at most a tenth of the time. See docs/tuning.md.
+    """
+    from zmqtrain.cli.tune import How, names_of, run_tune
+
+    how = How(simulate, emulate, shaping, dilation, names_of(strategy or ()), curves, resume)
+    raise typer.Exit(run_tune(file, how, json_lines=json_lines, data=data, run_dir=run_dir, settings=settings or ()))
+
+
+@app.command()
 def profile(
     target: Annotated[str, typer.Argument(metavar="TASK_OR_FILE", help="A task like file.py:task, or a topology file with one.")],
     out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON: what compute.profile takes.")] = None,
@@ -218,7 +270,10 @@ def schema() -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host or parallel.")
+        str,
+        typer.Argument(
+            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, parallel or cluster."
+        ),
     ],
     json_lines: Json = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
@@ -230,6 +285,10 @@ def bench(
         str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
     ] = None,
     mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="cluster: launch, links, ddp or accuracy alone. May be repeated.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
 ) -> None:
     """Measure speed on this machine, beside a peer where one is installed."""
     from zmqtrain.cli.bench.run import run_bench
@@ -243,6 +302,8 @@ def bench(
             mxnet_script=mxnet_script,
             mpi_python=mpi_python,
             mpi_script=mpi_script,
+            parts=parts or (),
+            data=data,
         )
     )
 

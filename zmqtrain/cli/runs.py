@@ -6,13 +6,20 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 
 from zmqtrain.errors import HostLostError, SshError, UsageError
+from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name
+
+#: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
+LOOK_S, MOST_LOOKS = 1.0, 300
+#: States of a Slurm job in which it may compute, now or later.
+_LIVE = {"pending", "configuring", "running", "completing", "suspended", "stopped", "requeued", "requeue_hold", "signaling"}
 
 
 def run_status(name: str, *, json_lines: bool = False) -> int:
@@ -26,6 +33,9 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
         status |= {key: values[key] for key in ("status", "steps", "samples", "seconds", "eval")}
     elif (last := _last_step(path)) is not None:
         status |= last
+    if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:
+        # The launcher is in the job, on another machine; a job that was preempted is there again.
+        status |= {"status": state_of(job) or status["status"], "job": job}
     if json_lines:
         print(json.dumps(status))
     else:
@@ -39,6 +49,8 @@ def run_stop(name: str) -> int:
     Raises `UsageError` where there is nothing of it, and `HostLostError` where hosts cannot be reached.
     """
     path = find_run(name)
+    if (job := job_of(path)) is not None:
+        return _stop_job(path, job)
     process = launcher_of(path)
     if process is not None:
         process.send_signal(signal.SIGINT)
@@ -54,6 +66,19 @@ def run_stop(name: str) -> int:
         lines = "\n  ".join(missed)
         raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
     return 0
+
+
+def _stop_job(path: Path, job: str) -> int:
+    """End a run that was submitted to Slurm, and wait until its nodes are free."""
+    if (state := state_of(job)) is None or state not in _LIVE:
+        raise UsageError(f"{path} does not run any more: Slurm job {job} is {state or 'unknown here'}")
+    cancel(job)
+    for _ in range(MOST_LOOKS):
+        if state_of(job) not in _LIVE:
+            print(f"Slurm job {job}: cancelled")
+            return 0
+        time.sleep(LOOK_S)
+    raise HostLostError(f"Slurm job {job} is cancelled, but still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
 
 
 def run_logs(name: str, role: str | None = None) -> int:

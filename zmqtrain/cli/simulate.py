@@ -53,6 +53,8 @@ def run_simulate(
             f'{file} names no task: add task = "file.py:function" to [job], or model the device: [compute] device = "modelled" and '
             'profile = "resnet50"'
         )
+    if topology.compute.auto_groups:
+        raise UsageError(f'{file} has groups = "auto": zmqtrain tune {file} --simulate finds the number')
     if topology.job.task is not None and trains(topology):
         find_task(topology.job.task, (".", *topology.job.python_path))
     if topology.compute.profile is not None:

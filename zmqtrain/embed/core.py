@@ -128,7 +128,7 @@ class Core:
         role = self.context.role
         if role.device == "modelled":
             raise UsageError("a script computes for real, and [compute] device is modelled: launch a task instead")
-        return device_named(role.device, role.local_rank)
+        return device_named(role.device, role.slot)
 
     async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises at once when the run is stopped."""

@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,9 @@ class OwnRun:
     def _environment(self, peer: PeerId) -> RoleEnvironment:
         assert self._network is None, "a run in memory is in one process"
         host = next(host for host in self.topology.hosts if host.name == self.placement.role(peer).host)
-        return RoleEnvironment(peer, self._address, self._token, host.address, self.topology.job.timeout_s)
+        job = self.topology.job
+        environment = RoleEnvironment(peer, self._address, self._token, host.address, job.timeout_s, ports=job.port_range)
+        return replace(environment, bind=host.bind or "")
 
     async def role(self, peer: PeerId, *, task: Task | None = None) -> None:
         """Be this role until the run is through. ``task``: for workers, instead of loading what ``[job] task`` names.
@@ -106,7 +109,8 @@ async def open_run(
     """
     placement, ladder, token = place(topology), Ladder.of(topology.job.timeout_s), secrets.token_hex(16)
     identity = Identity.coordinator(token) if network is None and topology.encrypted() else None
-    endpoint = await _open(network, net_settings(ladder, token, host=host, port=topology.job.port, identity=identity))
+    job = topology.job
+    endpoint = await _open(network, net_settings(ladder, token, host=host, port=job.port, ports=job.port_range, identity=identity))
     serving: list[asyncio.Task[object]] = []
     try:
         described = RunDescription(

@@ -6,9 +6,10 @@ The tensors that are sent must stay as they are until the answer is there: withi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
 from zmqtrain.exchange.checkpoint_part import unpack_manifest
@@ -29,8 +30,6 @@ from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
-T = TypeVar("T")
-
 
 class FcClient:
     """One worker's. Waits raise `PeerLostError`, `PeerTimeoutError`, or the `ProtocolError` with which the server refuses."""
@@ -42,20 +41,28 @@ class FcClient:
         endpoint.serve("fc_refused", self._on_refused)
 
     async def train(
-        self, step: int, micro_batch: int, meta: ActivationsMeta, tensors: Sequence[Payload], into: Sequence[Payload]
+        self,
+        step: int,
+        micro_batch: int,
+        meta: ActivationsMeta,
+        tensors: Sequence[Payload],
+        into: Sequence[Payload],
+        sent: Callable[[], Awaitable[None]] | None = None,
     ) -> AnswerMeta:
-        """Send a micro-batch; on return the gradients that are wanted lie in ``into``, if the answer says that there are any."""
+        """Send a micro-batch; on return the gradients that are wanted lie in ``into``, if the answer says that there are any.
+
+        ``sent`` is called once everything is queued."""
         tags = [activations_tag(step, micro_batch, place) for place in range(len(tensors))]
         await self._send(tags, tensors, meta)
+        if sent is not None:
+            await sent()
         what = f"the gradients of the activations of step {step}"
         answer = AnswerMeta.from_value((await self._receive(answer_tag(step, micro_batch), what)).meta)
         if answer.gradients:
             if answer.gradients != len(into):
                 raise ProtocolError(f"{self._server} has {answer.gradients} gradients for {len(into)} activations")
-            receives = (
-                self._receive(gradient_tag(step, micro_batch, place), what, into=target) for place, target in enumerate(into)
-            )
-            await together(*(_ended(each) for each in receives))
+            tagged = [(gradient_tag(step, micro_batch, place), target) for place, target in enumerate(into)]
+            await together(*(self._receive(tag, what, into=target) for tag, target in tagged))
         return answer
 
     async def evaluate(self, meta: ActivationsMeta, tensors: Sequence[Payload]) -> list[float]:
@@ -75,7 +82,7 @@ class FcClient:
         listed, _ = unpack_manifest(await self._receive(model_tag(step), what))
         state = {}
         for name, dtype, shape in listed:
-            into = TensorPayload.empty(1, dtype) if not shape else TensorPayload.empty(_numel(shape), dtype)
+            into = TensorPayload.empty(math.prod(shape), dtype)
             await self._receive(model_tag(step), what, into=into)
             state[name] = TensorPayload.of(into.tensor.view(shape))
         return state
@@ -109,14 +116,3 @@ class FcClient:
             self._refused.set_exception(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
             self._refused.exception()  # it may be that nobody waits
         return None
-
-
-async def _ended(wait: Awaitable[T]) -> None:
-    await wait
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -21,6 +21,7 @@ from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.launcher.output import OutputReader
+from zmqtrain.launcher.preempted import PREEMPT, heed_no_preemption, wanted_on_sigterm
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription, fetch_description
@@ -58,6 +59,7 @@ class Agent:
         self._ladder = environment.ladder
         self._children: dict[PeerId, Child] = {}
         self._stopping = asyncio.Event()
+        self._preempted = asyncio.Event()
         self._patience_s = self._ladder.grace_s / 2  # how long roles may take to end by themselves
         self._stopped: set[PeerId] = set()  # roles whose end was our doing
         self._region: Region | None = None
@@ -67,8 +69,9 @@ class Agent:
     async def run(self) -> int:
         """Start all roles, and return when all have ended."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+        preempts = {signal.SIGUSR1, signal.SIGTERM} if wanted_on_sigterm() else {signal.SIGUSR1}
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            loop.add_signal_handler(number, (self._preempted if number in preempts else self._stopping).set)
         self._link.on_halt(self._halt)
         self._link.on_lost(self._end_lost)
         host = self._environment.peer.partition("/")[2]
@@ -82,6 +85,7 @@ class Agent:
                 watching = [
                     group.create_task(self._heartbeats(), name="heartbeats"),
                     group.create_task(self._end_roles(), name="end roles"),
+                    group.create_task(self._ask_to_stop(), name="ask to stop"),
                     group.create_task(self._forward(), name="forward output"),
                 ]
                 async with asyncio.TaskGroup() as living:
@@ -178,6 +182,11 @@ class Agent:
         """The link's own loop; when it gives up, all roles end with this agent."""
         await self._link.run()
 
+    async def _ask_to_stop(self) -> None:
+        """This host is about to be taken away: the launcher sees to it that all stop with a checkpoint, while there is time."""
+        await self._preempted.wait()
+        await self._link.membership.endpoint.request(COORDINATOR, PREEMPT, timeout=self._ladder.request_s)
+
     async def _end_roles(self) -> None:
         """Once the run is to stop: roles were told by the coordinator; those that do not end by themselves are ended."""
         await self._stopping.wait()
@@ -247,6 +256,7 @@ def main() -> int:
     if environment is None:
         print("zmqtrain agent is started by an engine, which sets ZMQTRAIN_PEER, _COORDINATOR and _TOKEN", file=sys.stderr)
         return 2
+    heed_no_preemption()  # until it has joined, and can tell of it
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         die_with_parent(int(parent))

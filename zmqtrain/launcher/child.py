@@ -17,9 +17,11 @@ import torch._dynamo  # over a second, which every role's first optimizer would 
 
 from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.preempted import wanted_on_sigterm
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
+from zmqtrain.train.device.memory_kept import keep_memory
 from zmqtrain.train.role import run_role
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
@@ -58,13 +60,16 @@ def main(report_file: int) -> int:
 
 async def _run_role(environment: RoleEnvironment) -> None:
     async with enter_run(environment) as (context, _):
+        if context.role.device == "modelled" and context.topology.compute.keep_memory:
+            keep_memory()  # as on a real CPU: what it receives is of the same sizes in each step
         await run_role(context)
 
 
 async def _stoppable(role: Coroutine[Any, Any, None]) -> None:
     """Run the role until it returns, or is cancelled by SIGTERM."""
     task = asyncio.ensure_future(role)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    if not wanted_on_sigterm():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await task
 
 

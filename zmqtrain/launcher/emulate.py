@@ -21,6 +21,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import Handle
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
+from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import HOST
 from zmqtrain.net.endpoint import PeerId
@@ -99,8 +100,10 @@ class EmulatedEngine:
 
 
 @asynccontextmanager
-async def emulated(topology: Topology, placement: Placement, emulation: Emulation) -> AsyncIterator[tuple[EmulatedEngine, str]]:
-    """An engine for the run, and a line about it. Its network is taken down at the end.
+async def emulated(
+    topology: Topology, placement: Placement, emulation: Emulation, nursery: Nursery | None = None
+) -> AsyncIterator[tuple[EmulatedEngine, str]]:
+    """An engine for the run, and a line about it. Its network is taken down at the end. ``nursery``: for its agents.
 
     Raises `UsageError` where namespaces were asked for and cannot be had.
     """
@@ -120,7 +123,7 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
             said.append(f"{factor:g} times as slow as reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
-        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
+        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine(nursery)), "; ".join(said)
 
 
 @contextmanager

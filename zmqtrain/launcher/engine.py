@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.launcher.nursery import Nursery
 
 GROUP = "zmqtrain.engines"
 
@@ -68,18 +71,22 @@ class RemoteEngine(Engine, Protocol):
         """After the last agent has been stopped, also where `open` failed."""
 
 
-def make_engine(kind: str) -> Engine:
-    """The engine of this name. Raises `UsageError` where there is none."""
+def make_engine(kind: str, nursery: Nursery | None = None) -> Engine:
+    """The engine of this name. Raises `UsageError` where there is none. ``nursery``: for agents on this machine."""
     if kind == "local":
         from zmqtrain.launcher.local import LocalEngine
 
-        return LocalEngine()
+        return LocalEngine(nursery)
     if kind == "ssh":
         from zmqtrain.launcher.ssh.engine import SshEngine
 
         return SshEngine()
+    if kind == "slurm":
+        from zmqtrain.launcher.slurm.engine import SlurmEngine
+
+        return SlurmEngine()
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if kind not in found:
-        raise UsageError(f"there is no engine {kind!r}; known: {', '.join(['local', 'ssh', *found])}")
+        raise UsageError(f"there is no engine {kind!r}; known: {', '.join(['local', 'ssh', 'slurm', *found])}")
     engine: Engine = found[kind].load()()
     return engine

@@ -26,9 +26,14 @@ import msgpack
 
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.preempted import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
+#: What children call, if nothing else is said.
+ENTRY = "zmqtrain.launcher.child:main"
+#: The file of a channel at whose other end a fork server is already, or will be (`zmqtrain.launcher.nursery`).
+ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 _READY = 0
 
 
@@ -50,10 +55,12 @@ class Child:
 class ForkServer:
     """The agent's side. ``async with ForkServer() as server: child = await server.start(environ, output, report)``."""
 
-    def __init__(self, entry: str = "zmqtrain.launcher.child:main", *, threads: int = 1) -> None:
-        """``entry``: the function that every child calls; its module is imported before forking."""
+    def __init__(self, entry: str = ENTRY, *, threads: int = 1) -> None:
+        """``entry``: the function that every child calls; its module is imported before forking.
+
+        Where the environment names a channel (`ADOPTED`), it is used, and no process is started."""
         self._entry, self._threads = entry, threads
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | None = None  # that this one has started
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[int] | None = None
         self._starting: dict[int, asyncio.Future[int]] = {}
@@ -62,6 +69,23 @@ class ForkServer:
         self._number = 0
 
     async def __aenter__(self) -> ForkServer:
+        inherited = os.environ.get(ADOPTED)
+        if inherited is None:
+            await self._start()
+        else:
+            self._adopt(socket.socket(fileno=int(inherited)))
+        return self
+
+    def _adopt(self, channel: socket.socket) -> None:
+        from zmqtrain.launcher.nursery import adopt
+
+        loop = asyncio.get_running_loop()
+        self._socket, self._ready = channel, loop.create_future()
+        adopt(channel)
+        channel.setblocking(False)
+        loop.add_reader(channel.fileno(), self._read)
+
+    async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -73,20 +97,18 @@ class ForkServer:
                 *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL
             )
         loop.add_reader(ours.fileno(), self._read)
-        return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        assert self._process is not None
         self._close()
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
 
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        assert self._process is not None
-        return self._process.pid
+    async def pid(self) -> int:
+        """The server's process, once it is ready. Raises `HostLostError` where it has died before."""
+        assert self._ready is not None
+        return await asyncio.shield(self._ready)
 
     async def start(self, environ: Mapping[str, str], output: int, report: int) -> Child:
         """Fork a process with these variables set, its output to the file ``output``, its error report to ``report``.
@@ -219,8 +241,9 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
     """The forked child: never returns."""
     code = 70
     try:
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not wanted_on_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops all in good order
         die_with_parent(int(os.environ["ZMQTRAIN_FORKSERVER_PID"]))
         os.dup2(output, 1)
@@ -244,9 +267,18 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         os._exit(code)
 
 
-def _import(entry: str) -> Callable[[int], int]:
+def import_entry(entry: str) -> Callable[[int], int]:
+    """The function, and with its module all that children need, in memory that they share."""
+    # The current folder stays importable in children (tasks lie there), but must not shadow modules of this process.
+    here = str(Path.cwd())
+    if sys.path[0] != here:
+        sys.path.insert(0, here)
+    gc.disable()  # nothing of what is imported is garbage
     module, _, name = entry.partition(":")
     function: Callable[[int], int] = getattr(__import__(module, fromlist=[name]), name)
+    # What is there now stays for good. Collections in the children would only copy its pages, for each of them.
+    gc.freeze()
+    gc.enable()
     return function
 
 
@@ -255,17 +287,9 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heed_no_preemption()
     os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
-    # The current folder stays importable in children (tasks lie there), but must not shadow modules of this process.
-    here = str(Path.cwd())
-    if sys.path[0] != here:
-        sys.path.insert(0, here)
-    gc.disable()  # nothing of what is imported is garbage
-    entry = _import(sys.argv[2])
-    # What is there now stays for good. Collections in the children would only copy its pages, for each of them.
-    gc.freeze()
-    gc.enable()
-    serve(channel, entry)
+    serve(channel, import_entry(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A process on one host that measures the ways to the others, and its processor, when it is asked to. An engine starts it.
+"""A process on one host that looks at it, and measures the ways to the others, when it is asked to. An engine starts it.
 
-It talks to `zmqtrain.launcher.links`, which gives it everything by environment variables, as agents get theirs.
+It talks to `zmqtrain.launcher.probes`, which gives it everything by environment variables, as agents get theirs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from zmqtrain.errors import ConnectivityError, ProtocolError
+from zmqtrain.errors import ConnectivityError, ProtocolError, ZmqTrainError
 from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.host_facts import facts_here
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import RoleEnvironment
@@ -23,12 +25,15 @@ from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.world import wall_s
 
 #: Round trips of a small message; the median counts.
 TRIPS = 50
 #: Tensors of a bulk transfer; the time from the first's arrival to the last's counts.
 TENSORS = 9
 SMALLEST_BYTES, LARGEST_BYTES = 64 << 10, 16 << 20
+#: The turn of a transfer that is to show only that it arrives.
+BULK_TURN = -1
 #: A tensor is as large as the link carries in about this time.
 TENSOR_S = 0.05
 
@@ -52,10 +57,10 @@ class LinkProbe:
         self.ended = asyncio.Event()
         """All is measured, or whoever asks is gone."""
         endpoint.on_lost(self._lost)
-        for name in ("know", "measure", "multiply", "trip", "take", "end"):
+        for name in ("know", "look", "clock", "reach", "measure", "multiply", "trip", "take", "end"):
             endpoint.serve(f"probe.{name}", getattr(self, f"_{name}"))
 
-    def _lost(self, peer: PeerId, reason: str) -> None:
+    def _lost(self, peer: PeerId, _reason: str) -> None:
         if peer == COORDINATOR:
             self.ended.set()
 
@@ -63,6 +68,34 @@ class LinkProbe:
         """Where another probe is."""
         self._endpoint.add_peer(str(peer), str(address))
         return None
+
+    async def _look(self, _caller: PeerId, names: Value, packages: Value, paths: Value) -> Value:
+        """What this machine is like, and what names mean here."""
+        return await asyncio.to_thread(facts_here, _texts(names), _texts(packages), _texts(paths))
+
+    async def _clock(self, _caller: PeerId) -> Value:
+        """The time of day here."""
+        return wall_s()
+
+    async def _reach(self, _caller: PeerId, others: Value, patience_s: Value) -> Value:
+        """Shake hands with other probes on both lanes, as roles would. Says what is wrong with those where that cannot be done."""
+        patience = float(patience_s) if isinstance(patience_s, int | float) else self._patience_s
+        failed: dict[str, Value] = {}
+
+        async def reach(other: str) -> None:
+            try:
+                await self._endpoint.request(other, "probe.trip", timeout=patience)
+                async with asyncio.timeout(patience):
+                    await self._transfer(other, BULK_TURN, SMALLEST_BYTES)
+            except* TimeoutError:
+                failed[other] = f"no answer within {patience:g} s"
+            except* ZmqTrainError as errors:
+                failed[other] = str(errors.exceptions[0])
+
+        async with asyncio.TaskGroup() as tasks:
+            for other in _texts(others):
+                tasks.create_task(reach(other))
+        return failed
 
     async def _measure(self, _caller: PeerId, target: Value) -> Value:
         """The way from here to another probe: bytes a second, and seconds of a round trip."""
@@ -118,10 +151,18 @@ class LinkProbe:
         return None
 
 
+def _texts(values: Value) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ProtocolError("a probe was asked about something that is no list of texts")
+    return [str(value) for value in values]
+
+
 async def run_probe(environment: RoleEnvironment) -> int:
     """A probe's life. Returns the process's exit code."""
     ladder = environment.ladder
-    async with await open_zeromq(environment.peer, settings=environment.settings()) as endpoint:
+    # Who is not to be reached shows soon: all are there before they are asked about each other.
+    settings = replace(environment.settings(), connect_s=ladder.connect_s)
+    async with await open_zeromq(environment.peer, settings=settings) as endpoint:
         probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
         endpoint.add_peer(COORDINATOR, environment.coordinator)
         await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=ladder.join_s)
@@ -133,7 +174,7 @@ def main() -> int:
     """Everything comes from the environment."""
     environment = RoleEnvironment.from_environ()
     if environment is None:
-        print("link probes are started by `zmqtrain profile FILE --links`", file=sys.stderr)
+        print("link probes are started by `zmqtrain profile FILE --links` and `zmqtrain check FILE`", file=sys.stderr)
         return 2
     parent = os.environ.pop(PARENT, None)
     if parent is not None:

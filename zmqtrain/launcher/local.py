@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from zmqtrain.launcher.engine import Handle
+from zmqtrain.launcher.forkserver import ADOPTED
+from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.topology.schema import Host
 
 #: Tells an agent which process it must not outlive.
@@ -28,13 +30,20 @@ class LocalHandle:
 class LocalEngine:
     """Agents as child processes, in sessions of their own so that Ctrl-C reaches the launcher alone."""
 
+    def __init__(self, nursery: Nursery | None = None) -> None:
+        """``nursery``: has a fork server for each; without it they start their own."""
+        self._nursery = nursery
+
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env={**os.environ, **environ, PARENT: str(os.getpid())},
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        variables = {**os.environ, **environ, PARENT: str(os.getpid())}
+        with ExitStack() as stack:
+            inherited: tuple[int, ...] = ()
+            if self._nursery is not None:
+                inherited = (stack.enter_context(self._nursery.channel()).fileno(),)
+                variables[ADOPTED] = str(inherited[0])
+            process = await asyncio.create_subprocess_exec(
+                *command, env=variables, stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited, start_new_session=True
+            )
         return LocalHandle(process)
 
     async def stop(self, handle: Handle, grace: float) -> None:

@@ -70,6 +70,8 @@ class RunRecord:
         self.summary = Summary()
         self.quiet = False
         """Do not show that roles fail or stop: the person asked for it."""
+        self.stopped_at: int | None = None
+        """The step before which all workers have stopped, where they were asked to."""
         self._clock = clock
         self._losses: list[str] = []  # of workers without whom the run went on
         self._host_of = {role.peer: role.host for role in self._placement.roles}
@@ -125,6 +127,8 @@ class RunRecord:
             "kind": str(event.get("kind")),
             "values": event.get("values") or {},
         }
+        if line["kind"] == "stopped":
+            self.stopped_at = event["step"]
         self._directory.event(line)
         self.summary.add(peer, line)
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
@@ -175,6 +179,8 @@ class RunRecord:
                 self._view.note(f"lost on the way: {'; '.join(self._losses)}")
         elif ending.error is not None:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
+        elif ending.status == "preempted":
+            self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: --resume {directory.path} goes on")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
         return summary

@@ -15,8 +15,11 @@ from pathlib import Path
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.detached import leave_terminal
-from zmqtrain.launcher.emulate import Emulation, emulated
+from zmqtrain.launcher.emulate import EmulatedEngine, Emulation, emulated
 from zmqtrain.launcher.engine import Engine, EngineRun, Handle, RemoteEngine, make_engine
+from zmqtrain.launcher.local import LocalEngine
+from zmqtrain.launcher.nursery import Nursery
+from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -50,8 +53,17 @@ class Launch:
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
         self._interrupts = 0
+        self._stopped = False  # by `halt`
         self._coordinator: Coordinator | None = None
+        self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
+
+    def halt(self, reason: str) -> None:
+        """Stop the run in good order; it has not failed. On the loop's thread, while `run` is going on."""
+        self._stopped = True
+        self._record.quiet = True
+        if self._coordinator is not None:
+            self._coordinator.halt({"kind": "interrupted", "message": reason})
 
     async def run(self) -> int:
         """Start everything, wait until it has ended, and write the run directory. Returns the exit code."""
@@ -76,22 +88,28 @@ class Launch:
         async with AsyncExitStack() as stack:
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
             identity = Identity.coordinator(self._token) if encrypted else None
-            settings = net_settings(self._ladder, self._token, port=self._topology.job.port, identity=identity)
+            job = self._topology.job
+            settings = net_settings(self._ladder, self._token, port=job.port, ports=job.port_range, identity=identity)
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
+            nursery = Nursery()  # of agents on this machine
             if self._emulation is None:
-                engine = make_engine(self._topology.engine.kind)
+                engine = make_engine(self._topology.engine.kind, nursery)
                 if isinstance(engine, RemoteEngine):
                     towards = await addresses_towards(hosts, self._topology.engine.address)
                     settings = replace(settings, host=listening_address(towards.values()))
             else:
-                emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
+                emulator, said = await stack.enter_async_context(
+                    emulated(self._topology, self._placement, self._emulation, nursery)
+                )
                 self._view.note(said)
                 self._facts = emulator.facts()
                 settings = emulator.settings(COORDINATOR, settings)
                 description = replace(description, topology=emulator.moved(self._topology))
                 engine = emulator
+            if isinstance(engine, LocalEngine | EmulatedEngine):
+                await stack.enter_async_context(nursery)
             self._facts["encrypted"] = encrypted
             endpoint = await open_zeromq(COORDINATOR, settings=settings)
             stack.push_async_callback(endpoint.close)
@@ -100,6 +118,7 @@ class Launch:
             }
             if isinstance(engine, RemoteEngine):
                 stack.push_async_callback(engine.close)
+                endpoint.pardon(len(hosts))  # who try the way from each host
                 await engine.open(self._engine_run(hosts, coordinators))
             coordinator = Coordinator(
                 endpoint,
@@ -119,11 +138,17 @@ class Launch:
                 resume=None if self._description.resume is None else Path(self._description.resume),
             )
             async with asyncio.TaskGroup() as group:
-                collecting = group.create_task(collector.run(), name="collect checkpoints")
+                background = [
+                    group.create_task(collector.run(), name="collect checkpoints"),
+                    group.create_task(
+                        self._preemption.run(endpoint, coordinator, self._description, self._record.note), name="preemption"
+                    ),
+                ]
                 handles = await self._start_agents(stack, engine, hosts, coordinators)
                 # Whatever is left of them is ended before the endpoint closes.
                 outcome = await self._watch(coordinator, handles)
-                collecting.cancel()
+                for task in background:
+                    task.cancel()
             return self._ending(outcome)
 
     def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
@@ -149,8 +174,9 @@ class Launch:
         remote = isinstance(engine, RemoteEngine)
 
         async def start(host: Host) -> None:
+            job, coordinator = self._topology.job, coordinators[host.name]
             environment = RoleEnvironment(
-                f"agent/{host.name}", coordinators[host.name], self._token, timeout_s=self._topology.job.timeout_s
+                f"agent/{host.name}", coordinator, self._token, timeout_s=job.timeout_s, ports=job.port_range
             )
             if remote:
                 environment = replace(environment, host=host.address, bind=host.listens_at)
@@ -190,7 +216,9 @@ class Launch:
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt, signal.SIGUSR1: self._preemption.ask}
+        if wanted_on_sigterm(self._topology.engine.kind):
+            handlers[signal.SIGTERM] = self._preemption.ask
         if self._topology.engine.kind != "local":
             # The terminal is gone, or the connection that it was; the machines work on all the same.
             handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
@@ -215,7 +243,12 @@ class Launch:
     # The end ------------------------------------------------------------------------------------------------------------------
 
     def _ending(self, outcome: Outcome) -> Ending:
-        return Ending("interrupted", INTERRUPTED) if self._interrupts else ending_of(outcome)
+        if self._interrupts:
+            return Ending("interrupted", INTERRUPTED)
+        if outcome.status == "done" and self._record.stopped_at is not None:
+            return Ending("preempted", PREEMPTED)
+        ending = ending_of(outcome)
+        return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 
 def write_pid(directory: RunDirectory) -> None:

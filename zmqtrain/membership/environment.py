@@ -24,6 +24,7 @@ TIMEOUT = "ZMQTRAIN_TIMEOUT"
 ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
 BIND = "ZMQTRAIN_BIND"
+PORTS = "ZMQTRAIN_PORTS"
 #: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
 ENCRYPTED_IO_THREADS = 2
 
@@ -49,6 +50,8 @@ class RoleEnvironment:
     """The process's slot in it."""
     bind: str = ""
     """The address to bind, where it is not the one that others connect to."""
+    ports: tuple[int, int] | None = None
+    """The first and the last port that may be listened at; ``None``: any."""
 
     @property
     def ladder(self) -> Ladder:
@@ -58,7 +61,7 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        settings = net_settings(self.ladder, self.token, host=self.bind or self.host, identity=self._identity())
+        settings = net_settings(self.ladder, self.token, host=self.bind or self.host, ports=self.ports, identity=self._identity())
         return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def _identity(self) -> Identity | None:
@@ -81,6 +84,7 @@ class RoleEnvironment:
             ARENA: self.arena,
             SLOT: str(self.slot),
             BIND: self.bind,
+            PORTS: "" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}",
         }
 
     @classmethod
@@ -117,17 +121,35 @@ class RoleEnvironment:
             arena,
             int(slot),
             variables.get(BIND, ""),
+            ports_in(variables.get(PORTS, "")),
         )
 
 
+def ports_in(text: str) -> tuple[int, int] | None:
+    """The range of ports that ``ZMQTRAIN_PORTS`` gives; ``None`` where it is empty. Raises `UsageError`."""
+    if not text:
+        return None
+    first, mark, last = text.partition("-")
+    if not (mark and first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 65536):
+        raise UsageError(f'{PORTS} is {text!r}; it must be a range of ports, like "29400-29500"')
+    return int(first), int(last)
+
+
 def net_settings(
-    ladder: Ladder, token: str, *, host: str = "127.0.0.1", port: int = 0, identity: Identity | None = None
+    ladder: Ladder,
+    token: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ports: tuple[int, int] | None = None,
+    identity: Identity | None = None,
 ) -> NetSettings:
     """An endpoint's settings, its time-outs from the ladder. ``identity``: its keys, where connections are encrypted."""
     return NetSettings(
         token=token,
         host=host,
         port=port,
+        ports=ports,
         connect_s=ladder.join_s,  # peers start in any order: whoever is first waits as long as joining may take
         lost_s=ladder.lost_s,
         heartbeat_s=ladder.heartbeat_s,

@@ -27,7 +27,9 @@ class NetSettings:
     advertise: str = ""
     """Address that others connect to; empty: ``host``, or this machine's name where ``host`` means all interfaces."""
     port: int = 0
-    """Port of the control lane (the bulk lane takes any free one); 0: any free port."""
+    """Port of the control lane; 0: any free one, as the bulk lane takes."""
+    ports: tuple[int, int] | None = None
+    """The first and the last of those that any free one is taken from; ``None``: the kernel's own."""
     window_bytes: int = 16 * MIB
     """Bytes that one sender may have lying at this receiver, on the bulk lane, before anybody here asks for them."""
     control_window_bytes: int = MIB

@@ -55,6 +55,7 @@ class Switchboard:
         self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
         self._doorman = Doorman()
         self._troubles, self._intruders = Troubles(), Intruders()
+        self._pardoned = 0  # callers that may come and go without a word
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
         self._received: Counter[PeerId] = Counter()
@@ -229,7 +230,14 @@ class Switchboard:
             where = without_key(link.address)
             log.warning("%s cannot connect to %s at %s, and goes on trying: %s", self._peer, peer, where, trouble.value)
 
+    def pardon(self, count: int) -> None:
+        """So many callers will only try whether they get through, and break off before they say anything."""
+        self._pardoned += count
+
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
+        if intrusion is Intrusion.NO_KEY and self._pardoned:
+            self._pardoned -= 1
+            return
         self._counters["intruders"] += 1
         self._intruders.note(intrusion, origin)
         if self._telling is None:

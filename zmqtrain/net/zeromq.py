@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -47,6 +48,13 @@ MAX_SOCKETS = 16384
 
 #: Back-off of reconnecting: soon at first, since roles start at about the same time, then less often.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0
+
+
+def _in_turn(first: int, last: int) -> list[int]:
+    """The ports of a range, beginning somewhere else in each process: those that start together seldom try the same."""
+    ports = list(range(first, last + 1))
+    begin = 2 * os.getpid() % len(ports)
+    return ports[begin:] + ports[:begin]
 
 
 async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSettings | None = None) -> Node:
@@ -200,17 +208,25 @@ class ZeroMQTransport:
         router.setsockopt(zmq.MAXMSGSIZE, max(64 * MIB, 2 * self._settings.chunk_bytes))
         # Callers that wait until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
-        host = self._settings.host
-        endpoint = f"tcp://{_bracketed(host)}:{port or '*'}"
-        try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
-            router.close(linger=0)
-            if error.errno == zmq.EADDRINUSE:
-                raise PortInUseError(f"{host}:{port}") from error
-            raise OSError(error.errno, f"cannot listen on {host}:{port or 'any port'}: {error}") from error
+        self._bind(router, port)
         self._ears.append(Ear(self._loop, lane, router, self.identity, self._turned_away))
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def _bind(self, router: zmq.Socket[bytes], port: int) -> None:
+        """Bind to the port; 0: to any free one, of the range if there is one. Closes the socket where that fails."""
+        host, within = self._settings.host, self._settings.ports
+        tried: Sequence[int | str] = (port,) if port else ("*",) if within is None else _in_turn(*within)
+        for number in tried:
+            try:
+                router.bind(f"tcp://{_bracketed(host)}:{number}")
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and number != tried[-1]:
+                    continue
+                router.close(linger=0)
+                if error.errno == zmq.EADDRINUSE:
+                    raise PortInUseError(f"{host}:{port}" if port else host, None if port else within) from error
+                raise OSError(error.errno, f"cannot listen on {host}:{port or 'any port'}: {error}") from error
 
     def _dealer(
         self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None

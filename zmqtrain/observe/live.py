@@ -230,7 +230,7 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     if momentum is not None and momentum["explicit"] is not None and momentum["implicit"]:
         how = f" (lowered from {momentum['target']:.3g})" if momentum["explicit"] != momentum["target"] else ""
         fitted = "" if momentum["fitted"] is None else f"; fitted {momentum['fitted']:.2f}"
-        total = f"by asynchrony {momentum['implicit']:.2f}, in all {momentum['total']:.2f}"
+        total = f"by asynchrony {momentum['implicit']:.2f}, together like {momentum['total']:.2f}"
         lines.append(f"momentum {momentum['explicit']:.2f}{how}, {total}{fitted}")
     if metrics:
         lines.append(metrics)

@@ -41,6 +41,21 @@ class RunDirectory:
             raise UsageError(f"cannot make a run directory: {error}. Choose a folder that can be written with --run-dir") from error
         return cls(path)
 
+    @classmethod
+    def go_on(cls, path: Path) -> RunDirectory:
+        """The directory of a run that is begun again: what it has written stays, what it left at its end does not.
+
+        Raises `UsageError` where it cannot be written.
+        """
+        try:
+            for name in ("summary.json", "error.json"):
+                (path / name).unlink(missing_ok=True)
+            for name in ("logs", "checkpoints"):
+                (path / name).mkdir(exist_ok=True)
+            return cls(path)
+        except OSError as error:
+            raise UsageError(f"cannot go on in the run directory {path}: {error}") from error
+
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints lie."""

@@ -23,6 +23,7 @@ class Summary:
         self._exposed: list[float] = []
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
+        self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
         self._momentum = _MomentumSeen()
@@ -44,6 +45,8 @@ class Summary:
                 self._momentum.stated = dict(values)
             else:
                 self._momentum.fitted(peer, values.get("fitted"), values.get("updates"))
+        elif event["kind"] == "fc":
+            self._fc[peer] = values
         sent = values.get("bytes_sent")
         if isinstance(sent, int):
             self._bytes_sent[peer] = sent
@@ -93,10 +96,17 @@ class Summary:
             "loss": self.loss,
             "eval": dict(self.eval),
             "staleness": self._staleness(),
+            **({"fc": self._merged()} if self._fc else {}),
             "momentum": self._momentum.to_dict(self._staleness()["mean"]),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
         }
+
+    def _merged(self) -> dict[str, Any]:
+        """Of the FC server: its updates, how stale they were, and the share of its time in which it computed."""
+        (values,) = self._fc.values()
+        staleness = {"mean": values["staleness_mean"], "max": values["staleness_max"]}
+        return {"updates": values["updates"], "busy": values["busy"], "staleness": staleness}
 
     def _staleness(self) -> dict[str, Any]:
         """What the servers counted; where there are none, what workers saw."""

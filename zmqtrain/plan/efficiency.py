@@ -125,8 +125,13 @@ def saturation(found: Sequence[Efficiency]) -> int:
     """g*: the fewest groups that are as fast as any. Raises `UsageError` where there is no choice at all."""
     if not found:
         raise UsageError("there is no number of groups to choose from")
-    best = min(each.seconds for each in found)
-    return min(each.groups for each in found if each.seconds <= best * (1 + TOLERANCE))
+    return fewest({each.groups: each.seconds for each in found})
+
+
+def fewest(update_s: Mapping[int, float]) -> int:
+    """The fewest groups of those whose updates take no longer than any others', but for the tolerance."""
+    best = min(update_s.values())
+    return min(groups for groups, seconds in update_s.items() if seconds <= best * (1 + TOLERANCE))
 
 
 def divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) ->
     if groups < 1 or workers % groups:
         raise UsageError(f"{workers} workers cannot be divided into {groups} equal groups")
     values = topology.to_dict()
-    compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups}
+    compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups, "auto_groups": False}
     compute.pop("grid", None)
     if isinstance(topology.compute.parts, tuple) and len(topology.compute.parts) not in (workers, workers // groups):
         compute["parts"] = "even"
@@ -31,8 +31,20 @@ def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) ->
         exchange = {"kind": "model_server", "staleness": "async"}
     if merged is not None:
         exchange["merged_fc"] = merged
+        if not merged:
+            for name in ("split", "fc_servers"):
+                exchange.pop(name, None)
     values["exchange"] = exchange
     try:
         return Topology.from_dict(values)
     except ValidationError as error:
         raise UsageError(f"{workers} workers as {groups} groups: {'; '.join(each['msg'] for each in error.errors())}") from error
+
+
+def without_pipeline(topology: Topology) -> Topology:
+    """The job with one group on each set of slots, instead of several that take turns there."""
+    compute = topology.compute
+    if compute.pipeline == 1:
+        return topology
+    alone = compute.model_copy(update={"groups": compute.groups // compute.pipeline, "pipeline": 1})
+    return topology.model_copy(update={"compute": alone})

@@ -22,27 +22,24 @@ from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.fc_messages import (
     ACTIVATIONS,
     EVALUATE,
-    MOST_TENSORS,
     PRIORITY,
-    ActivationsMeta,
     AnswerMeta,
     answer_tag,
     gradient_tag,
     measured_tag,
     model_tag,
-    parse_activations_tag,
 )
 from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.arriving import Arriving
 from zmqtrain.server.fc_queue import Applied, Evaluation, FcQueue, Place, Turn
+from zmqtrain.server.head import Head, Part, State
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 #: Refusals on their way to senders; beyond them a flood of bad messages is dropped without a word.
 MOST_REFUSALS = 16
-#: Batches of one worker of which some tensors are here: those of one step and one evaluation.
-MOST_BATCHES = 4
 #: Checkpoints that are kept for worker 0 to fetch: it may be late, but not by more.
 MOST_KEPT = 2
 
@@ -57,56 +54,6 @@ class FcSettings:
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
     stop_on_nan: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One worker's part of a batch. Its tensors alias the transport's memory: read them, and drop them soon."""
-
-    meta: ActivationsMeta
-    tensors: tuple[Payload, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What a turn has given."""
-
-    loss: float | None
-    compute_s: float
-    gradients: tuple[tuple[Payload, ...], ...]
-    """For each part, those of the activations that want one."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What an FC server has, copied."""
-
-    model: dict[str, Tensor]
-    """By the names of the model's state dict."""
-    more: dict[str, Tensor]
-    """The optimizer's state, and whatever else goes on from there."""
-    sidecar: dict[str, Value]
-
-
-class Head(Protocol):
-    """The fully connected layers, on a device. One call at a time."""
-
-    async def train(self, turn: Turn, parts: Sequence[Part]) -> Trained:
-        """Forward, loss and backward of a group's micro-batch. The gradients of the parameters are added to the group's; where the
-        loss is not finite and the run is to stop, nothing is."""
-        ...
-
-    async def update(self, applied: Applied) -> None:
-        """One step of the optimizer with the mean of these groups' gradients, which are used up."""
-        ...
-
-    async def evaluate(self, part: Part) -> list[float]:
-        """The sums of the metrics over a batch."""
-        ...
-
-    async def state(self) -> State:
-        """For a checkpoint."""
-        ...
 
 
 class FcCheckpoints(Protocol):
@@ -126,7 +73,7 @@ class FcServer:
         self._places = {
             peer: Place(group, position) for group, members in enumerate(settings.groups) for position, peer in enumerate(members)
         }
-        self._arriving: dict[tuple[PeerId, str | int, int], dict[int, Payload]] = {}  # by place, until all tensors are there
+        self._arriving = Arriving()
         self._parts: dict[tuple[int, int, int], dict[int, Part]] = {}  # (group, step, micro-batch) -> by position
         self._evaluations: dict[Evaluation, Part] = {}
         self._more = asyncio.Event()
@@ -180,26 +127,16 @@ class FcServer:
         place = self._places.get(sender)
         if place is None:
             raise ProtocolError(f"{sender} is no worker of this run")
-        (what, number), index = parse_activations_tag(tag)
-        if not 0 <= index < MOST_TENSORS or sum(peer == sender for peer, _, _ in self._arriving) > MOST_BATCHES:
-            raise ProtocolError(f"{sender} sent more tensors than belong to a batch, or more batches than it may")
-        here = self._arriving.setdefault((sender, what, number), {})
-        if index in here:
-            raise ProtocolError(f"{sender} sent tensor {index} of {tag!r} twice")
-        here[index] = payload
-        if 0 not in here:
+        arrived = self._arriving.add(sender, tag, payload)
+        if arrived is None:
             return
-        meta = ActivationsMeta.from_value(here[0].meta)
-        if set(here) != set(range(meta.tensors)):
-            return
-        del self._arriving[sender, what, number]
-        part = Part(meta, tuple(here[each] for each in range(meta.tensors)))
+        what, number, part = arrived
         if what == EVALUATE:
             self._evaluations[Evaluation(sender, number)] = part
             self._queue.asked(sender, number)
         else:
             assert isinstance(what, int)
-            self._queue.arrived(place, what, number, meta.micro_batches)
+            self._queue.arrived(place, what, number, part.meta.micro_batches)
             self._parts.setdefault((place.group, what, number), {})[place.position] = part
         self._more.set()
 

@@ -68,6 +68,8 @@ class Options:
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
     on_witness: Witnesses | None = None
+    on_begin: Callable[[Callable[[str], None]], None] | None = None
+    """Is given a function that stops the run in good order, and says why."""
     debug: bool = False
     """Run the loop in asyncio's debug mode. It changes nothing that happens."""
 
@@ -180,6 +182,8 @@ class Simulation:
                 on_event=self._event,
                 on_report=self._report,
             )
+            if options.on_begin is not None:
+                options.on_begin(lambda reason: coordinator.halt({"kind": "interrupted", "message": reason}))
             plan = Plan(
                 description=description,
                 cluster=cluster,

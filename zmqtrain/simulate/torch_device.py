@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.background import AtOnce, Background, Condition
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.phases import Phase
 
 #: Operations a second of the nominal device, about one core's.
 NOMINAL_FLOPS = 20e9
@@ -34,6 +36,10 @@ class LayerTime:
 
     forward_s: float
     backward_s: float
+
+    def part(self, share: float) -> LayerTime:
+        """Of a share of the layer."""
+        return LayerTime(self.forward_s * share, self.backward_s * share)
 
 
 class SimulatedTorch:
@@ -78,9 +84,16 @@ class SimulatedTorch:
         model."""
         modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
         sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        times = _nominal(sizes) if self._profile is None else _of_profile(self._profile, sizes)
-        layers = [_ChargedLayer(self, module, times[name]) for name, module in modules.items() if name in times]
-        update_s = 0.0 if self._profile is None else self._profile.update_s
+        all_sizes = dict(model.sizes) if isinstance(model, Phase | ParallelModel) else sizes  # a profile is of the whole model
+        times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
+        # A divided layer takes as much of the time as it has of the parameters.
+        layers = [
+            _ChargedLayer(self, module, times[name].part(sizes[name] / all_sizes[name]))
+            for name, module in modules.items()
+            if name in times
+        ]
+        share = sum(sizes.values()) / sum(all_sizes.values())
+        update_s = 0.0 if self._profile is None else self._profile.update_s * share
 
         def begins(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             self._begin(arguments, training=module.training)

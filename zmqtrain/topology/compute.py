@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from zmqtrain.topology.section import ByteSize, Section, not_yet
+from zmqtrain.topology.section import ByteSize, Section
 
 #: A grid, like ``2x4``.
 GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
@@ -15,7 +15,7 @@ GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
 
 def _not_auto(value: Any) -> Any:
     if value == "auto":
-        raise not_yet('"auto"', "give a number")
+        raise ValueError('is a number: with groups = "auto", all workers together')
     return value
 
 
@@ -55,9 +55,14 @@ class Noise(Section):
 class Compute(Section):
     """Workers, groups and the step."""
 
-    groups: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
-        default=1, ge=1, le=65536, description="Number of compute groups; each processes batches of its own."
+    groups: Annotated[int, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]})] = Field(
+        default=1,
+        ge=1,
+        le=65536,
+        description="Number of compute groups; each processes batches of its own. auto: `zmqtrain launch` finds it, with momentum "
+        "and learning rate, before it trains (see `[tune]`); `group_size` is then the number of all workers.",
     )
+    auto_groups: bool = Field(default=False, description='What `groups = "auto"` sets, with one group to begin with.')
     group_size: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
         default=1, ge=1, le=65536, description="Workers in a group; together they process one batch, synchronously."
     )
@@ -66,6 +71,13 @@ class Compute(Section):
         ge=1,
         le=2**31,
         description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Groups that share their slots and take turns there, with merged_fc: one computes while the FC server has "
+        "another's batch. The number of groups is a multiple of it.",
     )
     parts: Annotated[
         Annotated[Literal["even", "measured"], Tag("word")]
@@ -121,6 +133,13 @@ class Compute(Section):
         description="Layer times of modelled devices: a JSON file, or the name of a shipped one, like `resnet50`.",
     )
     noise: Noise = Field(default_factory=Noise, description="How a modelled device's times vary.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _automatic(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("groups") == "auto":
+            return {**values, "groups": 1, "auto_groups": True}
+        return values
 
     @property
     def bucket_bytes(self) -> int:

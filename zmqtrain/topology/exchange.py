@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from zmqtrain.topology.averaging import Averaging
 from zmqtrain.topology.gossip import Gossip
-from zmqtrain.topology.section import MOST, ByteSize, Section, not_yet
+from zmqtrain.topology.section import MOST, ByteSize, Section
 
 
 class Bound(Section):
@@ -21,12 +21,6 @@ def _staleness(value: Any) -> Any:
     if isinstance(value, Bound | dict) or value in ("async", "sync"):
         return value
     raise ValueError('is no staleness: write "async", "sync" or { bound = 4 }')
-
-
-def _fc_servers(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-        raise not_yet("more than one FC server", "leave fc_servers out; give the one a host, or threads, of its own")
-    return value
 
 
 class ExchangeSection(Section):
@@ -77,8 +71,11 @@ class ExchangeSection(Section):
         description="merged_fc: the module of the model (or layer of the profile) with which the FC server's part begins. Default: "
         "the first linear layer behind the last convolution; behind recurrent layers or attention, the last linear layer.",
     )
-    fc_servers: Annotated[int, BeforeValidator(_fc_servers)] = Field(
-        default=1, ge=1, le=4096, description="merged_fc: processes of the FC server. More than one come with a later release."
+    fc_servers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="merged_fc: processes of the FC server. Several divide its layers among them, each layer by its outputs.",
     )
 
     @property

@@ -37,6 +37,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
+def _ports(value: str) -> str:
+    first, mark, last = value.partition("-")
+    if not (mark and first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 65536):
+        raise ValueError('is no range of ports: write it like "29400-29500"')
+    return value
+
+
 def _finite(value: float) -> float:
     if not math.isfinite(value):
         raise ValueError("must be a finite number")
@@ -82,6 +89,12 @@ class Job(Section):
         description="Train this many passes over the training data. One pass if none of the three is given.",
     )
     until: Until | None = Field(default=None, description="Train until a metric is reached.")
+    weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A checkpoint (or a folder with checkpoints, or a run): begin with its model's parameters instead of new ones, "
+        "and with nothing else of it. The run may have another shape than the one that wrote it.",
+    )
     eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations; 0: only at the end.")
     checkpoint_every: int = Field(default=0, ge=0, le=MOST, description="Steps between checkpoints; 0: none.")
     keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints stay on disk.")
@@ -101,6 +114,11 @@ class Job(Section):
         default=0, ge=0, le=1000, description="How often each worker of an elastic run is started again after it was lost."
     )
     port: int = Field(default=0, ge=0, le=65535, description="The coordinator's TCP port; 0: any free one.")
+    ports: Annotated[str, AfterValidator(_ports)] | None = Field(
+        default=None,
+        description="The TCP ports that all processes of the run listen at, like `29400-29500`, for firewalls: each takes two. "
+        "Left out: any free ones.",
+    )
     transport_encryption: Literal["auto", "required", "disabled"] = Field(
         default="auto",
         description="Encrypt what goes over the network, and let in only who belongs to the run. auto: as soon as a host's address "
@@ -114,6 +132,14 @@ class Job(Section):
         if self.steps is None and self.epochs is None and self.until is None:
             object.__setattr__(self, "epochs", 1)
         return self
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """The first and the last port that processes may listen at; ``None``: any."""
+        if self.ports is None:
+            return None
+        first, _, last = self.ports.partition("-")
+        return int(first), int(last)
 
     @property
     def timeout_s(self) -> float:

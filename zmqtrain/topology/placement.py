@@ -1,6 +1,7 @@
 """Which role runs where: a pure function of the topology.
 
-Workers of a group stay together on one host where one has room, groups spread over the hosts with the most free slots, and model
+Workers of a group stay together on one host where one has room, groups spread over the hosts with the most free slots (those of a
+pipeline over the same ones), and model
 servers go round the hosts in turn. Servers take no slot: they wait for the network most of the time. The FC server computes, so it
 goes where slots are left, if any are.
 """
@@ -8,14 +9,15 @@ goes where slots are left, if any are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from zmqtrain.errors import PlacementError
 from zmqtrain.topology.schema import Host, Topology
 
+T = TypeVar("T")
 RoleKind = Literal["worker", "server", "fc"]
 #: Hosts that an error lists before it says how many more there are.
 MOST_LISTED = 8
@@ -39,6 +41,8 @@ class RolePlacement:
     """The worker's group; -1 for others."""
     position: int
     """The worker's place in its group; -1 for others."""
+    slot: int = 0
+    """Number of the worker's slot on its host; the groups of a pipeline have the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,10 @@ def place(topology: Topology) -> Placement:
     Raises `PlacementError` where there are more workers than slots and the file does not allow it.
     """
     compute = topology.compute
-    host_of = _hosts_of_workers(topology)
-    counts = Counter(host_of)
+    sharing = _hosts_of_workers(topology)
+    counts = Counter(sharing)
+    host_of = _repeated(sharing, compute.group_size, compute.pipeline)
+    slots = _repeated(_slots(sharing), compute.group_size, compute.pipeline)
     by_name = {host.name: host for host in topology.hosts}
     taken = dict.fromkeys(by_name, 0)
     roles: list[RolePlacement] = []
@@ -151,9 +157,10 @@ def place(topology: Topology) -> Placement:
                 host=name,
                 local_rank=taken[name],
                 threads=compute.threads or max(1, by_name[name].slots // counts[name]),
-                device=_device(compute.device, by_name[name], taken[name]),
+                device=_device(compute.device, by_name[name], slots[rank]),
                 group=rank // compute.group_size,
                 position=rank % compute.group_size,
+                slot=slots[rank],
             )
         )
         taken[name] += 1
@@ -169,9 +176,26 @@ def place(topology: Topology) -> Placement:
     )
 
 
+def _slots(hosts: Sequence[str]) -> list[int]:
+    """The slot of each on its host, in their order."""
+    taken = Counter[str]()
+    found = []
+    for host in hosts:
+        found.append(taken[host])
+        taken[host] += 1
+    return found
+
+
+def _repeated(of_slots: Sequence[T], size: int, pipeline: int) -> list[T]:
+    """What each rank has, where ``pipeline`` groups of ``size`` have what is listed once for all of them."""
+    sets = [of_slots[start : start + size] for start in range(0, len(of_slots), size)]
+    return [each for one in sets for _ in range(pipeline) for each in one]
+
+
 def _hosts_of_workers(topology: Topology) -> list[str]:
-    """The host of each rank."""
-    workers, size = topology.compute.workers, topology.compute.group_size
+    """The host of each rank; of a pipeline's groups, those of the first."""
+    size, groups = topology.compute.group_size, topology.compute.groups // topology.compute.pipeline
+    workers = groups * size
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
@@ -180,7 +204,7 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     free = [(-host.slots * times, number) for number, host in enumerate(topology.hosts)]
     heapify(free)
     host_of: list[str] = []
-    for _ in range(topology.compute.groups):
+    for _ in range(groups):
         # All groups are of one size, so taking the emptiest host with room never costs another group its place together. A group
         # that fits on no host takes the emptiest whole, then the next: as few as can be.
         left = size
@@ -211,6 +235,7 @@ def _server(index: int, hosts: tuple[Host, ...]) -> RolePlacement:
 def _fc_servers(topology: Topology, workers: Mapping[str, int]) -> list[RolePlacement]:
     """Each on the host with the most slots left, of equal ones the last, and with those slots for threads. ``workers``: on each."""
     compute = topology.compute
+    workers = {name: count // compute.pipeline for name, count in workers.items()}
     hosts: list[Host] = []
     for _ in range(topology.fc_servers):
         left = {host.name: host.slots - workers[host.name] - hosts.count(host) for host in topology.hosts}

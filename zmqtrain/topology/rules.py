@@ -28,6 +28,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_hosts(entries),
         *_machines(topology, entries),
         *_batch(topology),
+        *_pipeline(topology),
         *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
@@ -126,6 +127,8 @@ def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRul
                 )
     if topology.engine.kind == "local":
         return
+    if topology.engine.kind == "slurm":
+        return  # where hosts are, the allocation says
     if "hosts" not in topology.model_fields_set:
         yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
     if len(topology.hosts) < 2:
@@ -150,6 +153,22 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
             ("compute", "batch_size"),
             ("compute", "group_size"),
             ("compute", "accumulate"),
+        )
+
+
+def _pipeline(topology: Topology) -> Iterator[BrokenRule]:
+    pipeline, path = topology.compute.pipeline, ("compute", "pipeline")
+    if pipeline > 1 and not topology.exchange.merged_fc:
+        yield rule(
+            "groups share slots only where an FC server computes for them: set merged_fc = true, or leave pipeline out",
+            path,
+            ("exchange", "merged_fc"),
+        )
+    if topology.compute.groups % pipeline:
+        yield rule(
+            f"{topology.compute.groups} groups cannot share slots {pipeline} by {pipeline}: make groups a multiple of it",
+            path,
+            ("compute", "groups"),
         )
 
 

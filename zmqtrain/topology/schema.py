@@ -18,11 +18,12 @@ from zmqtrain.topology.ranges import MOST_HOSTS
 from zmqtrain.topology.rules import broken_rules
 from zmqtrain.topology.section import Section, _tuple
 from zmqtrain.topology.simulation import Fault, Simulation
+from zmqtrain.topology.tune import Tune
 from zmqtrain.topology.world import Data, EngineSection, Observe, Optimizer
 
 __all__ = [
     "Bound", "Compute", "Data", "EngineSection", "ExchangeSection", "Fault", "Host", "Job", "LinkRule", "Network", "NetworkHost",
-    "Observe", "Optimizer", "PlanSection", "Rack", "Simulation", "Topology", "Until",
+    "Observe", "Optimizer", "PlanSection", "Rack", "Simulation", "Topology", "Tune", "Until",
 ]  # fmt: skip
 
 #: pydantic's error type under which `Topology` reports broken rules, all of them in ``ctx["rules"]``.
@@ -34,7 +35,9 @@ class Topology(Section):
 
     job: Job = Field(description="What is trained, and for how long.")
     hosts: Hosts = Field(
-        default=(), validate_default=True, description="The machines. None given: this machine, with all its processors."
+        default=(),
+        validate_default=True,
+        description="The machines. None given: this machine, with all its processors; under Slurm the nodes of the allocation.",
     )
     compute: Compute = Field(default_factory=Compute, description="Workers, groups and the step.")
     exchange: ExchangeSection = Field(default_factory=ExchangeSection, description="How groups agree on parameters.")
@@ -51,13 +54,14 @@ class Topology(Section):
         default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
+    tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much it may spend.")
     parallel: Parallel = Field(default_factory=Parallel, description="How the model is divided over the rows of `[compute] grid`.")
     plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 
     @model_validator(mode="after")
     def _complete(self) -> Topology:
         """Fill in what the file leaves out, put plain hosts where ranges are, and check the rules between fields."""
-        entries = self.hosts or (Host(name="localhost"),)
+        entries = self.hosts or (self._hosts_by_default(),)
         many = sum(entry.count for entry in entries) > MOST_HOSTS
         object.__setattr__(self, "hosts", () if many else tuple(host for entry in entries for host in entry.expanded()))
         if "kind" not in self.exchange.model_fields_set:
@@ -67,6 +71,14 @@ class Topology(Section):
         if broken:
             raise PydanticCustomError(RULES_ERROR, "; ".join(rule.message for rule in broken).replace("{", "{{"), {"rules": broken})
         return self
+
+    def _hosts_by_default(self) -> Host:
+        if self.engine.kind != "slurm":
+            return Host(name="localhost")
+        # Stand for nodes until there is an allocation.
+        nodes = self.engine.slurm.nodes
+        slots = self.engine.slurm.cpus or -(-self.compute.workers // nodes) * (self.compute.threads or 1)
+        return Host(name=f"node[1-{nodes}]", address=f"node[1-{nodes}]", slots=slots)
 
     @property
     def servers(self) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from zmqtrain.topology.section import MOST, ByteSize, Section, later
+from zmqtrain.topology.slurm import SlurmSection
 
 
 def _momentum(value: Any) -> Any:
@@ -35,10 +36,9 @@ class Optimizer(Section):
     )
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
-        description="auto: the task names the momentum that its optimizer is to have in all (SGD's `momentum`, Adam's first beta); "
-        "where groups meet at model servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g "
-        "groups), the optimizer's own is lowered so that the total stays there. task: as the task has it. A number: this, instead "
-        "of the task's.",
+        description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
+        "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own "
+        "is lowered by that. task: as the task has it. A number: this, instead of the task's.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 
@@ -79,9 +79,10 @@ _LOCAL = 'use "local", which starts everything on this machine, or "ssh"'
 class EngineSection(Section):
     """What starts the agents."""
 
-    kind: Annotated[Literal["local", "ssh"], later({"slurm": _LOCAL, "ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
+    kind: Annotated[Literal["local", "ssh", "slurm"], later({"ray": _LOCAL, "kubernetes": _LOCAL})] = Field(
         default="local",
-        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to.",
+        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to. slurm: "
+        "they are the nodes of the allocation that one launches in, or that `--submit` asks for.",
     )
     client: Literal["auto", "asyncssh", "system"] = Field(
         default="auto",
@@ -90,16 +91,17 @@ class EngineSection(Section):
     )
     sync: bool = Field(
         default=False,
-        description="ssh: copy the folder that one launches in to every host, but for runs, caches, virtual environments and what "
-        "git keeps for itself.",
+        description="ssh, slurm: copy the folder that one launches in to every host, but for runs, caches, virtual environments "
+        "and what git keeps for itself.",
     )
     sync_limit: ByteSize = Field(default=64 * 2**20, description="The most that `sync` copies to a host, before compression.")
     address: str | None = Field(
         default=None,
         pattern=r"^\S{1,255}$",
-        description="ssh: IP address or name under which hosts reach the machine that launches. Left out: the one by which it "
-        "reaches each of them.",
+        description="ssh, slurm: IP address or name under which hosts reach the machine that launches. Left out: the one by which "
+        "it reaches each of them.",
     )
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="What `--submit` asks Slurm for.")
 
 
 class Observe(Section):

@@ -32,6 +32,8 @@ from zmqtrain.wire.tensor import TensorPayload
 
 FORMAT = 1
 META = "checkpoint.msgpack"
+#: The part with the model's state_dict.
+MODEL = "model"
 _NAME = re.compile(r"step-(\d{8,})")
 _PART = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _SAFETENSORS = {
@@ -54,6 +56,7 @@ class RunShape:
     group_size: int
     servers: int
     fc_servers: int = 0
+    """That keep a part: however many divide the layers, the first one keeps all of them."""
 
     def parts(self) -> tuple[str, ...]:
         """The parts of a complete checkpoint.
@@ -64,7 +67,7 @@ class RunShape:
         """
         groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
         return (
-            "model",
+            MODEL,
             *(f"group-{group}" for group in range(groups)),
             *(f"worker-{rank}" for rank in range(self.groups * self.group_size)),
             *(f"server-{index}" for index in range(self.servers)),

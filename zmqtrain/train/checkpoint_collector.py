@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, OPEN_PART, RESUME, SAVE, WRITTEN, pack_manifest, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.train.checkpoint import Checkpoint, CheckpointWriter, PartWriter, RunShape, find_latest, prune
+from zmqtrain.train.checkpoint import MODEL, Checkpoint, CheckpointWriter, PartWriter, RunShape, find_latest, prune
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
@@ -52,14 +52,16 @@ class CheckpointCollector:
         *,
         keep: int = 2,
         resume: Checkpoint | None = None,
+        weights: Checkpoint | None = None,
         on_commit: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """``on_commit(step, folder)`` is called for each complete checkpoint. Raises `CheckpointError` where ``resume`` is of
+        """``weights``: where the model begins that resumes nothing. ``on_commit(step, folder)`` is called for each complete
+        checkpoint. Raises `CheckpointError` where ``resume`` is of
         another shape."""
         if resume is not None:
             resume.require(shape)
         self._endpoint, self._checkpoints, self._shape = endpoint, checkpoints, shape
-        self._keep, self._resume, self._on_commit = keep, resume, on_commit
+        self._keep, self._resume, self._weights, self._on_commit = keep, resume, weights, on_commit
         self._expected = frozenset(shape.parts())
         self._incoming: dict[int, _Incoming] = {}
         self._given_up: set[int] = set()  # steps of which no complete checkpoint will come
@@ -75,9 +77,12 @@ class CheckpointCollector:
         cls, endpoint: Endpoint, checkpoints: Path, topology: Topology, placement: Placement, *, resume: Path | None = None
     ) -> CheckpointCollector:
         """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it."""
-        shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, placement.fc_servers)
+        fc = min(placement.fc_servers, 1)  # the first one keeps the whole of what they have divided
+        shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
-        return cls(endpoint, checkpoints, shape, keep=topology.job.keep_checkpoints, resume=checkpoint)
+        given = topology.job.weights
+        weights = None if given is None or checkpoint is not None else Checkpoint(find_latest(Path(given)))
+        return cls(endpoint, checkpoints, shape, keep=topology.job.keep_checkpoints, resume=checkpoint, weights=weights)
 
     async def run(self) -> None:
         """Until cancelled. Incomplete checkpoints are removed then."""
@@ -107,9 +112,10 @@ class CheckpointCollector:
             await asyncio.to_thread(self._write, step, name, payload)
             self._give_up_oldest()
             if step in self._incoming and name in self._incoming[step].written:
-                self._end((WRITTEN, step, name))
                 if self._incoming[step].written == self._expected:
                     await self._commit(step)
+                # Of the last part only now: its worker stays until the checkpoint is complete, and with it the run.
+                self._end((WRITTEN, step, name))
         except (CheckpointError, OSError) as error:
             said = error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {step} cannot be written: {error}")
             self._end((WRITTEN, step, name), said)
@@ -174,15 +180,18 @@ class CheckpointCollector:
         return None
 
     async def _on_open_part(self, caller: PeerId, name: str) -> Value:
-        if self._resume is None:
+        given = self._resume
+        if given is None and name == MODEL:
+            given = self._weights
+        if given is None:
             return None
         if name not in self._expected:
             raise CheckpointError(f"{caller} asks for part {name!r}, which checkpoints of this run do not have")
-        tensors, sidecar = await asyncio.to_thread(self._resume.part, name)
+        tensors, sidecar = await asyncio.to_thread(given.part, name)
         if self._tasks is None:
             raise CheckpointError("the run is ending")
         self._tasks.create_task(self._hand_out(caller, name, tensors, sidecar))
-        return self._resume.step
+        return given.step
 
     async def _hand_out(self, to: PeerId, name: str, tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) -> None:
         tag = (RESUME, name)

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from zmqtrain.errors import CheckpointError, ProtocolError, TaskError
 from zmqtrain.exchange.optimizer import describe_optimizer, set_hyperparameters
 from zmqtrain.server.fc_queue import Applied, Turn
-from zmqtrain.server.fc_server import Part, State, Trained
+from zmqtrain.server.head import Part, State, Trained
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.fc_gradients import GroupGradients
+from zmqtrain.train.fc_layers import FcLayers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.metrics import Metrics
-from zmqtrain.train.phases import Phase
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.step import LOSS_SCALE, Precision, autocast
 from zmqtrain.train.structure import put_together, stacked
@@ -41,10 +41,10 @@ class HeadSettings:
 
 
 class TorchHead:
-    """Implements `zmqtrain.server.fc_server.Head`. Made in the compute thread; the optimizer has the phase's parameters alone."""
+    """Implements `zmqtrain.server.head.Head`. Made in the compute thread; the optimizer has the phase's parameters alone."""
 
-    def __init__(self, task: Task, phase: Phase, optimizer: Optimizer, device: Device, settings: HeadSettings) -> None:
-        self._task, self._phase, self._optimizer = task, phase, optimizer
+    def __init__(self, task: Task, layers: FcLayers, optimizer: Optimizer, device: Device, settings: HeadSettings) -> None:
+        self._task, self._layers, self._phase, self._optimizer = task, layers, layers.module, optimizer
         self._device, self._settings = device, settings
         self._metrics = Metrics(task) if task.eval_data is not None else None
         self._base = describe_optimizer(optimizer).groups
@@ -57,11 +57,11 @@ class TorchHead:
         self._now: Sequence[Mapping[str, Value] | None] | None = None
         self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the backward that runs may write
         number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        for module in phase.modules():
+        for module in self._phase.modules():
             if type(module) is nn.Linear and id(module.weight) in number_of and module.weight.nbytes >= SMALLEST_BYTES:
                 write_gradients_to(module, partial(self._memory_for, number_of[id(module.weight)]))
 
-    # zmqtrain.server.fc_server.Head, on the loop's thread
+    # zmqtrain.server.head.Head, on the loop's thread
 
     async def train(self, turn: Turn, parts: Sequence[Part]) -> Trained:
         return await self._device.run(lambda: self._train(turn, parts))
@@ -86,9 +86,9 @@ class TorchHead:
         self._phase.train()
         with autocast(self._device.torch_device, self._settings.precision):
             with user_code("the model's forward"):
-                output = self._phase(*(each.clone() for each in inputs) if self._phase.writes_inputs else inputs)
+                output = self._layers(inputs, turn)
             with user_code("Task.loss(output, target)"):
-                loss = self._task.loss(output, target)
+                loss = self._layers.loss(self._task.loss, output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that needs a gradient")
         value, samples = float(loss.detach()), sum(part.meta.samples for part in parts)
@@ -152,7 +152,7 @@ class TorchHead:
         self._phase.eval()
         with torch.no_grad(), autocast(self._device.torch_device, self._settings.precision):
             with user_code("the model's forward, in evaluation"):
-                output = self._phase(*(each.clone() for each in inputs) if self._phase.writes_inputs else inputs)
+                output = self._layers(inputs)
             sums = self._metrics.zeros()
             self._metrics.add(sums, output, target, part.meta.samples)
         return [float(each) for each in sums]
@@ -165,13 +165,29 @@ class TorchHead:
                 if value is not None:
                     more[f"optimizer/{key}/{name}"] = _copied(value) if isinstance(value, Tensor) else torch.tensor(value)
         tensors, random = random_state(self._device.torch_device)
-        return State(model, more | tensors, {"random": random})
+        parts = self._layers.parts
+        return State(parts.whole(model), parts.whole(more) | tensors, {"random": random})
 
     def restore(self, tensors: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> None:
         """Put back what `state` gave, its model's tensors as ``state/NAME``. Raises `CheckpointError` for another model's."""
-        state, parameters = self._phase.state_dict(keep_vars=True), dict(self._phase.named_parameters())
+        self.begin_with(tensors)
+        parameters = dict(self._phase.named_parameters())
+        for name, tensor in self._layers.parts.cut(tensors).items():
+            kind, _, rest = name.partition("/")
+            if kind == "optimizer":
+                key, _, parameter = rest.partition("/")
+                owner = parameters[parameter]
+                kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
+                self._optimizer.state[owner][key] = kept
+        restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
+
+    def begin_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the phase with a model's tensors, as ``state/NAME``, and nothing else. Raises `CheckpointError` for another's."""
+        tensors = self._layers.parts.cut(tensors)
+        state = self._phase.state_dict(keep_vars=True)
         targets = {f"state/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        targets |= {f"buffer/{name}": buffer for name, buffer in self._phase.named_buffers() if name not in state}
+        lasting = {f"buffer/{name}": buffer for name, buffer in self._phase.named_buffers() if name not in state}
+        targets |= {name: buffer for name, buffer in lasting.items() if name in tensors}
         for name, target in targets.items():
             source = tensors.get(name)
             if source is None or source.shape != target.shape or source.dtype != target.dtype:
@@ -182,14 +198,6 @@ class TorchHead:
                 )
             with torch.no_grad():
                 target.copy_(source)
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, parameter = rest.partition("/")
-                owner = parameters[parameter]
-                kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
-                self._optimizer.state[owner][key] = kept
-        restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
 
 
 def _gradients(inputs: Sequence[Tensor], wanted: Sequence[bool], parts: Sequence[Part]) -> list[tuple[TensorPayload, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from zmqtrain.exchange.fc_messages import ActivationsMeta, AnswerMeta
 from zmqtrain.train.crossing import Begun, Crossing
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.metrics import Sums
+from zmqtrain.train.slot import Slot
 from zmqtrain.train.structure import take_apart
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -63,9 +65,13 @@ class OnItsWay:
 class FcLink:
     """One worker's. Made on the event loop, and closed there; all else in the compute thread."""
 
-    def __init__(self, client: FcClient, device: Device, timeout_s: float) -> None:
+    def __init__(self, client: FcClient, device: Device, timeout_s: float, slot: Slot | None = None) -> None:
+        """``slot``: where this worker takes turns with others."""
         self.client = client
+        self._slot, self._step = slot, 0
         self._crossing = Crossing(device.condition(), device.clock, timeout_s)
+        self.slot_waited_s = 0.0
+        """Seconds that were waited for the slot, in all."""
 
     def send(self, micro_batch: MicroBatch, activations: Sequence[Tensor], target: Any) -> OnItsWay:
         """Send activations, whose gradients will come where they need any. Raises `UsageError` where they cannot travel."""
@@ -95,6 +101,34 @@ class FcLink:
             return np.array(await self.client.evaluate(meta, payloads))
 
         return self._crossing.begin(work(), "an evaluation by the FC server")
+
+    @contextmanager
+    def turn(self, step: int) -> Iterator[None]:
+        """This worker's turn on its slot, for this step."""
+        self._step = step
+        self._take_slot()
+        try:
+            yield
+        finally:
+            if self._slot is not None and self._crossing.error is None:
+                self._crossing.begin(self._slot.give(), "the end of the turn").wait()
+
+    @contextmanager
+    def no_turn(self) -> Iterator[None]:
+        """Leave the slot to others for as long as this worker waits; nothing where it is not its turn anyway."""
+        slot = self._slot
+        if slot is None or not slot.held:
+            yield
+            return
+        self._crossing.begin(slot.give(), "the end of the turn").wait()
+        yield
+        self._take_slot()
+
+    def _take_slot(self) -> None:
+        if self._slot is not None:
+            taken = self._crossing.begin(self._slot.take(self._step), "the slot")
+            taken.wait()
+            self.slot_waited_s += taken.waited_s
 
     def abort(self, error: BaseException) -> None:
         """Every wait, now and later, raises ``error``. From any thread."""

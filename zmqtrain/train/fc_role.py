@@ -1,4 +1,4 @@
-"""An FC server's process: its life from the view of the run.
+"""An FC server's process, or one of several: its life from the view of the run.
 
 It runs the task's own code, as workers do: the model's layers behind the split, the loss, the optimizer and the metrics.
 """
@@ -12,14 +12,21 @@ from zmqtrain.errors import UsageError
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.server.fc_queue import FcQueue
-from zmqtrain.server.fc_server import FcServer, FcSettings, Head
+from zmqtrain.server.fc_server import FcServer, FcSettings
+from zmqtrain.server.fc_together import LeadingHead, follow
+from zmqtrain.server.head import Head
 from zmqtrain.server.role import CoordinatorCheckpoints
 from zmqtrain.server.staleness import Policy
+from zmqtrain.train.checkpoint import MODEL
 
 if TYPE_CHECKING:
+    from zmqtrain.parallel.network import NetworkFabric
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.fc_head import TorchHead
     from zmqtrain.train.task import Task
+
+#: The part of checkpoints that is the FC servers', written by the first of them.
+PART = "fc-0"
 
 
 async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
@@ -35,21 +42,33 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
         await _serve(context, ModelledHead.of(context), 0)
         return
     from zmqtrain.train.device.make import make_device
+    from zmqtrain.train.merged import make_fc_fabric
 
     if context.make_device is not None:
         device = context.make_device(role)
     else:
         device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
+    fabric = make_fc_fabric(context, device)
     try:
-        part = await fetch_part(context.endpoint, _part_name(context), timeout_s=context.ladder.barrier_s)
-        head = await device.run(lambda: _build(context, device, task, part))
+        timeout_s = context.ladder.barrier_s
+        part = await fetch_part(context.endpoint, PART, timeout_s=timeout_s)
+        weights = None
+        if part is None and context.topology.job.weights is not None:
+            weights = await fetch_part(context.endpoint, MODEL, timeout_s=timeout_s)
+        head = await device.run(lambda: _build(context, device, task, part, weights, fabric))
         await _serve(context, head, 0 if part is None else part.step)
     finally:
+        if fabric is not None:
+            await fabric.close()
         await device.close(context.ladder.grace_s)
 
 
 async def _serve(context: RoleContext, head: Head, first_step: int) -> None:
-    topology, placement, ladder = context.topology, context.placement, context.ladder
+    topology, placement, ladder, endpoint = context.topology, context.placement, context.ladder, context.endpoint
+    first, *others = (role.peer for role in placement.fc_roles)
+    if context.role.peer != first:
+        await follow(endpoint, first, head)
+        return
     policy = Policy(topology.exchange.policy, topology.exchange.bound or 0)
     settings = FcSettings(
         groups=tuple(placement.group_members(group) for group in range(placement.groups)),
@@ -58,17 +77,23 @@ async def _serve(context: RoleContext, head: Head, first_step: int) -> None:
         stop_on_nan=topology.job.on_nan == "stop",
     )
     queue = FcQueue(placement.groups, placement.group_size, policy, first_step)
-    checkpoints = CoordinatorCheckpoints(context.endpoint, _part_name(context), ladder.barrier_s)
-    await FcServer(context.endpoint, settings, queue, head, checkpoints, context.recorder).run()
+    checkpoints = CoordinatorCheckpoints(endpoint, PART, ladder.barrier_s)
+    leading = LeadingHead(head, endpoint, others)
+    await FcServer(endpoint, settings, queue, leading if others else head, checkpoints, context.recorder).run()
+    await leading.finish()
 
 
-def _part_name(context: RoleContext) -> str:
-    return f"fc-{context.role.index}"
-
-
-def _build(context: RoleContext, device: Device, task: Task | None, part: Part | None) -> TorchHead:
-    """In the compute thread."""
+def _build(
+    context: RoleContext,
+    device: Device,
+    task: Task | None,
+    part: Part | None,
+    weights: Part | None,
+    fabric: NetworkFabric | None,
+) -> TorchHead:
+    """In the compute thread. ``part``: of a run that is resumed. ``weights``: the model's, where a new one begins."""
     from zmqtrain.train.fc_head import HeadSettings, TorchHead
+    from zmqtrain.train.fc_layers import FcLayers
     from zmqtrain.train.merged import BUILDING, build_phase
     from zmqtrain.train.random_state import seed_everything
     from zmqtrain.train.saving import tensors_of
@@ -87,16 +112,25 @@ def _build(context: RoleContext, device: Device, task: Task | None, part: Part |
     with BUILDING:
         seed_everything(job.seed)
         built = build_phase(task, "fc", topology, device)
-        seed_everything(job.seed, context.placement.world_size + context.role.index)
-    device.watch(built.model, built.optimizer)
+        groups, optimizer = context.placement.groups, built.optimizer
+        if fabric is None:
+            layers = FcLayers.whole(built.model, groups)
+        else:
+            layers = FcLayers.divided(
+                built.model, optimizer, groups, fabric=fabric, loss=task.loss, seed=job.seed, recorder=context.recorder
+            )
+        seed_everything(job.seed, context.placement.world_size)  # alike on all FC servers: they compute the same, or parts of it
+    device.watch(layers.module, optimizer)
     settings = HeadSettings(
-        groups=context.placement.groups,
+        groups=groups,
         together=topology.exchange.policy == "sync",
         precision=compute.precision,
         stop_on_nan=job.on_nan == "stop",
     )
-    head = TorchHead(task, built.model, built.optimizer, device, settings)
+    head = TorchHead(task, layers, optimizer, device, settings)
     if part is not None:
         head.restore(tensors_of(part), part.sidecar)
+    elif weights is not None:
+        head.begin_with({f"state/{name}": tensor for name, tensor in tensors_of(weights).items()})
     context.recorder.event("built", seconds=device.clock() - started)
     return head

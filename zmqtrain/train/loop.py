@@ -3,6 +3,8 @@
 ::
 
     restore -> exchange.start -> [ step -> evaluate? -> checkpoint? ] ... -> exchange.stop -> all have trained -> last evaluation
+
+Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends with a checkpoint instead.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members, group_of
+from zmqtrain.membership.common_stop import StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.rebalance import Rebalance, announce
@@ -50,6 +54,8 @@ class TrainLoop:
         own = placement.group_members(role.group)
         self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
         self._rebalance = Rebalance.of(context, work.shares)
+        self._stop_point = StopPoint(context.endpoint, timeout_s=context.ladder.barrier_s)
+        self._kept: int | None = None  # the step of the newest checkpoint
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
@@ -65,13 +71,17 @@ class TrainLoop:
         steps = self._steps()
         self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
+        self._stop_point.open(first, steps)
         reached = False
         while not reached and (steps is None or self.step < steps):
+            if await self._stop_point.here(self.step):
+                await self._stop_early(first)
+                return
             if not await self._train_step(last=self.step + 1 == steps):
                 return
             done = self.step
             if job.eval_every and done % job.eval_every == 0 and done != steps:
-                reached = await self._evaluate_between(done)
+                reached = await self._evaluate_between(done) and await self._stop_point.end()
             if job.checkpoint_every and done % job.checkpoint_every == 0:
                 await exchange.settle()
                 await work.quiet()
@@ -82,7 +92,25 @@ class TrainLoop:
         """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
         start = asyncio.get_running_loop().time()
         if await self.work.save(self._endpoint, self.exchange, step):
+            self._kept = step
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
+
+    async def save_all(self, step: int) -> bool:
+        """A checkpoint at ``step`` out of turn, for which servers are asked for their parts as they are now. Returns whether it is
+        on disk: best effort, since the run ends anyway, for another reason."""
+        context = self._context
+        try:
+            if self._kept != step:
+                if context.role.index == 0:
+                    for server in (*context.placement.server_roles, *context.placement.fc_roles):
+                        await self._endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
+                await self.save(step)
+            if self._kept == step:
+                await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
+        except ZmqTrainError as error:
+            self._recorder.event("checkpoint failed", step=step, reason=str(error))
+            return False
+        return self._kept == step
 
     def _steps(self) -> int | None:
         """How many steps each group trains; None: until a metric is reached."""
@@ -176,6 +204,22 @@ class TrainLoop:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
         return values
+
+    async def _stop_early(self, first: int) -> None:
+        """All have trained as many steps, and none trains another: keep them, and end."""
+        context, exchange = self._context, self.exchange
+        await exchange.settle()
+        await self.work.quiet()
+        kept = False
+        if self.step > first:
+            if context.placement.servers or context.placement.fc_servers:
+                await context.membership.barrier("stopped")  # now servers have what all have pushed
+            kept = await self.save_all(self.step)
+        await exchange.stop()
+        if not self._members.survives:
+            await context.membership.barrier("trained")
+        await self._members.stop()
+        self._recorder.event("stopped", step=self.step, kept=kept)
 
     async def _finish(self) -> None:
         """All have trained: evaluate the run's model, and end the exchange."""

@@ -15,6 +15,7 @@ from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_messages import differing
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.crossing import Begun
 from zmqtrain.train.device.base import Device
@@ -24,6 +25,7 @@ from zmqtrain.train.merged_step import Hyperparameters
 from zmqtrain.train.metrics import Sums
 from zmqtrain.train.phases import Phase, PhaseName, split_model
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.slot import Slot
 from zmqtrain.train.task import Task, build_model, build_optimizer_of, user_code
 from zmqtrain.wire.payload import Value
 
@@ -72,7 +74,22 @@ def make_link(context: RoleContext, device: Device) -> FcLink | None:
     if not context.placement.fc_roles:
         return None
     client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
-    return FcLink(client, device, context.ladder.barrier_s)
+    return FcLink(client, device, context.ladder.barrier_s, Slot.of(context))
+
+
+def make_fc_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
+    """An FC server's connections to the others, on the loop's thread; ``None`` where it is the only one."""
+    if context.placement.fc_servers < 2:
+        return None
+    return NetworkFabric(
+        context.endpoint,
+        tuple(role.peer for role in context.placement.fc_roles),
+        "fc",
+        condition=device.condition(),
+        clock=device.clock,
+        timeout_s=context.ladder.barrier_s,
+        recorder=context.recorder,
+    )
 
 
 def changes_of(optimizer: Optimizer) -> Hyperparameters:

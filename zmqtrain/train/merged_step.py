@@ -43,17 +43,29 @@ class MergedStep:
         recorder: Recorder,
     ) -> None:
         self._replica, self._link, self._settings, self._recorder = replica, link, settings, recorder
+        replica.waiting = link.no_turn
         self._device, self._clock, self._hyperparameters = device.torch_device, device.clock, hyperparameters
         self._loss = self._samples = self._waited_s = self._served_s = 0.0
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
         """Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
-        start, replica, settings = self._clock(), self._replica, self._settings
+        start, slot_waited_s = self._clock(), self._link.slot_waited_s
+        with self._link.turn(step):
+            self._compute(step, batch, hand_over, float(group_batch or self._settings.group_batch))
+        slot_s = self._link.slot_waited_s - slot_waited_s
+        waited_s = self._replica.waited_s + slot_s
+        compute_s = self._clock() - start - waited_s - self._waited_s
+        exposed_s = waited_s + max(0.0, self._waited_s - self._served_s)
+        mean = self._loss / self._samples if self._samples else None
+        return StepResult(mean, batch.samples, compute_s, exposed_s, fc_wait_s=self._waited_s)
+
+    def _compute(self, step: int, batch: Batch, hand_over: bool, divisor: float) -> None:
+        replica, settings = self._replica, self._settings
         replica.model.train()
         replica.begin_step(step)
         self._loss = self._samples = self._waited_s = self._served_s = 0.0
         parts = batch.to(self._device).split(settings.accumulate)
-        changed, divisor = self._hyperparameters(), float(group_batch or settings.group_batch)
+        changed = self._hyperparameters()
         under_way: deque[tuple[OnItsWay, int]] = deque()
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
@@ -67,15 +79,10 @@ class MergedStep:
         while under_way:
             sent, samples = under_way.popleft()
             self._backward(step, sent, samples, last=hand_over and not under_way)
-        seconds = self._clock() - start
-        exposed_s = replica.waited_s + max(0.0, self._waited_s - self._served_s)
-        mean = self._loss / self._samples if self._samples else None
-        compute_s = seconds - replica.waited_s - self._waited_s
-        return StepResult(mean, batch.samples, compute_s, exposed_s, fc_wait_s=self._waited_s)
 
     def _backward(self, step: int, sent: OnItsWay, samples: int, *, last: bool) -> None:
         replica = self._replica
-        with self._recorder.span("wait for the FC server", "wait", step=step):
+        with self._link.no_turn(), self._recorder.span("wait for the FC server", "wait", step=step):
             answer: AnswerMeta = sent.wait()
         self._waited_s += sent.waited_s
         self._served_s += answer.compute_s

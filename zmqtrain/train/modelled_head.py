@@ -1,25 +1,35 @@
-"""The FC server's layers on a modelled device: they take the time that the profile says."""
+"""The FC server's layers on a modelled device: they take the time that the profile says.
+
+Where several FC servers divide them, each takes its share of the time, and between two layers they send each other what divided
+linear layers do (`zmqtrain.parallel.model.linear`): outputs are gathered, and their gradients summed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.server.fc_queue import Applied, Turn
-from zmqtrain.server.fc_server import Part, State, Trained
+from zmqtrain.server.head import Part, State, Trained
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.parts import fc_profile
-from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.device.profile import Layer, Profile
+from zmqtrain.train.modelled_behind import MakePayload, payloads_of
+from zmqtrain.wire.payload import Payload
 
 
 class ModelledHead:
-    """Implements `zmqtrain.server.fc_server.Head` by waiting. Gradients are as large as what came."""
+    """Implements `zmqtrain.server.head.Head` by waiting. Gradients are as large as what came."""
 
-    def __init__(self, profile: Profile, tempo: Callable[[int], float]) -> None:
-        """``tempo(turn)``: how many times as long work takes that begins now."""
-        self._profile, self._tempo = profile, tempo
+    def __init__(self, profile: Profile, tempo: Callable[[int], float], group: Group, make: MakePayload) -> None:
+        """``tempo(turn)``: how many times as long work takes that begins now. ``group``: all FC servers. ``make`` makes what they
+        send."""
+        self._profile, self._tempo, self._group, self._make = profile, tempo, group, make
+        self._stages = tuple(_stages(profile.layers))
         self._turns = 0
 
     @classmethod
@@ -28,24 +38,67 @@ class ModelledHead:
         compute, seed = context.topology.compute, context.topology.job.seed
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         number = context.placement.world_size + context.role.index
-        return cls(fc_profile(context.topology), lambda turn: noise.factor(seed, number, turn) * context.slowdown())
+        peers = tuple(role.peer for role in context.placement.fc_roles)
+        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.ladder.barrier_s)
+        return cls(
+            fc_profile(context.topology),
+            lambda turn: noise.factor(seed, number, turn) * context.slowdown(),
+            group,
+            payloads_of(context.topology),
+        )
 
     async def train(self, turn: Turn, parts: Sequence[Part]) -> Trained:
         self._turns += 1
-        samples = sum(part.meta.samples for part in parts)
-        seconds = self._profile.step_s * self._profile.scaled(samples) * self._tempo(self._turns)
-        await asyncio.sleep(seconds)
+        clock = asyncio.get_running_loop().time
+        start, samples = clock(), sum(part.meta.samples for part in parts)
+        if self._group.size == 1:
+            await self._work(self._profile.step_s, samples)
+        else:
+            came = sum(tensor.numel for part in parts for tensor in part.tensors[: len(part.meta.wanted)])
+            await self._together(samples, came)
         gradients = (
             tuple(each.empty_like() for each, wanted in zip(part.tensors, part.meta.wanted, strict=False) if wanted)
             for part in parts
         )
-        return Trained(None, seconds, tuple(gradients))
+        return Trained(None, clock() - start, tuple(gradients))
+
+    async def _together(self, samples: int, came: int) -> None:
+        """``came``: elements of the activations."""
+        for place, stage in enumerate(self._stages):
+            if place:
+                await all_gather(self._group, self._between(place, samples), ("gather", self._turns, place))
+            await self._work(sum(layer.forward_s for layer in stage), samples)
+        for place, stage in reversed(tuple(enumerate(self._stages))):
+            await self._work(sum(layer.backward_s for layer in stage), samples)
+            if place:
+                await reduce_scatter(self._group, self._between(place, samples), ("scatter", self._turns, place))
+        await all_reduce(self._group, self._make(came, self._stages[0][0].dtype), ("dx", self._turns))
+
+    def _between(self, place: int, samples: int) -> Payload:
+        """What is gathered before a stage: the outputs of the one before."""
+        last = self._stages[place - 1][-1]
+        return self._make(samples * last.activation_numel, last.dtype)
+
+    async def _work(self, seconds: float, samples: int) -> None:
+        """This FC server's part of so much of the profile's time."""
+        await asyncio.sleep(seconds * self._profile.scaled(samples) * self._tempo(self._turns) / self._group.size)
 
     async def update(self, applied: Applied) -> None:
-        await asyncio.sleep(self._profile.update_s * self._tempo(self._turns))
+        await asyncio.sleep(self._profile.update_s * self._tempo(self._turns) / self._group.size)
 
     async def evaluate(self, part: Part) -> list[float]:
         raise ProtocolError("modelled devices evaluate by themselves")
 
     async def state(self) -> State:
         return State({}, {}, {})
+
+
+def _stages(layers: Sequence[Layer]) -> Iterator[tuple[Layer, ...]]:
+    """Layers that follow each other without a message: each stage begins with one that has parameters, or is the first."""
+    stage: list[Layer] = []
+    for layer in layers:
+        if stage and layer.numel:
+            yield tuple(stage)
+            stage = []
+        stage.append(layer)
+    yield tuple(stage)

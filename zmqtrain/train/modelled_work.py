@@ -25,6 +25,7 @@ from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.modelled_behind import BehindWorker
 from zmqtrain.train.shares import Shares
+from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
 
 
@@ -51,6 +52,7 @@ class ModelledWork:
             memory=self._memory,
             tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
             behind=self._behind,
+            slot=Slot.of(context),
         )
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
         self.shares = Shares.of(topology, placement, role)

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, fx, nn
 
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.rewrite.model import layer_sizes
 from zmqtrain.parallel.rewrite.trace import traced
 from zmqtrain.train.cut import ForwardStep, StepKind, second_phase
 
@@ -57,6 +58,17 @@ class Phase(nn.Module):
         """In the mode that it is in, as it was traced in that."""
         return self._graphs[self.training](*inputs)
 
+    @property
+    def graph(self) -> fx.Graph:
+        """That of the forward, if it takes the same steps in training and in evaluation. Raises `UsageError` otherwise."""
+        evaluating, training = ([(node.op, str(node.target)) for node in each.graph.nodes] for each in self._graphs)
+        if evaluating != training:
+            raise UsageError(
+                "the model's fully connected phase takes other steps in training than in evaluation, so it cannot be divided: set "
+                "[exchange] fc_servers = 1"
+            )
+        return self._graphs[True].graph
+
     def extra_repr(self) -> str:
         return f"{self.name} phase"
 
@@ -67,11 +79,7 @@ def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> 
     ``split``: the module at which the FC phase begins; ``None``: it is found. Raises `UsageError` for a model that cannot be split
     so, with what to do.
     """
-    sizes = {
-        layer: numel
-        for layer, module in model.named_modules()
-        if (numel := sum(parameter.numel() for parameter in module.parameters(recurse=False)))
-    }
+    sizes = layer_sizes(model)
     was = model.training
     cuts = {training: _Cut(model.train(training), split) for training in (True, False)}
     model.train(was)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -147,6 +148,8 @@ class TorchReplica:
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
         self._also_abort: list[Callable[[BaseException], None]] = []
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """What is entered while the compute thread waits for parameters."""
         self.waited_s = 0.0
         """Seconds that this step's forward and backward waited for parameters: exposed communication."""
         self.update_s = 0.0
@@ -347,7 +350,7 @@ class TorchReplica:
         if state is Gate.OPEN:
             return
         if state is Gate.CLOSED:
-            with self._recorder.span(f"parameters of bucket {index}", "wait", step=self._step):
+            with self._recorder.span(f"parameters of bucket {index}", "wait", step=self._step), self.waiting():
                 self.waited_s += self.gates.take(index)
         else:
             self.waited_s += self.gates.take(index)

@@ -18,6 +18,7 @@ from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
 from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.checkpoint import MODEL
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
@@ -51,7 +52,7 @@ class Saver:
         if self.rank == 0 and self.fc is not None:
             state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
         if self.rank == 0:
-            await self._send(step, "model", state, values)
+            await self._send(step, MODEL, state, values)
         del state
         if self.kind != "model_server":
             tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
@@ -62,6 +63,13 @@ class Saver:
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
         await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+
+    async def begin_with_weights(self, replica: TorchReplica) -> None:
+        """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
+        others = await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
+        if others and self.fc is None:
+            raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
+        replica.publish()
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
         """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
@@ -76,7 +84,7 @@ class Saver:
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
         if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
-            others = await self._restore_into("model", _state(replica), parts)
+            others = await self._restore_into(MODEL, _state(replica), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":

@@ -130,7 +130,10 @@ class TorchWork:
         self._replica.connect(on_ready)
 
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
-        step = await self._saver(endpoint).restore(self._replica, exchange, self._device)
+        saver = self._saver(endpoint)
+        step = await saver.restore(self._replica, exchange, self._device)
+        if step is None and self._context.topology.job.weights is not None:
+            await saver.begin_with_weights(self._replica)
         for _ in range(step or 0):
             self.after_step()
         return step

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
-from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
@@ -50,7 +49,7 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
         device = context.make_device(role)
     else:
         keep = context.topology.compute.keep_memory
-        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads, keep=keep)
+        device = make_device(role.device, local_rank=role.slot, threads=role.threads, keep=keep)
     try:
         return await TorchWork.build(context, device, members, task)
     except BaseException:
@@ -104,7 +103,7 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
             raise error
         if not isinstance(error, ConnectivityError):
             raise error
-    await _save_last_good(context, loop, step)
+    await loop.save_all(step)
     await _give_up(context, loop, ConnectivityError("the run was halted"))
 
 
@@ -119,19 +118,7 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
         await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
     # Another worker may have been first with a bad loss of its own: all keep one checkpoint, that of the first.
     first = context.membership.halt_reason or {}
-    await _save_last_good(context, loop, int(first["step"]) if first.get("kind") == "nan" else error.step)
-
-
-async def _save_last_good(context: RoleContext, loop: TrainLoop, step: int) -> None:
-    """Best effort: the run fails anyway, for the reason that is known."""
-    try:
-        if context.role.index == 0:
-            for server in (*context.placement.server_roles, *context.placement.fc_roles):
-                await context.endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
-        await loop.save(step)
-        await wait_committed(context.endpoint, step, timeout_s=context.ladder.request_s)
-    except ZmqTrainError as error:
-        context.recorder.event("checkpoint failed", step=step, reason=str(error))
+    await loop.save_all(int(first["step"]) if first.get("kind") == "nan" else error.step)
 
 
 async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) -> None:

@@ -11,130 +11,57 @@
 * g = g*: all momenta with the learning rate and a tenth of it, from one checkpoint. If the best momentum is 0 (after 0.1 and 0.2
   were tried), there is more implicit momentum than the model can use: half the groups, and again.
 * Training with the winner, until the search has taken no more than its share of all time. Then once more, from there.
-
-The algorithm is a generator; the machine's state is what it was told, so that it is resumed by telling it again (`from_value`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
+from zmqtrain.plan.efficiency import fewest
+from zmqtrain.tune.machine import Life, Machine, values_of
+from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
-#: A probe that has come to so many times the loss that it began with is given up.
-GIVE_UP = 3.0
 #: How often the learning rate is lowered where nothing trains at all.
 MOST_LOWERED = 3
 #: By what a tie's probes are longer.
 LONGER = 2
+#: By what a lower learning rate must be better in a short trial. It always looks good there: the noise of the steps falls at
+#: once, and that progress is slower shows later.
+LOWER = 0.1
+#: Of settings that are tied, how many are tried for longer.
+MOST_TIED = 3
 
 Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
 
 
-class Search:
-    """Decides what to try next. Whoever runs the trials tells it what came of each."""
+class Search(Machine):
+    """Omnivore's automatic optimizer."""
 
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._update_s = dict(space.update_s)
-        self._told: list[Outcome] = []
-        self.trials: list[tuple[Trial, Outcome]] = []
-        """All so far, in order."""
-        self._decisions: list[Decision] = []
-        self._first: dict[int | None, float] = {}  # where trials begin -> loss there
-        self.search_s = 0.0
-        """Time that went into probes."""
-        self.train_s = 0.0
-        self._start: int | None = None  # where training stands
-        self._setting: Setting | None = None
-        self._reached = False
-        self._diverged = 0  # trainings one after another
-        self._algorithm = self._life()
-        self._now: Trial | Done
-        self._advance(None)
-
-    # The machine
-
-    def next(self) -> Trial | Done:
-        """What to do now; the same until it is told of it."""
-        return self._now
-
-    def result(self, trial: Trial, outcome: Outcome) -> None:
-        """What came of the trial that `next` gave."""
-        if trial != self._now:
-            raise ValueError(f"this is not the trial that is under way: {trial}")
-        self._told.append(outcome)
-        self.trials.append((trial, outcome))
-        if outcome.updates:
-            self._update_s[trial.setting.groups] = outcome.update_s
-        if math.isfinite(outcome.first):
-            self._first.setdefault(trial.start, outcome.first)
-        if trial.kind == "probe":
-            self.search_s += outcome.seconds
-        else:
-            self.train_s += outcome.seconds
-        self._advance(outcome)
-
-    def decisions(self) -> list[Decision]:
-        """Those since the last call."""
-        found, self._decisions = self._decisions, []
-        return found
-
-    def to_value(self) -> dict[str, Any]:
-        """All that it was told, as JSON values."""
-        return {"outcomes": [outcome.to_value() for outcome in self._told]}
-
-    @classmethod
-    def from_value(cls, space: Space, value: Mapping[str, Any]) -> Search:
-        """The search that `to_value` was called on, if it was of the same space."""
-        search = cls(space)
-        for each in value["outcomes"]:
-            trial = search.next()
-            if isinstance(trial, Done):
-                raise ValueError("it was told more than this search asks for: it is of another space")
-            search.result(trial, Outcome.from_value(each))
-        search.decisions()
-        return search
-
-    @property
-    def share(self) -> float:
-        """Of all time so far, how much went into probes."""
-        total = self.search_s + self.train_s
-        return self.search_s / total if total else 0.0
-
-    def _advance(self, outcome: Outcome | None) -> None:
-        try:
-            self._now = next(self._algorithm) if outcome is None else self._algorithm.send(outcome)
-        except StopIteration as stop:
-            done: Done = stop.value
-            self._now = done
-            self._decide("done", done.reason, reached=done.reached, search_s=self.search_s, train_s=self.train_s, share=self.share)
-
-    def _decide(self, what: str, reason: str, **values: Any) -> None:
-        self._decisions.append(Decision(what, reason, values))
-
-    # The algorithm
-
-    def _life(self) -> Generator[Trial, Outcome, Done]:
+    def _life(self) -> Life:
         space = self._space
-        cold = yield from self._cold_start()
+        if space.saturation is None:
+            saturation = yield from self._speeds()
+        else:
+            saturation = space.saturation
+            self._decide("saturation", "the fewest groups that are as fast as any, as predicted", groups=saturation)
+        cold = yield from self._cold_start(saturation)
         if cold is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
         if space.cold:
             yield from self._train(cold, space.cold, "cold start", "the model leaves its first, steep part before many groups help")
             if (end := self._end()) is not None:
                 return end
-        groups, rate = space.saturation, cold.lr
+        groups, rate = saturation, cold.lr
         if groups > cold.groups:
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
         while True:
             before_s = self.search_s
-            chosen = yield from self._choose(groups, rate)
-            if chosen is None or self._diverged > MOST_LOWERED:
+            found = yield from self._choose(groups, rate)
+            if found is None or self._diverged > MOST_LOWERED:
                 return Done(self._setting, "nothing trains from here on: even one group with the lowest learning rates diverges")
+            chosen = yield from self._against(*found)
             groups = chosen.groups
             updates = self._due(groups, self.search_s - before_s)
             yield from self._train(chosen, updates, "train", f"the best of what was tried: {chosen}")
@@ -142,14 +69,19 @@ class Search:
             if (end := self._end()) is not None:
                 return end
 
-    def _end(self) -> Done | None:
-        if self._reached:
-            return Done(self._setting, "the target is reached", reached=True)
-        if self.search_s + self.train_s >= self._space.limit_s:
-            return Done(self._setting, f"the time is up: {self._space.limit_s:g} s")
-        return None
+    def _speeds(self) -> Generator[Trial, Outcome, int]:
+        """Hardware efficiency of all numbers of groups, and g*."""
+        space = self._space
+        for groups in space.groups:
+            setting = Setting(groups, 0.0, min(space.rates))
+            reason = "how long an update takes with each number of groups"
+            yield Trial(len(self.trials), setting, groups * space.speed, "probe", "speed", reason)
+        measured = {groups: self._update_s[groups] for groups in space.groups}
+        found = fewest(measured)
+        self._decide("saturation", "the fewest groups that are as fast as any", groups=found, update_s=measured)
+        return found
 
-    def _cold_start(self) -> Steps:
+    def _cold_start(self, saturation: int) -> Steps:
         """The learning rate for one group, then how many groups help a model that has learned nothing."""
         space, one = self._space, self._space.groups[0]
         rates, momentum = sorted(space.rates), max(space.momenta)
@@ -170,12 +102,12 @@ class Search:
         if best is None:
             return None
         self._decide("learning rate", f"the lowest loss of one group: {best[0]:.4g}", lr=best[1].lr)
-        return (yield from self._double(best))
+        return (yield from self._double(best, saturation))
 
-    def _double(self, best: tuple[float, Setting]) -> Steps:
+    def _double(self, best: tuple[float, Setting], saturation: int) -> Steps:
         space = self._space
         groups = best[1].groups
-        for more in [each for each in space.groups if groups < each <= space.saturation]:
+        for more in [each for each in space.groups if groups < each <= saturation]:
             if more < 2 * groups:
                 continue
             there = yield from self._descend(more, best[1])
@@ -199,20 +131,39 @@ class Search:
                 break
         return best
 
-    def _choose(self, groups: int, rate: float) -> Steps:
-        """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1."""
+    def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
+        """Beyond the paper: other groups than so far must be better in the same time than what training has been done with."""
+        known = self._setting
+        if known is None or known.groups == chosen.groups or self._diverged:
+            return chosen
+        outcome = yield self._probe(known, "as before", "whether another number of groups is better at all")
+        enough = 1 - LOWER if chosen.lr < known.lr else 1.0
+        if outcome.diverged or loss <= enough * outcome.loss:
+            return chosen
+        self._decide("groups", f"{known} is better in the same time (loss {outcome.loss:.4g}): as before", **values_of(known))
+        return known
+
+    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
+        """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1.
+
+        Beyond it: half the groups must not be worse in the same time, or what was better is kept."""
         rates, lowered = [rate, rate / 10], 0
+        more: tuple[Setting, float] | None = None  # the best with twice as many groups, and its loss
         while True:
-            best = yield from self._grid(groups, rates)
+            found = yield from self._grid(groups, rates)
             fewer = self._space.fewer(groups)
-            if best is not None and (best.momentum > 0 or fewer is None):
-                if best.momentum == 0:
+            if more is not None and (found is None or self._worse(found[1], more[1])):
+                fared = "everything diverges" if found is None else f"loss {found[1]:.4g} after {more[1]:.4g}"
+                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=more[0].groups)
+                return more
+            if found is not None and (found[0].momentum > 0 or fewer is None):
+                if found[0].momentum == 0:
                     self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                return best
+                return found
             if fewer is not None:
-                why = "every setting diverges" if best is None else "the best momentum is 0: asynchrony brings too much of its own"
+                why = "every setting diverges" if found is None else "the best momentum is 0: asynchrony brings too much of its own"
                 self._decide("groups", f"{why}; half of {groups}", groups=fewer)
-                groups = fewer
+                groups, more = fewer, found
             elif lowered < MOST_LOWERED:
                 lowered += 1
                 rates = [rates[-1] / 10, rates[-1] / 100]
@@ -220,88 +171,65 @@ class Search:
             else:
                 return None
 
-    def _grid(self, groups: int, rates: Sequence[float]) -> Steps:
-        """All momenta with all rates, then finer ones where 0 wins. None where everything diverges."""
+    def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
+        """All momenta, with the first rate; with the others where those are better at all; then finer momenta where 0 wins. None
+        where everything diverges."""
         found: dict[Setting, Outcome] = {}
+        reason = "momentum and learning rate at a fixed number of groups"
         for rate in rates:
-            for momentum in self._space.momenta:
+            before = _lowest(found)
+            # The best momentum of another rate comes first. Where the new rate is worse with it, the others need not be tried.
+            momenta = self._space.momenta if before is None else sorted(self._space.momenta, key=lambda m: m != before.momentum)
+            for momentum in momenta:
                 setting = Setting(groups, momentum, rate)
-                found[setting] = yield self._probe(setting, "grid", "momentum and learning rate at a fixed number of groups")
-        best = yield from self._best(found)
+                found[setting] = yield self._probe(setting, "grid", reason)
+                if before is None or momentum != before.momentum:
+                    continue
+                if found[setting].loss > (1 - LOWER) * found[before].loss:
+                    del found[setting]
+                    break
+        longer: dict[Setting, Outcome] = {}
+        best = yield from self._best(found, longer)
         if best is not None and best.momentum == 0 and groups > self._space.groups[0]:
             for momentum in self._space.fine:
                 setting = Setting(groups, momentum, best.lr)
                 found[setting] = yield self._probe(setting, "fine grid", "small ones, before 0 counts as the best")
-            best = yield from self._best(found)
-        if best is not None:
-            loss = found[best].loss
-            self._decide("setting", f"the lowest loss of {len(found)}: {loss:.4g}", **_values(best), loss=loss)
-        return best
-
-    def _best(self, found: dict[Setting, Outcome]) -> Steps:
-        """The lowest loss; those that can hardly be told apart are tried again for longer."""
-        sound = {setting: outcome for setting, outcome in found.items() if not outcome.diverged}
-        if not sound:
+            best = yield from self._best(found, longer)
+        if best is None:
             return None
-        lowest = min(sound.values(), key=lambda outcome: outcome.loss)
-        tied = [each for each, outcome in sound.items() if self._tied(outcome, lowest)]
-        if len(tied) > 1:
+        loss = found[best].loss
+        self._decide("setting", f"the lowest loss of {len(found)}: {longer.get(best, found[best]).loss:.4g}", **values_of(best))
+        return best, loss
+
+    def _best(self, found: dict[Setting, Outcome], longer: dict[Setting, Outcome]) -> Steps:
+        """The lowest loss; those that can hardly be told apart are tried again for longer (``longer``: those that were)."""
+        lowest = _lowest(found)
+        if lowest is None:
+            return None
+        tied = [each for each, outcome in found.items() if not outcome.diverged and self._tied(outcome, found[lowest])]
+        if len(tied) == 1:
+            return lowest
+        tried = sorted(tied, key=lambda each: found[each].loss)[:MOST_TIED]
+        if not all(each in longer for each in tried):
             why = f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials"
             self._decide("tie", why, tied=len(tied))
-            for setting in sorted(tied, key=lambda each: sound[each].loss)[:3]:
-                longer = self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
-                found[setting] = sound[setting] = yield longer
-            tried = {setting: sound[setting] for setting in tied if not sound[setting].diverged}
-            sound = tried or sound
-        return min(sound, key=lambda setting: sound[setting].loss)
+        for setting in tried:
+            if setting not in longer:
+                longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
+        return _lowest({setting: longer[setting] for setting in tried}) or lowest
 
     def _tied(self, one: Outcome, other: Outcome) -> bool:
-        margin = max(self._space.worse * abs(other.loss), math.hypot(one.noise, other.noise))
+        """Both have seen the same data in the same order, so most of their noise is the same, too."""
+        margin = max(self._space.worse * abs(other.loss), math.hypot(one.noise, other.noise) / 2)
         return abs(one.loss - other.loss) <= margin
 
     def _worse(self, one: float, other: float) -> bool:
         return one > other + self._space.worse * abs(other)
 
-    # What is asked for
 
-    def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
-        space = self._space
-        seconds = space.probe * self._update_s[space.groups[-1]]
-        updates = max(setting.groups, round(times * max(space.probe / 4, seconds / self._update_s[setting.groups])))
-        return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
-
-    def _give_up_above(self) -> float | None:
-        first = self._first.get(self._start)
-        return None if first is None else GIVE_UP * first
-
-    def _due(self, groups: int, search_s: float) -> int:
-        """Updates of training that make the search's share of all time small enough; to the end, where there would be too little
-        time after it for another search like the last one (``search_s``)."""
-        owed_s = self.search_s * (1 - self._space.share) / self._space.share - self.train_s
-        left_s = self._space.limit_s - self.search_s - self.train_s
-        wanted_s = max(owed_s, self._space.period * self._update_s[groups])
-        if left_s - wanted_s < search_s / self._space.share:
-            wanted_s = left_s
-        return max(groups, math.ceil(min(wanted_s, left_s) / self._update_s[groups]))
-
-    def _train(self, setting: Setting, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, None]:
-        """Go on from where training stands."""
-        trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
-        self._setting = setting
-        outcome = yield trial
-        self._reached = outcome.reached is not None
-        if outcome.diverged:
-            self._diverged += 1
-            self._decide("diverged", f"training with {setting} diverged after all: back to its start", **_values(setting))
-            return
-        self._start, self._diverged = trial.number, 0
-        self._first[trial.number] = outcome.loss
-        if outcome.drifted is not None:
-            self._decide("drift", outcome.drifted, **_values(setting))
-
-
-def _values(setting: Setting) -> dict[str, Any]:
-    return {"groups": setting.groups, "momentum": setting.momentum, "lr": setting.lr}
+def _lowest(found: Mapping[Setting, Outcome]) -> Setting | None:
+    sound = [setting for setting, outcome in found.items() if not outcome.diverged]
+    return min(sound, key=lambda setting: found[setting].loss, default=None)
 
 
 def _fares(outcome: Outcome) -> str:

@@ -12,13 +12,15 @@ class Space:
 
     update_s: Mapping[int, float]
     """Predicted seconds an update for each number of groups that there may be: hardware efficiency."""
-    saturation: int
-    """g*: the fewest groups that are as fast as any."""
+    saturation: int | None = None
+    """g*: the fewest groups that are as fast as any. None: the speed of all numbers of groups is measured first."""
     momenta: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)
     fine: tuple[float, ...] = (0.1, 0.2)
     """Tried before 0 counts as the best momentum."""
     rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Learning rates of the first sweep, from low to high."""
+    speed: int = 3
+    """Steps of each group in which the speed is measured."""
     probe: int = 60
     """Updates of a probe with one group for each worker. Other numbers of groups get as much time."""
     period: int = 2000
@@ -29,6 +31,8 @@ class Space:
     """The most of all time that is searched."""
     limit_s: float = float("inf")
     """Search and training together."""
+    smooth: int = 20
+    """Updates over which a loss is smoothed before it is compared with a target."""
     worse: float = 0.02
     """By so much of a loss another is the worse one: less is a tie."""
 
@@ -38,7 +42,7 @@ class Space:
         return tuple(sorted(self.update_s))
 
     def __post_init__(self) -> None:
-        if not self.update_s or self.saturation not in self.update_s:
+        if not self.update_s or (self.saturation is not None and self.saturation not in self.update_s):
             raise ValueError(f"g* = {self.saturation} is none of the numbers of groups: {sorted(self.update_s)}")
         if not self.momenta or not self.rates:
             raise ValueError("a search needs at least one momentum and one learning rate")

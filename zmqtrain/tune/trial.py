@@ -55,7 +55,7 @@ class Outcome:
     updates: int
     """That were made."""
     seconds: float
-    """They took, as the world counts; without starting up."""
+    """They took, as the world counts."""
     first: float
     """Loss at its begin."""
     loss: float
@@ -69,12 +69,22 @@ class Outcome:
     """Mean, measured."""
     momentum: float | None = None
     """In all, as fitted by the servers."""
+    whole_s: float = 0.0
+    """What the run took in all: starting, training, and until it had ended."""
+    finished: bool = False
+    """The job itself is through: nothing is left to train."""
     drifted: str | None = None
     """Why it was ended before its time: what was measured is not what it was chosen for."""
 
     @property
     def diverged(self) -> bool:
         return not math.isfinite(self.loss)
+
+    @property
+    def spent_s(self) -> float:
+        """What it cost. What was done after the target was reached does not count."""
+        after_s = 0.0 if self.reached is None else self.seconds - self.reached
+        return max(self.whole_s, self.seconds) - after_s
 
     @property
     def update_s(self) -> float:
@@ -90,9 +100,10 @@ class Outcome:
         seconds: float,
         diverged: bool = False,
         target: float | None = None,
+        smooth: int = 20,
         **measured: Any,
     ) -> Outcome:
-        """From losses and their times since the begin, in order. ``target``: the smoothed loss to reach."""
+        """From losses and their times since the begin, in order. ``target`` is reached by the loss as smoothed over ``smooth``."""
         values = [loss for _, loss in losses]
         if not values:
             return cls(updates, seconds, math.nan, math.inf, **measured)
@@ -100,7 +111,7 @@ class Outcome:
         last = values[-max(1, round(len(values) * SCORED)) :]
         bad = diverged or not all(map(math.isfinite, values))
         noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
-        reached = reach(values, target) if target is not None else None
+        reached = reach(values, target, smooth) if target is not None else None
         return cls(
             updates,
             seconds,
@@ -146,31 +157,31 @@ class Done:
 
 
 class Smoothed:
-    """An exponential mean of losses, less noisy than each. It forgets at 1/20 a value, and begins as their plain mean."""
+    """An exponential mean of losses, less noisy than each. It begins as their plain mean."""
 
-    __slots__ = ("_count", "value")
-    FORGETS = 20
+    __slots__ = ("_count", "_over", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, over: int = 20) -> None:
+        """``over``: it forgets at 1/over a value."""
         self.value = math.nan
-        self._count = 0
+        self._count, self._over = 0, over
 
     def add(self, loss: float) -> float:
         """The mean, with one more."""
         self._count += 1
-        share = 1 / min(self._count, self.FORGETS)
+        share = 1 / min(self._count, self._over)
         self.value = loss if self._count == 1 else self.value + (loss - self.value) * share
         return self.value
 
     @property
     def settled(self) -> bool:
         """Whether enough was seen."""
-        return self._count >= self.FORGETS
+        return self._count >= self._over
 
 
-def reach(losses: Sequence[float], target: float) -> int | None:
+def reach(losses: Sequence[float], target: float, over: int = 20) -> int | None:
     """The index of the first loss at which their smoothed mean is at most ``target``."""
-    smoothed = Smoothed()
+    smoothed = Smoothed(over)
     for index, loss in enumerate(losses):
         if smoothed.add(loss) <= target and smoothed.settled:
             return index

@@ -261,10 +261,13 @@ def test_where_to_listen_and_what_to_tell() -> None:
 
 
 def test_a_host_listens_elsewhere_than_others_connect_to() -> None:
-    environment = RoleEnvironment("worker/0", "tcp://x:1,2", "token", host="203.0.113.7", bind="0.0.0.0")
+    environment = RoleEnvironment("worker/0", "tcp://x:1,2", "token", host="203.0.113.7", bind="0.0.0.0", ports=(29400, 29499))
     again = RoleEnvironment.from_environ(environment.to_environ())
     assert again == environment
     assert (again.settings().host, again.settings().advertise) == ("0.0.0.0", "203.0.113.7")
+    assert again.settings().ports == (29400, 29499)
+    with pytest.raises(UsageError, match=r"ZMQTRAIN_PORTS is '29499-29400'; it must be a range"):
+        RoleEnvironment.from_environ({**environment.to_environ(), "ZMQTRAIN_PORTS": "29499-29400"})
     plain = RoleEnvironment("worker/0", "tcp://x:1,2", "token", host="10.0.0.2").settings()
     assert (plain.host, plain.advertise) == ("10.0.0.2", "")  # the same
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import time
@@ -177,6 +179,44 @@ def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machi
     large = zmqtrain(tmp_path, "launch", "--set=engine.sync_limit=64 KiB", "trial.toml", "script.py")
     assert large.returncode == 2, large
     assert "The largest: data.bin (0.1 MiB)" in large.stderr
+    assert two.left() == []
+
+
+def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -> None:
+    """Hosts that cannot take part are named with what to do, and the others looked at nevertheless: also one behind a translation
+    of addresses, and all behind a firewall that lets a few ports through."""
+    bad = two.hosts("m1", name='"m3"', address='"no-such-host.invalid"')
+    outer = two.hosts("m2", address='"203.0.113.2"', bind='"0.0.0.0"', ssh=two.login(two.address("m2")))
+    prepare(tmp_path, two.hosts("m1") + outer + bad, "asyncssh")
+    file = tmp_path / "trial.toml"
+    file.write_text(file.read_text().replace("[job]", '[job]\nports = "29400-29415"'))
+    with two.outer_address("m2", "203.0.113.2"):
+        checked = zmqtrain(tmp_path, "check", "--json", "trial.toml")
+    assert checked.returncode == 2, checked
+    rows = [json.loads(line) for line in checked.stdout.splitlines()]
+    (fault,) = (row for row in rows if row["row"] == "check" and not row["ok"])
+    assert (fault["host"], fault["remedy"]) == ("m3", "mend it in [[hosts]]")
+    machines_seen = [row for row in rows if row["row"] == "machine"]
+    assert [row["host"] for row in machines_seen] == ["m1", "m2"]
+    found = [re.fullmatch(r"tcp://([0-9.]+):(\d+),(\d+)", row["endpoint"]) for row in machines_seen]
+    assert [match[1] for match in found if match] == [two.address("m1"), "203.0.113.2"]
+    assert {int(port) in range(29400, 29416) for match in found if match for port in match.groups()[1:]} == {True}
+    assert all(abs(row["clock_offset_s"]) < 1 for row in machines_seen)  # it is one machine's clock
+    ways = {(row["source"], row["target"]): row for row in rows if row["row"] == "way"}
+    assert set(ways) == {("m1", "m2"), ("m2", "m1")}
+    assert all(row["ok"] and row["bandwidth"] > 1e6 and row["round_trip_s"] > 0 for row in ways.values())
+    assert "keys exchanged" in next(row["detail"] for row in rows if row["row"] == "check" and row["name"] == "ways")
+    assert two.left() == []
+
+
+def test_a_way_that_is_missing_is_found(tmp_path: Path, two: Machines) -> None:
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    with two.cut_off("m1", two.address("m2")):
+        checked = zmqtrain(tmp_path, "check", "trial.toml")
+    assert checked.returncode == 2, checked
+    assert "does not reach m2" in checked.stdout
+    assert "open ports between hosts" in checked.stdout
+    assert "would not run: mend the faults above" in checked.stdout
     assert two.left() == []
 
 

@@ -272,6 +272,14 @@ async def test_ways_that_are_closed(two: Machines, tmp_path: Path) -> None:
     assert "m1    does not reach m2 at no.such.name.invalid" in said
 
 
+async def test_an_advertised_address_that_leads_nowhere(two: Machines, tmp_path: Path) -> None:
+    outer = two.hosts("m2", address='"203.0.113.2"', bind='"0.0.0.0"', ssh=two.login(two.address("m2")))
+    with two.cut_off("m1", "203.0.113.2"):
+        said = await look(two, two.hosts("m1") + outer, tmp_path, coordinator=f"{two.namespaces.address}:9,9")
+    assert "m1    does not reach m2 at 203.0.113.2 (No route to host)" in said
+    assert "give the addresses of a network that they share" in said
+
+
 # The person's own configuration -----------------------------------------------------------------------------------------------
 
 

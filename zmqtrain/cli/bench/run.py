@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from zmqtrain.errors import UsageError
 
-NAMES = ("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "efficiency")
+NAMES = (
+    *("net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel"),
+    *("merged", "cluster", "efficiency"),
+)
 
 
 def run_bench(
@@ -23,13 +27,21 @@ def run_bench(
     mxnet_script: str | None = None,
     mpi_python: str | None = None,
     mpi_script: str | None = None,
+    parts: Sequence[str] = (),
+    data: str | None = None,
 ) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
-    ``encrypted``: for ``net``, what encryption costs."""
+    ``encrypted``: for ``net``, what encryption costs. ``parts``: for ``cluster``, some of its cases; ``data``: where MNIST is."""
     if encrypted and name != "net":
         raise UsageError(f"bench {name} has no --encrypted: bench net has")
-    cases = _cases("net --encrypted" if encrypted else name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+    if parts and name != "cluster":
+        raise UsageError(f"bench {name} has no --part: bench cluster has")
+    cases = (
+        _cluster(parts, data)
+        if name == "cluster"
+        else _cases("net --encrypted" if encrypted else name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+    )
     if json_lines:
         for case in cases:
             print(json.dumps(case), flush=True)
@@ -51,6 +63,12 @@ def run_bench(
     console.print(table)
     console.print("ratio: above 1 means better than the peer, measured in the same run", style="dim")
     return 0
+
+
+def _cluster(parts: Sequence[str], data: str | None) -> Iterator[dict[str, Any]]:
+    from zmqtrain.cli.bench.cluster import PARTS, bench_cluster
+
+    return bench_cluster(parts or PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
 
 
 #: A peer's Python, and the script that times it.
@@ -98,6 +116,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.host import bench_host
 
         return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
+    if name == "merged":
+        from zmqtrain.cli.bench.merged import bench_merged
+
+        return iter(bench_merged())
     if name == "parallel":
         from zmqtrain.cli.bench.parallel import bench_parallel
 

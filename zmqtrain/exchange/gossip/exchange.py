@@ -31,6 +31,7 @@ from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.piecewise import piece_by_piece
 from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.together import together
@@ -64,7 +65,7 @@ class GossipExchange:
     the other groups about part i of each bucket, and the group gathers the parts.
 
     With ``members`` that survive losses (and groups of one worker), a partner that is lost is not waited for: the bucket stays what
-    it is. An average is made in one go of a bucket that is there as a whole, so none is ever torn.
+    it is. An average is made of a bucket that is there as a whole, and always to its end, so none is ever torn.
     """
 
     def __init__(
@@ -232,12 +233,8 @@ class GossipExchange:
         await together(*sends, *(self._receive(source, tag, received) for source in partners.sources if there(source, step)))
         if distance is not None and received and distance.add(part, received[0]):
             self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
-        if len(received) == 1:
-            part.average_(received[0])
-        elif received:
-            for other in received:
-                part.add_(other)
-            part.scale_(1.0 / (1 + len(received)))
+        if received:
+            await piece_by_piece(lambda own, *others: _average(own, others), part, *received)
 
     async def _copied(self, index: int, part: Payload) -> Payload:
         """What is sent, apart from the memory that becomes the mean meanwhile."""
@@ -248,7 +245,7 @@ class GossipExchange:
         outgoing = self._outgoing.get(index)
         if outgoing is None:
             outgoing = self._outgoing[index] = self._like(part)
-        outgoing.copy_(part)
+        await piece_by_piece(lambda into, own: into.copy_(own), outgoing, part)
         return outgoing
 
     async def _send(self, index: int, to: PeerId, tag: Tag, outgoing: Payload) -> None:
@@ -278,6 +275,16 @@ class GossipExchange:
     def _replica_started(self) -> Replica:
         assert self._replica is not None, "start() comes first"
         return self._replica
+
+
+def _average(own: Payload, others: Sequence[Payload]) -> None:
+    """Become the mean."""
+    if len(others) == 1:
+        own.average_(others[0])
+        return
+    for other in others:
+        own.add_(other)
+    own.scale_(1.0 / (1 + len(others)))
 
 
 @dataclass(frozen=True, slots=True)

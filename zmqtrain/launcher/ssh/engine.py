@@ -18,7 +18,7 @@ from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.launcher.ssh.places import Places
 from zmqtrain.launcher.ssh.session import Client, Session
 from zmqtrain.launcher.ssh.survey import Survey
-from zmqtrain.launcher.ssh.target import launching_python
+from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host
 from zmqtrain.world import random_bits
@@ -47,7 +47,7 @@ class SshEngine:
         python = launching_python()
         name = f"{run.directory.resolve().name}-{random_bits(32):08x}"
         places = Places(run.directory, name, python, [host.name for host in run.hosts])
-        survey = Survey(run, client, name, python)
+        survey = Survey(run, client, name, lambda host: Target.of(host, python))
         self._opened = run, client, places, survey
         await survey.log_in()
         await survey.compare(files, copied=packed is not None)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeAlias
+
+from zmqtrain.errors import HostFault
 
 #: What must be there, in the same version, beside Python. (Other packages are zmqtrain's own dependencies.)
 PACKAGES = ("zmqtrain", "torch")
 
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that keeps a host from taking part."""
-
-    host: str
-    what: str
-    remedy: str
-    passing: bool = False
-    """Whether it may be gone at another try: the host is not there."""
+Fault: TypeAlias = HostFault
 
 
 def own_versions() -> dict[str, str]:

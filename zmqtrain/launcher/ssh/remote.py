@@ -16,6 +16,7 @@ channel may break, and this program end, while the agent goes on; another one fi
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -141,14 +142,18 @@ class Host:
                 archive.extractall(target)  # releases before 3.12; names were looked at above
         return {"folder": target}
 
-    def listen(self, address: str) -> dict[str, Any]:
-        """Open a port at an address for others to `reach`, until the agent starts."""
+    def listen(self, address: str, ports: list[int] | None) -> dict[str, Any]:
+        """Open a port at an address, in a range if one is given, for others to `reach`, until the agent starts."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         ear = socket.socket(family, socket.SOCK_STREAM)
         self._ears.append(ear)
         if family == socket.AF_INET6 and address == "::":
             ear.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        ear.bind((address, 0))
+        if ports is None:
+            ear.bind((address, 0))
+        else:
+            ear.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the run's own processes do
+            _bind_within(ear, address, ports[0], ports[1])
         ear.listen(256)
         return {"port": ear.getsockname()[1]}
 
@@ -290,6 +295,17 @@ def _version(package: str) -> str | None:
         return "unknown"
 
 
+def _bind_within(ear: socket.socket, address: str, first: int, last: int) -> None:
+    for port in range(first, last + 1):
+        try:
+            ear.bind((address, port))
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports from {first} to {last} are in use: give [job] ports a longer range")
+
+
 def _connect(name: str, address: str, port: int, patience_s: float, failed: dict[str, str]) -> None:
     try:
         there = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -301,10 +317,8 @@ def _connect(name: str, address: str, port: int, patience_s: float, failed: dict
         failed[name] = str(error.strerror or error)
 
 
-def main() -> None:
+def serve(channel: Channel, host: Host) -> None:
     """Answer requests until the other side is gone."""
-    channel = Channel()
-    host = Host(channel)
     try:
         channel.answer({"hello": platform.python_version()})
         while True:
@@ -320,3 +334,9 @@ def main() -> None:
                 channel.answer({**answer, "number": number})
     except (BrokenPipeError, ConnectionError):
         return
+
+
+def main() -> None:
+    """The program."""
+    channel = Channel()
+    serve(channel, Host(channel))

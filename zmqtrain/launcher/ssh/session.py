@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.remote import MARK
-from zmqtrain.launcher.ssh.target import Target, remote_program
+from zmqtrain.launcher.ssh.target import Target
 
 #: What a login shell says before the remote program speaks: so much of it is kept, for an error to show.
 KEPT_BYTES = 2000
@@ -65,7 +65,7 @@ class Session:
                 connection = await client.connect(target, patience_s)
                 try:
                     session = cls(target, connection)
-                    await connection.write(remote_program())
+                    await connection.write(target.program)
                     await session._greeting()
                     session.state = await session.ask("begin", run=run, host=target.name, environment=dict(target.environment))
                 except BaseException:
@@ -103,7 +103,7 @@ class Session:
         while True:
             line = await self._connection.line()
             if not line:
-                raise SshError(self.target.name, "lost the ssh connection")
+                raise SshError(self.target.name, f"lost {self.target.way}")
             value = _parse(line)
             if value is None:
                 continue

@@ -29,9 +29,9 @@ Look: TypeAlias = Callable[[Host, list[Fault]], Awaitable[None]]
 class Survey:
     """What is known of a run's hosts. Each of its methods asks all hosts at once, and raises one error about all faults."""
 
-    def __init__(self, run: EngineRun, client: Client, name: str, python: str) -> None:
-        """``name``: the run's, on its hosts. ``python``: where the file names none."""
-        self._run, self._client, self._name, self._python = run, client, name, python
+    def __init__(self, run: EngineRun, client: Client, name: str, target: Callable[[Host], Target]) -> None:
+        """``name``: the run's, on its hosts. ``target``: how to get to one."""
+        self._run, self._client, self._name, self._target = run, client, name, target
         self._by_name = {host.name: host for host in run.hosts}
         self.sessions: dict[str, Session] = {}
         """The logins, by host."""
@@ -46,8 +46,7 @@ class Survey:
 
         async def log_in(host: Host, _faults: list[Fault]) -> None:
             async with gate:
-                target = Target.of(host, self._python)
-                session = await Session.open(self._client, target, self._name, patience_s=self._run.ladder.connect_s)
+                session = await Session.open(self._client, self._target(host), self._name, patience_s=self._run.ladder.connect_s)
             self.sessions[host.name] = session
 
         await self._on_all(log_in)
@@ -85,17 +84,18 @@ class Survey:
     async def try_ways(self) -> None:
         """See that each host can listen where it is to, and reaches the launcher and the other hosts."""
         ports: dict[str, int] = {}
+        within = self._run.topology.job.port_range
 
         async def listen(host: Host, faults: list[Fault]) -> None:
             bind = host.listens_at
             try:
-                answer = await self.sessions[host.name].ask("listen", address=bind)
+                answer = await self.sessions[host.name].ask("listen", address=bind, ports=within)
             except HostsError as error:
                 if bind != "::" or host.bind is not None:
                     faults.append(_cannot_listen(host, bind, str(error)))
                     return
                 bind = "0.0.0.0"  # it is known by a name, and has no IPv6
-                answer = await self.sessions[host.name].ask("listen", address=bind)
+                answer = await self.sessions[host.name].ask("listen", address=bind, ports=within)
             self.binds[host.name], ports[host.name] = bind, int(answer["port"])
 
         async def reach(host: Host, faults: list[Fault]) -> None:
@@ -128,8 +128,9 @@ class Survey:
                 group.create_task(one(host), name=f"look at {host.name}")
         if faults:
             order = list(self._by_name)
-            text = table(sorted(faults, key=lambda fault: order.index(fault.host)), len(order))
-            raise HostLostError(text) if all(fault.passing for fault in faults) else HostsError(text)
+            faults.sort(key=lambda fault: order.index(fault.host))
+            text = table(faults, len(order))
+            raise HostLostError(text, faults) if all(fault.passing for fault in faults) else HostsError(text, faults)
 
 
 def next_ones(names: list[str], name: str) -> list[str]:

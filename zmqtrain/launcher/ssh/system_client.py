@@ -11,7 +11,7 @@ from zmqtrain.errors import SshError, UsageError
 from zmqtrain.launcher.ssh.target import Target, system_arguments
 
 #: Longest line of an answer: a log text in JSON.
-_LONGEST_LINE = 1 << 20
+LONGEST_LINE = 1 << 20
 #: What is kept of what it says on standard error.
 _KEPT_BYTES = 4000
 
@@ -34,7 +34,7 @@ class SystemClient:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                limit=_LONGEST_LINE,
+                limit=LONGEST_LINE,
             )
         except BaseException:
             errors.close()
@@ -46,38 +46,38 @@ class SystemConnection:
     """An ``ssh`` process (`zmqtrain.launcher.ssh.session.Connection`)."""
 
     def __init__(self, target: Target, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
-        self._target, self._process, self._errors = target, process, errors
+        self.target, self.process, self._errors = target, process, errors
 
     async def write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
+            self.process.stdin.write(data)
+            await self.process.stdin.drain()
         except (ConnectionError, RuntimeError):  # uvloop says RuntimeError of a transport that has closed
             return  # why it has ended is told by what comes out of it
 
     async def line(self) -> bytes:
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         try:
-            return await self._process.stdout.readline()
+            return await self.process.stdout.readline()
         except (ConnectionError, ValueError) as error:  # ValueError: a line beyond every measure
-            raise SshError(self._target.name, f"lost the ssh connection: {error}") from error
+            raise SshError(self.target.name, f"lost {self.target.way}: {error}") from error
 
     async def ended(self) -> tuple[int | None, str]:
-        status = await self._process.wait()
+        status = await self.process.wait()
         self._errors.seek(0)
         return status, self._errors.read(_KEPT_BYTES).decode(errors="replace")
 
     async def close(self) -> None:
         if self._errors.closed:
             return
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
         self._errors.close()
         # Its end of the pipe is closed by the transport's own callback, which has run when the reader has seen the end.
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         try:
-            await self._process.stdout.read()
+            await self.process.stdout.read()
         except ConnectionError:
             return

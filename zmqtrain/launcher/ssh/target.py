@@ -16,13 +16,15 @@ ALIVE_S, ALIVE_MISSING = 15, 3
 #: What Python runs first: it takes the real program from its standard input, so that nothing need be there before. In single quotes
 #: this means the same to every shell.
 _FIRST = 'import sys;b=sys.stdin.buffer;exec(compile(b.read(int(b.readline())),"zmqtrain-remote","exec"))'
-#: What it does with them: under their own names they find each other, and nothing else of zmqtrain is looked for.
+#: What it does with them: under their own names they find each other, and nothing else of zmqtrain is looked for. The last one
+#: is the program.
 _BRING = (
     "for name, text in modules.items():",
     "    sys.modules[name] = types.ModuleType(name)",
     "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)",
-    "sys.modules['zmqtrain.launcher.ssh.remote'].main()",
+    "sys.modules[name].main()",
 )
+_MODULES = ("zmqtrain.launcher.ssh.keeper", "zmqtrain.launcher.ssh.remote")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,16 @@ class Target:
     def from_dict(cls, values: Mapping[str, Any]) -> Target:
         """The target that `to_dict` was called on. Raises ``TypeError`` for anything else."""
         return cls(**values)
+
+    @property
+    def way(self) -> str:
+        """What leads there, in words."""
+        return "the ssh connection"
+
+    @property
+    def program(self) -> bytes:
+        """What is sent there first."""
+        return remote_program()
 
     @property
     def by_hand(self) -> str:
@@ -106,10 +118,18 @@ def remote_command(python: str) -> str:
     return f"{word} -u -c {shlex.quote(_FIRST)}"
 
 
-def remote_program() -> bytes:
-    """The remote program as `remote_command` takes it: its length, and its text, which brings the modules that it consists of."""
-    folder = files("zmqtrain.launcher.ssh")
-    modules = {f"zmqtrain.launcher.ssh.{name}": folder.joinpath(f"{name}.py").read_text("utf-8") for name in ("keeper", "remote")}
+def remote_words(python: str) -> tuple[str, ...]:
+    """The same, where no shell reads it."""
+    return (os.path.expanduser(python), "-u", "-c", _FIRST)
+
+
+def remote_program(*more: str) -> bytes:
+    """The remote program as `remote_command` takes it: its length, and its text, which brings the modules that it consists of.
+    ``more``: further modules, of which the last is the program."""
+    modules = {}
+    for name in (*_MODULES, *more):
+        package, _, module = name.rpartition(".")
+        modules[name] = files(package).joinpath(f"{module}.py").read_text("utf-8")
     lines = ["import sys, types", f"modules = {modules!r}", *_BRING]
     text = "\n".join(lines).encode()
     return f"{len(text)}\n".encode() + text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from zmqtrain.errors import UsageError
 from zmqtrain.events import Recorder
@@ -34,6 +34,8 @@ def parallelize(
     whole: Iterable[str] = (),
     strict: bool = False,
     recorder: Recorder | None = None,
+    graph: fx.Graph | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> ParallelModel:
     """Divide a model over the processes of a grid (Gholami et al. 2018). All of them call it, with equal models.
 
@@ -51,6 +53,8 @@ def parallelize(
         strict: whether a layer that cannot be divided as planned is an error; otherwise it is left whole, and
             `ParallelModel.left_whole` says why.
         recorder: of the spans of layers on strips: interior, rim, and waiting for a halo.
+        graph: of the model's forward, where it was traced before.
+        sizes: parameters of each layer of what ``model`` is a part of, where it is one.
 
     Raises `UsageError` for a plan of another model, a model that cannot be traced, and, if ``strict``, a layer that cannot be
     divided.
@@ -61,11 +65,23 @@ def parallelize(
             raise UsageError(f"the {what} is for {size} processes, and the group has {fabric.size}")
     batch = Batch(0)
     maker = Maker(fabric, batch, seed, statistics, strict, recorder)
-    graph = traced(model, whole)
+    graph = graph or traced(model, whole)
+    sizes = sizes or layer_sizes(model)
     assignment = assign(model, graph, grid, plan, maker, whole)
     mover = Mover(fabric, batch)
     forward = Forward(graph, assignment.layers, mover, Rules(mover, seed, recorder))
-    return ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.summed_over(fabric.rank), maker.left_whole)
+    found = ParallelModel(model, main_grid(plan, grid), mover, forward, assignment.summed_over(fabric.rank), maker.left_whole)
+    found.sizes = sizes
+    return found
+
+
+def layer_sizes(model: nn.Module) -> dict[str, int]:
+    """The parameters of each layer that has any of its own."""
+    return {
+        layer: numel
+        for layer, module in model.named_modules()
+        if (numel := sum(parameter.numel() for parameter in module.parameters(recurse=False)))
+    }
 
 
 class ParallelModel(nn.Module):
@@ -90,6 +106,8 @@ class ParallelModel(nn.Module):
         """Layers that could not be divided as planned, and why."""
         self.output_samples: Literal["columns", "all"] = "columns"
         """Whether the last output is of the column's samples, or of this process's own share of them."""
+        self.sizes: Mapping[str, int] = {}
+        """Parameters of each layer of the whole, undivided model, by the layer's name."""
         self.keeps_divided = False
         """Whether a forward in training returns a `Spread`, where the last layer has left its outputs divided over the rows."""
         self._mover, self._forward = mover, forward

@@ -10,6 +10,7 @@ from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
+from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
 
 #: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
@@ -47,8 +48,9 @@ class Waited:
     """Without the time in which somebody else computed for it."""
 
 
-#: Computes the layers between a worker's forward and its backward elsewhere: called with the step and its samples.
-Behind = Callable[[int, int], Awaitable[Waited]]
+#: Computes the layers between a worker's forward and its backward elsewhere: called with the step, its samples, and what to call
+#: once everything is on its way.
+Behind = Callable[[int, int, Callable[[], Awaitable[None]]], Awaitable[Waited]]
 
 
 class ModelledReplica:
@@ -65,12 +67,14 @@ class ModelledReplica:
         memory: Memory | None = None,
         tempo: Tempo | None = None,
         behind: Behind | None = None,
+        slot: Slot | None = None,
     ) -> None:
-        """``memory`` makes and fills the payloads; by default zeros in full size. ``behind``: layers that others compute."""
+        """``memory`` makes and fills the payloads; by default zeros in full size. ``behind``: layers that others compute.
+        ``slot``: taken while it computes."""
         self._profile, self._overlap, self._timeout_s, self._recorder = profile, overlap, timeout_s, recorder
         self._memory = memory or NoMemory.real(profile.optimizer)
         self._tempo = tempo or Tempo()
-        self._behind = behind
+        self._behind, self._slot = behind, slot
         make = self._memory.payload
         plans = profile.bucket_plans(bucket_bytes)
         self._buckets = tuple(
@@ -136,7 +140,7 @@ class ModelledReplica:
         clock = asyncio.get_running_loop().time
         start, pace = clock(), _Pace()
         scale = self._profile.scaled(samples) * self._tempo.of_step(step)
-        exposed_s = 0.0
+        exposed_s = await self._take_slot(step, pace)
         with self._recorder.span("forward", "compute", step=step):
             for stretch in self._forward:
                 if stretch.take is not None:
@@ -145,8 +149,8 @@ class ModelledReplica:
         waited: Waited | None = None
         if self._behind is not None:
             with self._recorder.span("wait for the FC server", "wait", step=step):
-                waited = await self._behind(step, samples)
-            exposed_s += waited.exposed_s
+                waited = await self._behind(step, samples, self._give_slot)
+            exposed_s += waited.exposed_s + await self._take_slot(step, pace)
             pace.restart()
         if self._sharing is not None:
             before = clock()
@@ -160,6 +164,7 @@ class ModelledReplica:
                 for index in stretch.hand_over:
                     await self._complete(index, step, pace, hand_over)
         self._added = 0 if hand_over else self._added + 1
+        await self._give_slot()
         idle_s = exposed_s if waited is None else exposed_s + waited.seconds - waited.exposed_s
         fc_wait_s = None if waited is None else waited.seconds
         return StepResult(None, samples, clock() - start - idle_s, exposed_s, fc_wait_s)
@@ -172,6 +177,20 @@ class ModelledReplica:
         pace = _Pace()
         for bucket in self._buckets:
             await self._take(bucket.index, -1, pace)
+
+    async def _take_slot(self, step: int, pace: _Pace) -> float:
+        """Wait for this worker's turn. Returns the seconds."""
+        if self._slot is None:
+            return 0.0
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        await self._slot.take(step)
+        pace.restart()
+        return clock() - start
+
+    async def _give_slot(self) -> None:
+        if self._slot is not None:
+            await self._slot.give()
 
     async def _complete(self, index: int, step: int, pace: _Pace, hand_over: bool) -> None:
         """Backward has the bucket's gradients."""
@@ -203,8 +222,12 @@ class ModelledReplica:
             loop = asyncio.get_running_loop()
             start = loop.time()
             with self._recorder.span(f"parameters of bucket {index}", "wait", step=step):
+                held = self._slot is not None and self._slot.held
+                await self._give_slot()
                 async with asyncio.timeout(self._timeout_s):
                     await self._open[index].wait()
+                if held:
+                    await self._take_slot(step, pace)
             waited_s = loop.time() - start
             pace.restart()
         if self._error is not None:

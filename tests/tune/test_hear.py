@@ -1,0 +1,115 @@
+"""Hearing a run: losses become an outcome, and reasons to stop it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from zmqtrain.tune.drift import LEAST, Drift
+from zmqtrain.tune.hear import PATIENCE, Hearing
+from zmqtrain.tune.trial import Setting, Trial
+
+
+def trial(kind: Any = "probe", updates: int = 10, groups: int = 2, above: float | None = None) -> Trial:
+    return Trial(0, Setting(groups, 0.3, 0.01), updates, kind, "grid", "because", None, above)
+
+
+def step(time: float, loss: float | None, staleness: float | None = None, seconds: float = 0.5) -> dict[str, Any]:
+    """The event of a step that has this number and ended then, so that a worker's steps are a second apart."""
+    return {"kind": "step", "time": time, "step": int(time), "values": {"loss": loss, "seconds": seconds, "staleness": staleness}}
+
+
+def test_a_probe_is_stopped_when_all_groups_together_have_made_its_updates() -> None:
+    """Two groups of two. A worker's events come in batches, some of them late."""
+    hearing = Hearing(trial(updates=10), group_size=2)
+    for rank in (0, 1, 2):
+        for number in range(8):
+            hearing.hear(step(100.0 + number, 5.0 + rank - 0.1 * number, 1.0), rank)
+    assert hearing.updates == 8  # nobody knows what the second group has done as long as one of its workers is silent
+    assert hearing.stop is None
+    for number in range(8):
+        hearing.hear(step(100.0 + number, 8.0 - 0.1 * number, 3.0), 3)
+    assert hearing.stop == "the probe has made its updates"
+    outcome = hearing.outcome(whole_s=9.0)
+    assert outcome.updates == 10  # the first five of either group; it was stopped late
+    assert outcome.seconds == 4.5  # from the begin of the first step
+    assert outcome.spent_s == 9.0
+    assert outcome.loss == pytest.approx((7.2 + 5.1 + 7.1) / 3)
+    assert outcome.staleness == pytest.approx(1.5)
+    assert not outcome.diverged
+
+
+def test_time_after_the_target_does_not_count() -> None:
+    hearing = Hearing(trial("train", updates=1000), 1, target=1.0)
+    for number in range(60):
+        hearing.hear(step(float(number), 3.0 - 0.1 * min(number, 30)))
+    outcome = hearing.outcome(whole_s=70.0)
+    assert outcome.reached is not None
+    assert outcome.spent_s == pytest.approx(70.0 - (outcome.seconds - outcome.reached))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, None])
+def test_a_loss_that_is_none_ends_it_at_once(loss: float | None) -> None:
+    hearing = Hearing(trial(), 1)
+    hearing.hear(step(1.0, loss))
+    assert "diverges" in str(hearing.stop)
+    assert hearing.outcome().diverged
+
+
+def test_a_loss_far_above_its_begin_ends_it_but_one_noisy_step_does_not() -> None:
+    hearing = Hearing(trial(updates=100, above=6.0), 1)
+    for number in range(PATIENCE):
+        hearing.hear(step(float(number), 100.0 if number == 1 else 2.0))
+    assert hearing.stop is None
+    for number in range(PATIENCE, 40):
+        hearing.hear(step(float(number), 9.0))
+    assert "this diverges" in str(hearing.stop)
+
+
+def test_training_ends_at_the_target_and_probes_do_not() -> None:
+    for kind, stopped in (("train", True), ("probe", False)):
+        hearing = Hearing(trial(kind, updates=1000), 1, target=1.0)
+        for number in range(60):
+            hearing.hear(step(float(number), 3.0 - 0.1 * number))
+        assert (hearing.stop == "the target is reached") == stopped
+        assert (hearing.outcome().reached is not None) == stopped
+
+
+def test_what_servers_fit_is_kept() -> None:
+    hearing = Hearing(trial(), 1)
+    hearing.hear({"kind": "momentum", "values": {"fitted": 0.5, "updates": 200}})
+    hearing.hear({"kind": "momentum", "values": {"target": 0.9}})
+    hearing.hear(step(1.0, 2.0))
+    assert hearing.outcome().momentum == 0.5
+    hearing.hear({"kind": "server", "values": {"momentum": 0.6}})
+    assert hearing.outcome().momentum == 0.6
+
+
+def test_drift_ends_training_once_there_is_a_checkpoint_to_go_on_from() -> None:
+    hearing = Hearing(trial("train", updates=10_000, groups=4), 1)
+    for number in range(LEAST + 10):
+        hearing.hear(step(float(number), 2.0, staleness=9.0))
+    assert hearing.stop is None
+    for _ in range(4):
+        hearing.hear({"kind": "checkpoint", "values": {}})
+    assert "staleness is 9.00 in the mean, not 3" in str(hearing.stop)
+    assert hearing.outcome().drifted == hearing.stop
+
+
+def test_probes_do_not_drift() -> None:
+    hearing = Hearing(trial("probe", updates=10_000, groups=4), 1)
+    for number in range(LEAST + 10):
+        hearing.hear(step(float(number), 2.0, staleness=9.0))
+    assert hearing.outcome().drifted is None
+
+
+def test_what_counts_as_drift() -> None:
+    steady = Drift(4, 0.6)
+    assert all(steady.step(value) is None for value in [3.0, 2.5, 4.0] * 200)
+    assert steady.step(None) is None
+    one = Drift(1, 0.9)
+    assert all(one.step(0.0) is None for _ in range(300))
+    assert all(one.fitted(value) is None for value in (0.85, 0.2, 0.9, 0.95, 0.5, 0.9))  # single fits are noisy
+    assert one.fitted(0.5) == "the fitted momentum went from 0.85 to 0.50"

@@ -1,0 +1,150 @@
+"""``zmqtrain bench merged``: a step with the fully connected layers merged on an FC server, beside the same step without.
+
+AlexNet at the times of its profile (a batch of 256 a group), eight workers and a ninth host for the servers, at 1 Gbit/s. What is
+not merged has a model server on each of the nine hosts, which is the best that it can have. Then two groups on the slots of one,
+which take turns (pipelining), beside one group alone and two groups with slots of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from zmqtrain.errors import SimulationError, ZmqTrainError
+
+#: One result: bench, case, value, unit, peer, peer_value, ratio.
+Case: TypeAlias = dict[str, str | float | None]
+
+WORKERS = 8
+#: Numbers of groups that the workers are divided into.
+SIMULATED = (1, 2, 4, 8)
+EMULATED = (1, 2)
+#: The first steps wait for connections, and are left out.
+WARM = 2
+STEPS = 6
+#: Slow motion, so that this machine can carry the network of all hosts.
+DILATION = 4.0
+
+_TOPOLOGY = """
+[job]
+name = "merged"
+steps = {steps}
+timeout = "120 s"
+[[hosts]]
+name = "n[0-{last}]"
+slots = 1
+address = "{address}"
+[compute]
+groups = {groups}
+group_size = {size}
+batch_size = 256
+device = "modelled"
+profile = "alexnet"
+pipeline = {pipeline}
+[exchange]
+kind = "model_server"
+staleness = "async"
+merged_fc = {merged}
+shards = {shards}
+[network]
+bandwidth = "1 Gbit/s"
+latency = "200 us"
+dilation = {dilation:g}
+[observe]
+trace_steps = 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A job."""
+
+    groups: int
+    merged: bool
+    workers: int = WORKERS
+    """On a slot each, or, with ``pipeline``, so many on each slot."""
+    pipeline: int = 1
+
+    def text(self, steps: int, *, dilation: float, address: str) -> str:
+        """Its topology file."""
+        hosts = self.workers // self.pipeline + 1
+        return _TOPOLOGY.format(
+            steps=steps, last=hosts - 1, address=address, groups=self.groups, size=self.workers // self.groups, dilation=dilation,
+            merged=str(self.merged).lower(), shards=1 if self.merged else hosts, pipeline=self.pipeline,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a run."""
+
+    step_s: float
+    """From one step of any group to the next, in the mean: a group's step by the number of groups."""
+    sent_bytes: float
+    """By all roles together, a step of a group."""
+
+
+def bench_merged(*, simulated: Sequence[int] = SIMULATED, emulated: Sequence[int] = EMULATED, steps: int = STEPS) -> Iterator[Case]:
+    """A case for the time of a step and one for its bytes, at each number of groups; then pipelining."""
+    for groups in emulated:
+        yield from _compared(f"{groups} groups, emulated", *(launched(Setting(groups, way), steps) for way in (True, False)))
+    for groups in simulated:
+        yield from _compared(f"{groups} groups, simulated", *(run_simulated(Setting(groups, way), steps) for way in (True, False)))
+    alone = run_simulated(Setting(1, True), 2 * steps)
+    apart = run_simulated(Setting(2, True), 2 * steps)
+    piped = run_simulated(Setting(2, True, workers=2 * WORKERS, pipeline=2), 2 * steps)
+    for peer, other in (("one group", alone), ("two groups apart", apart)):
+        case = f"step of two groups on the same {WORKERS} slots, simulated"
+        yield _case(case, 1e3 * piped.step_s, "ms", peer, 1e3 * other.step_s)
+
+
+def run_simulated(setting: Setting, steps: int = STEPS) -> Measured:
+    """On virtual time."""
+    from zmqtrain.simulate.run import Options, simulate
+    from zmqtrain.topology.load import parse_topology
+
+    heard: list[Mapping[str, Any]] = []
+    topology = parse_topology(setting.text(steps, dilation=1.0, address="10.0.0.1"))
+    result = simulate(topology, options=Options(on_report=lambda _, events: heard.extend(events)))
+    if result.ending.status != "done":
+        raise SimulationError(f"the simulated job failed: {result.ending.error}")
+    return _measured(setting, heard, steps)
+
+
+def launched(setting: Setting, steps: int = STEPS) -> Measured:
+    """In processes on an emulated network."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "merged.toml"
+        file.write_text(setting.text(steps, dilation=DILATION, address="localhost"))
+        command = [sys.executable, "-m", "zmqtrain", "launch", str(file), "--emulate", "--run-dir", str(folder / "run")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ZmqTrainError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+        return _measured(setting, [json.loads(line) for line in lines], steps)
+
+
+def _measured(setting: Setting, events: Sequence[Mapping[str, Any]], steps: int) -> Measured:
+    seconds = [float(event["values"]["seconds"]) for event in events if event.get("kind") == "step" and event["step"] >= WARM]
+    sent = sum(int(event["values"]["bytes_sent"]) for event in events if event.get("kind") == "traffic")
+    return Measured(statistics.fmean(seconds) / setting.groups, sent / (steps * setting.groups))
+
+
+def _compared(what: str, merged: Measured, unmerged: Measured) -> Iterator[Case]:
+    yield _case(f"AlexNet's step, {what}", 1e3 * merged.step_s, "ms", "not merged", 1e3 * unmerged.step_s)
+    yield _case(f"AlexNet's bytes a step, {what}", merged.sent_bytes / 1e6, "MB", "not merged", unmerged.sent_bytes / 1e6)
+
+
+def _case(case: str, value: float, unit: str, peer: str, peer_value: float) -> Case:
+    return {
+        "bench": "merged", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value,
+        "ratio": peer_value / value,
+    }  # fmt: skip

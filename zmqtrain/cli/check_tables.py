@@ -1,0 +1,226 @@
+"""What `zmqtrain check` has found, as rows for machines and tables for people."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from json import dumps
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zmqtrain.cli.check_file import Finding
+from zmqtrain.cli.check_hosts import machine_cells, machine_row
+from zmqtrain.errors import TopologyError
+from zmqtrain.launcher.look import Look
+from zmqtrain.topology.faults import TopologyFaultsError
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.schema import Fault, Topology
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.toml_writer import write_value
+from zmqtrain.topology.units import format_rate
+
+#: What all hosts must have in the same version, beside zmqtrain and Python.
+PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
+#: Of a table that people see; there may be thousands of hosts and roles.
+MOST_ROWS = 40
+#: Ways between more hosts are listed.
+LARGEST_MATRIX = 8
+_DETAILS = ("to", "sides", "one_way", "factor", "lasts")
+
+
+def _planned(fault: Fault) -> dict[str, Any]:
+    """One of ``[[faults]]`` as a row."""
+    details = [
+        f"{name} = {write_value(value)}" for name, value in fault.model_dump(mode="json").items() if name in _DETAILS and value
+    ]
+    return {"kind": fault.kind, "at": fault.at, "step": fault.step, "target": fault.target, "details": ", ".join(details)}
+
+
+def own_versions() -> Iterator[tuple[str, str | None]]:
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, None
+
+
+def rows_of(
+    topology: Topology, placement: Placement | None, look: Look | None, findings: Sequence[Finding]
+) -> Iterator[dict[str, Any]]:
+    """All that is known, each row with its kind as ``row``."""
+    for host in topology.hosts:
+        roles = placement.of_host(host.name) if placement else ()
+        workers = sum(role.kind == "worker" for role in roles)
+        yield {
+            **{"row": "host", "name": host.name, "address": host.address, "slots": host.slots, "devices": list(host.devices)},
+            **{"workers": workers, "servers": len(roles) - workers},
+        }
+    for role in placement.roles if placement else ():
+        yield {"row": "role", **asdict(role)}
+    for rung in Ladder.of(topology.job.timeout).rows():
+        yield {"row": "timeout", **asdict(rung)}
+    for fault in topology.faults:
+        yield {"row": "planned", **_planned(fault)}
+    for package, version in own_versions():
+        yield {"row": "version", "package": package, "version": version}
+    if look is not None:
+        yield from map(machine_row, look.hosts)
+        yield from (way.row() for way in look.ways)
+    for finding in findings:
+        yield {"row": "check", **asdict(finding)}
+
+
+#: The kinds of rows: title, columns as (heading, key).
+_TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "host",
+        "Hosts",
+        (
+            ("name", "name"),
+            ("address", "address"),
+            ("slots", "slots"),
+            ("devices", "devices"),
+            ("workers", "workers"),
+            ("servers", "servers"),
+        ),
+    ),
+    (
+        "role",
+        "Placement",
+        (
+            ("role", "kind"),
+            ("rank", "index"),
+            ("group", "group"),
+            ("position", "position"),
+            ("host", "host"),
+            ("local rank", "local_rank"),
+            ("device", "device"),
+            ("threads", "threads"),
+        ),
+    ),
+    (
+        "timeout",
+        "Time-outs, all from \\[job] timeout",
+        (("time-out", "name"), ("seconds", "seconds"), ("how long until", "purpose")),
+    ),
+    (
+        "planned",
+        "Faults in simulated runs",
+        (("fault", "kind"), ("at (s)", "at"), ("at step", "step"), ("target", "target"), ("details", "details")),
+    ),
+    (
+        "machine",
+        "What hosts have",
+        (
+            ("host", "host"),
+            ("clock ahead by", "clock"),
+            ("free memory", "memory"),
+            ("/dev/shm", "shm"),
+            ("free for the run", "run_folder"),
+            ("free for scratch", "scratch_folder"),
+        ),
+    ),
+    ("version", "Versions on this machine", (("package", "package"), ("version", "version"))),
+)
+
+
+def _cell(key: str, value: Any) -> str:
+    """A row's value, for people."""
+    if value in (None, "", []) or (key in ("group", "position") and value == -1):
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
+    """Everything, for people: what is wrong, and what to do, comes last."""
+    console = Console()
+    for kind, title, columns in _TABLES:
+        table = Table(box=None, header_style="dim")
+        for heading, _ in columns:
+            table.add_column(heading)
+        here = [machine_cells(row) if kind == "machine" else row for row in rows if row["row"] == kind]
+        for row in here[:MOST_ROWS]:
+            table.add_row(*(escape(_cell(key, row[key])) for _, key in columns))
+        if table.row_count:
+            console.print(title, style="bold", highlight=False)
+            console.print(table)
+            if len(here) > MOST_ROWS:
+                console.print(f"and {len(here) - MOST_ROWS} more (all with --json)", highlight=False)
+            console.print()
+    _print_ways(console, [row for row in rows if row["row"] == "way"])
+    checks = [row for row in rows if row["row"] == "check"]
+    for row in checks:
+        if not row["remedy"]:
+            mark = "[green]ok[/]   " if row["ok"] else "[red]FAULT[/]"
+            console.print(f"{mark} {row['name']}: {escape(row['detail'])}", soft_wrap=True, highlight=False)
+    _print_remedies(console, [row for row in checks if row["remedy"]])
+    verdict = "[green]is ready to launch[/]" if ok else "[red]would not run: mend the faults above[/]"
+    console.print(f"{escape(file)} {verdict}", soft_wrap=True, highlight=False)
+
+
+def _print_ways(console: Console, ways: list[dict[str, Any]]) -> None:
+    """What was measured between hosts: a matrix of few, a list of many."""
+    names = list(dict.fromkeys(row["source"] for row in ways))
+    cells = {(row["source"], row["target"]): _way(row) for row in ways}
+    if not ways:
+        return
+    table = Table(box=None, header_style="dim")
+    if len(names) <= LARGEST_MATRIX:
+        console.print("From each host to each other: bandwidth, and round trip", style="bold", highlight=False)
+        for heading in ("from", *(f"to {name}" for name in names)):
+            table.add_column(escape(heading), no_wrap=True)
+        for source in names:
+            table.add_row(escape(source), *(cells.get((source, target), "-") for target in names))
+    else:
+        console.print("Ways between hosts: bandwidth, and round trip", style="bold", highlight=False)
+        table.add_column("from")
+        table.add_column("to")
+        table.add_column("")
+        measured = [row for row in ways if row["bandwidth"] is not None or not row["ok"]]
+        for row in measured[:MOST_ROWS]:
+            table.add_row(escape(row["source"]), escape(row["target"]), _way(row))
+    console.print(table)
+    console.print()
+
+
+def _way(row: dict[str, Any]) -> str:
+    if not row["ok"]:
+        return "[red]none[/]"
+    if row["bandwidth"] is None:
+        return "reached"
+    rate = float(f"{row['bandwidth']:.3g}")
+    return f"{format_rate(rate)}, {1e3 * row['round_trip_s']:.2g} ms"
+
+
+def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
+    """What is wrong, or might be better, and what to do."""
+    if not checks:
+        return
+    table = Table(box=None, header_style="dim")
+    for heading in ("", "host", "what is wrong", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for row in sorted(checks, key=lambda row: bool(row["ok"])):
+        mark = "[yellow]note[/]" if row["ok"] else "[red]FAULT[/]"
+        table.add_row(mark, escape(row["host"] or "-"), escape(row["detail"]), escape(row["remedy"]))
+    console.print()
+    console.print(table)
+    console.print()
+
+
+def print_faults(error: TopologyError, json: bool) -> None:
+    """What is wrong with the file itself."""
+    if json:
+        faults = error.faults if isinstance(error, TopologyFaultsError) else ()
+        for fault in faults:
+            print(dumps({"row": "fault", **fault.to_dict()}))
+        print(dumps({"row": "result", "ok": False, "faults": len(faults), "message": str(error)}))
+    else:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,223 @@
+"""``zmqtrain tune FILE``: which number of groups, momentum and learning rate reach the target soonest, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from zmqtrain.cli.emulation import emulation_of
+from zmqtrain.cli.overrides import load_with
+from zmqtrain.cli.tune_runs import Folders, LaunchedRuns, Runs, SimulatedRuns
+from zmqtrain.cli.tune_tables import Shown
+from zmqtrain.errors import UsageError
+from zmqtrain.launcher.run import INTERRUPTED
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.plan.group_step import variants
+from zmqtrain.plan.regroup import regrouped
+from zmqtrain.plan.setup import source_of
+from zmqtrain.topology.find_task import find_task
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.tune.baselines import StrategyName, strategies
+from zmqtrain.tune.curves import EveryNumberOfGroups, penalties
+from zmqtrain.tune.job import space_of
+from zmqtrain.tune.machine import Machine
+from zmqtrain.tune.plot import curves_svg, trials_svg
+from zmqtrain.tune.space import Space
+from zmqtrain.tune.trial import Done, Setting
+from zmqtrain.world import wall_s
+
+M = TypeVar("M", bound=Machine)
+
+NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What the command line asks for, beside the file."""
+
+    simulate: bool = False
+    emulate: bool = False
+    shaping: str | None = None
+    dilation: float | None = None
+    strategies: tuple[StrategyName, ...] = ("omnivore",)
+    curves: bool = False
+    resume: Path | None = None
+
+
+def run_tune(
+    file: Path,
+    how: How,
+    *,
+    json_lines: bool = False,
+    data: str | None = None,
+    run_dir: Path | None = None,
+    settings: Sequence[str] = (),
+) -> int:
+    """Tune the job of a topology file. Returns the exit code. Raises `UsageError`, `TaskError` and what a trial fails by."""
+    topology = load_with(file, settings if how.dilation is None else [*settings, f"network.dilation={how.dilation!r}"])
+    if topology.job.task is None:
+        raise UsageError(f'{file} names no task: a search needs losses; add task = "file.py:function" to [job]')
+    if how.simulate and how.emulate:
+        raise UsageError("--simulate and --emulate are two worlds: choose one")
+    if how.curves and topology.tune.target_loss is None:
+        raise UsageError("--curves needs a target: set [tune] target_loss")
+    find_task(topology.job.task, (".", *topology.job.python_path))
+    place(regrouped(topology, 1))
+    emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
+    data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    # Where everything is modelled the planner knows all times.
+    measured = not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None
+    space = searched(topology, data_path, measured=measured)
+    if how.resume is None:
+        directory = RunDirectory.create(f"{topology.job.name}-tune", exact=run_dir)
+        directory.write("topology.toml", topology.to_toml())
+    else:
+        directory = RunDirectory(how.resume)
+    shown = Shown(json_lines=json_lines)
+    shown.begin(topology, space, directory.path)
+
+    def runs_of(name: str) -> Runs:
+        folders = Folders(directory.path / name)
+        if how.simulate:
+            return SimulatedRuns(topology, folders, data_path)
+        return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), emulation)
+
+    tuning = Tuning(topology, space, directory, shown)
+    try:
+        if how.curves:
+            tuning.curves(runs_of("curves"))
+        else:
+            for name in how.strategies:
+                tuning.strategy(name, runs_of(name))
+            tuning.compare()
+    except KeyboardInterrupt:
+        shown.note(f"interrupted; zmqtrain tune {file} --resume {directory.path} goes on")
+        return INTERRUPTED
+    finally:
+        directory.close()
+    return 0
+
+
+def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Space:
+    """What there is to choose from. Raises `UsageError`, and `TaskError` where the task's own code fails."""
+    return space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
+
+
+class Tuning:
+    """One command's strategies, one after another."""
+
+    def __init__(self, topology: Topology, space: Space, directory: RunDirectory, shown: Shown) -> None:
+        self._topology, self._space, self._directory, self._shown = topology, space, directory, shown
+        self._rows: list[dict[str, Any]] = []
+
+    def strategy(self, name: StrategyName, runs: Runs) -> None:
+        """Run one to its end, and leave its table, plot and result."""
+        tune = self._topology.tune
+        make = strategies(self._space, trials=tune.bayesian_trials, seed=self._topology.job.seed)[name]
+        machine = self.resumed(name, make())
+        self.end(name, machine, self.drive(name, machine, runs))
+
+    def end(self, name: StrategyName, machine: Machine, done: Done) -> None:
+        """Its plot, its result, and a line for the table."""
+        self._directory.write(f"{name}.svg", trials_svg(f"{self._topology.job.name}: {name}", machine.trials))
+        if name == "omnivore" and done.setting is not None:
+            self._directory.write("tuned.toml", tuned(self._topology, done.setting).to_toml())
+        row = summary_row(name, machine, done)
+        self._rows.append(row)
+        self._shown.done(row)
+
+    def compare(self) -> None:
+        """All strategies in one table, and in summary.json."""
+        self._directory.write_json("summary.json", {"strategies": self._rows})
+        self._shown.compare(self._rows)
+
+    def curves(self, runs: Runs) -> None:
+        """The trade-off over groups."""
+        tune = self._topology.tune
+        machine = self.resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
+        self.drive("curves", machine, runs)
+        rows = list(penalties(machine.points()))
+        self._directory.write_json("summary.json", {"curves": rows})
+        self._directory.write("curves.svg", curves_svg(f"{self._topology.job.name}: time to the target", rows))
+        self._shown.curves(rows)
+
+    def resumed(self, name: str, machine: M) -> M:
+        """The machine as far as an earlier command has come in this folder."""
+        file = self._directory.path / f"{name}.json"
+        if not file.exists():
+            return machine
+        try:
+            machine.replay(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"--resume: {file} is of another search than this file describes: {error}") from error
+        shutil.rmtree(Folders(self._directory.path / name).of(len(machine.trials)), ignore_errors=True)  # it begins anew
+        return machine
+
+    def drive(self, name: str, machine: Machine, runs: Runs) -> Done:
+        """Run what it asks for until it is done. What it was told is on disk after each trial."""
+        while True:
+            self._tell(name, machine)
+            trial = machine.next()
+            if isinstance(trial, Done):
+                return trial
+            outcome = runs.run(trial)
+            machine.result(trial, outcome)
+            self._event(name, "trial", trial.reason, {**trial.to_value(), "outcome": outcome.to_value()})
+            self._shown.trial(name, trial, outcome)
+            self._directory.write_json(f"{name}.json", machine.to_value())
+
+    def _tell(self, name: str, machine: Machine) -> None:
+        for decision in machine.decisions():
+            self._event(name, decision.what, decision.reason, dict(decision.values))
+            self._shown.decision(name, decision)
+
+    def _event(self, name: str, kind: str, reason: str, values: dict[str, Any]) -> None:
+        line = {"time": wall_s(), "host": "", "role": "tune", "rank": None, "step": None, "kind": kind}
+        self._directory.event({**line, "values": {"strategy": name, "reason": reason, **values}})
+        self._directory.flush()
+
+
+def names_of(given: Sequence[str]) -> tuple[StrategyName, ...]:
+    """The strategies that were asked for. Raises `UsageError`."""
+    if not given:
+        return ("omnivore",)
+    if "all" in given:
+        return NAMES
+    known = {name: name for name in NAMES}
+    for name in given:
+        if name not in known:
+            raise UsageError(f"--strategy {name}: it is one of {', '.join(NAMES)}, or all")
+    return tuple(known[name] for name in NAMES if name in given)
+
+
+def summary_row(name: str, machine: Machine, done: Done) -> dict[str, Any]:
+    """A strategy's result: when it reached the target, and what searching took of the time."""
+    last = machine.trials[-1][1] if machine.trials else None
+    setting = done.setting
+    return {
+        "strategy": name,
+        "reached": done.reached,
+        "seconds": machine.search_s + machine.train_s,
+        "updates": sum(outcome.updates for trial, outcome in machine.trials if trial.kind == "train"),
+        "search_s": machine.search_s,
+        "search_share": machine.share,
+        "trials": len(machine.trials),
+        "loss": None if last is None or last.diverged else last.loss,
+        "groups": None if setting is None else setting.groups,
+        "momentum": None if setting is None else setting.momentum,
+        "lr": None if setting is None else setting.lr,
+        "reason": done.reason,
+    }
+
+
+def tuned(topology: Topology, setting: Setting) -> Topology:
+    """The job with what was found, ready to be launched."""
+    grouped = regrouped(topology, setting.groups)
+    optimizer = grouped.optimizer.model_copy(update={"lr": setting.lr, "momentum": setting.momentum})
+    return grouped.model_copy(update={"optimizer": optimizer})

@@ -1,0 +1,156 @@
+"""Trials as runs: in the simulated world, emulated, or launched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from zmqtrain.errors import NonFiniteLossError, ZmqTrainError
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.loop import run
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.simulate.run import Options, resolved, simulate
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.job import job_of
+from zmqtrain.tune.trial import Outcome, Trial
+
+_NOT_FINITE = NonFiniteLossError.__name__
+
+
+class Runs(Protocol):
+    """Makes a run of a trial."""
+
+    def run(self, trial: Trial) -> Outcome:
+        """Start it, hear how it goes, and end it. Raises what went wrong (not that it diverged), and ``KeyboardInterrupt``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where trials lie: one folder each, with the checkpoints of those that train."""
+
+    path: Path
+
+    def of(self, number: int) -> Path:
+        """A trial's."""
+        return self.path / f"{number:03d}"
+
+    def weights(self, trial: Trial) -> Path | None:
+        """Where it begins."""
+        return None if trial.start is None else self.of(trial.start) / "checkpoints"
+
+
+@dataclass(slots=True)
+class SimulatedRuns:
+    """Implements `Runs` on virtual time."""
+
+    topology: Topology
+    folders: Folders
+    data_path: str | None
+
+    def run(self, trial: Trial) -> Outcome:
+        topology = job_of(self.topology, trial, self.folders.weights(trial))
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        halt: list[Callable[[str], None]] = []
+
+        def hear(peer: str, events: list[dict[str, Any]]) -> None:
+            role, _, index = peer.partition("/")
+            for event in events:
+                hearing.hear(event, int(index) if role == "worker" else None)
+            if hearing.stop is not None and halt:
+                halt.pop()(hearing.stop)
+
+        checkpoints = self.folders.of(trial.number) / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        options = Options(
+            faults=(), data_path=self.data_path, checkpoints=checkpoints, on_report=hear, on_begin=lambda stop: halt.append(stop)
+        )
+        result = simulate(resolved(topology, topology.job.seed), options=options)
+        error = result.ending.error or {}
+        _require_sound(result.ending.status, error, hearing)
+        return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
+
+
+@dataclass(slots=True)
+class LaunchedRuns:
+    """Implements `Runs` with processes on the hosts, or (with ``emulation``) on this machine behind a network like theirs."""
+
+    topology: Topology
+    folders: Folders
+    data_path: str | None
+    folder: str
+    """That relative paths in the file begin at."""
+    emulation: Emulation | None = None
+
+    def run(self, trial: Trial) -> Outcome:
+        topology = job_of(self.topology, trial, self.folders.weights(trial))
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        directory = RunDirectory.create(topology.job.name, exact=self.folders.of(trial.number))
+        directory.write("topology.toml", topology.to_toml())
+        description = RunDescription(topology, place(topology), self.folder, self.data_path)
+        view = _Listener(hearing)
+        launch = Launch(description, directory, view, emulation=self.emulation)
+        view.halt = launch.halt
+        code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        error = _error(directory.path)
+        _require_sound("failed" if code else "done", error, hearing)
+        return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Implements `zmqtrain.observe.live.View` by listening instead of showing."""
+
+    hearing: Hearing
+    halt: Callable[[str], None] = field(default=lambda _: None)
+    _halted: bool = False
+
+    def begin(self, title: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def log(self, peer: str, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        self.hearing.hear(event, event.get("rank"))
+        if self.hearing.stop is not None and not self._halted:
+            self._halted = True
+            self.halt(self.hearing.stop)
+
+
+def _error(folder: Path) -> dict[str, Any]:
+    file = folder / "error.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def diverged_as(folder: Path) -> bool:
+    """Whether the run in the folder has failed because its loss was no number."""
+    return bool(_error(folder).get("type") == _NOT_FINITE)
+
+
+async def timed(life: Awaitable[int]) -> tuple[int, float]:
+    """What it returns, and how long it took on the loop's clock."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    return await life, clock() - start
+
+
+def _require_sound(status: str, error: Mapping[str, Any], hearing: Hearing) -> None:
+    """Raise unless the run is done, was stopped on purpose, or diverged."""
+    if status in ("done", "stopped") or hearing.stop is not None or error.get("type") == _NOT_FINITE:
+        return
+    raise ZmqTrainError(f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}")

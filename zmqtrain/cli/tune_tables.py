@@ -1,0 +1,124 @@
+"""A search as people see it, or as JSON lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.observe.strict_json import dumps
+from zmqtrain.plan.chart import shown
+from zmqtrain.topology.schema import Topology
+from zmqtrain.tune.space import Space
+from zmqtrain.tune.trial import Decision, Outcome, Trial
+
+
+class Shown:
+    """Prints what happens, as it happens."""
+
+    def __init__(self, *, json_lines: bool) -> None:
+        self._json = json_lines
+        self._console = Console(width=max(140, Console().width), highlight=False)
+
+    def begin(self, topology: Topology, space: Space, folder: Path) -> None:
+        """What is searched."""
+        row = {"row": "space", "update_s": {str(groups): space.update_s[groups] for groups in space.groups}, "folder": str(folder)}
+        if self._json:
+            return self._line(row)
+        speeds = ", ".join(f"{groups}: {shown(space.update_s[groups])}" for groups in space.groups)
+        self._print(f"{topology.job.name}: {topology.compute.workers} workers as {', '.join(map(str, space.groups))} groups")
+        return self._print(f"predicted time of an update by groups: {speeds}; everything about it: {folder}")
+
+    def trial(self, name: str, trial: Trial, outcome: Outcome) -> None:
+        """A trial is over."""
+        if self._json:
+            return self._line({"row": "trial", "strategy": name, **trial.to_value(), "outcome": outcome.to_value()})
+        loss = "diverged" if outcome.diverged else f"loss {outcome.loss:.4f}"
+        setting = trial.setting
+        told = f"g {setting.groups:<3d} momentum {setting.momentum:<5.3g} lr {setting.lr:<8.3g}"
+        staleness = "" if outcome.staleness is None else f"  staleness {outcome.staleness:.1f}"
+        took = f"{outcome.updates:6d} updates in {shown(outcome.seconds):>9s}"
+        return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}")
+
+    def decision(self, name: str, decision: Decision) -> None:
+        """Something was decided."""
+        if self._json:
+            return self._line({"row": decision.what, "strategy": name, "reason": decision.reason, **decision.values})
+        return self._print(f"      {decision.what}: {decision.reason}")
+
+    def done(self, row: dict[str, Any]) -> None:
+        """A strategy is through."""
+        if self._json:
+            self._line({"row": "strategy", **row})
+
+    def compare(self, rows: Sequence[dict[str, Any]]) -> None:
+        """All strategies in one table."""
+        if self._json:
+            return
+        headings = ("strategy", ">groups", ">momentum", ">lr", ">trials", ">searched", ">of the time", ">in all", ">loss", "")
+        table = _table(*headings)
+        for row in rows:
+            found = [row["groups"], row["momentum"], row["lr"]]
+            loss = row["loss"]
+            table.add_row(
+                row["strategy"],
+                *("-" if each is None else f"{each:.3g}" for each in found),
+                str(row["trials"]),
+                shown(row["search_s"]),
+                f"{row['search_share']:.1%}",
+                shown(row["seconds"]),
+                "-" if loss is None or not math.isfinite(loss) else f"{loss:.4f}",
+                row["reason"],
+            )
+        self._console.print(table)
+
+    def curves(self, rows: Sequence[dict[str, Any]]) -> None:
+        """The trade-off over groups."""
+        if self._json:
+            for row in rows:
+                self._line({"row": "curve", **row})
+            return
+        table = _table(
+            ">groups", ">momentum", ">predicted", ">an update", ">HE", ">updates", ">SE", ">to the target", ">in all", ""
+        )
+        for row in rows:
+            seconds, updates = row["seconds"], row["updates"]
+            table.add_row(
+                str(row["groups"]),
+                f"{row['momentum']:.2f}",
+                shown(row["predicted_update_s"]),
+                shown(row["update_s"]),
+                _times(row["he"]),
+                "-" if updates is None else str(updates),
+                _times(row["se"]),
+                "never" if seconds is None else shown(seconds),
+                _times(row["total"]),
+                "the soonest" if row["total"] == 1.0 else "",
+            )
+        self._console.print(table)
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        if not self._json:
+            self._print(text)
+
+    def _line(self, row: dict[str, Any]) -> None:
+        print(dumps(row), flush=True)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="dim")
+    for heading in headings:
+        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

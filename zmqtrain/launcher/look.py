@@ -1,0 +1,156 @@
+"""A look at a file's hosts, for `zmqtrain check`: what they have, whom they reach, how fast, and what time it is there.
+
+Whatever an engine can start processes on can be looked at. Hosts that cannot take part are left out, with what is wrong with them,
+and the others are looked at nevertheless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zmqtrain.errors import HostFault, HostLostError, HostsError, ProtocolError, SshError, ZmqTrainError
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.links import pairs_of
+from zmqtrain.launcher.probes import Probes, open_probes, probe_of
+from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.world import wall_s
+
+#: How often a host is asked for the time; the quickest answer counts.
+CLOCK_TRIES = 9
+#: How long one host may take to shake hands with another.
+REACH_S = 10.0
+#: Whom each host tries to reach: all others, or of many so many that follow it.
+MOST_TRIED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HostLook:
+    """What a host is like."""
+
+    name: str
+    facts: Mapping[str, Any]
+    """As `zmqtrain.launcher.host_facts.facts_here` tells them, and where it was found (``endpoint``)."""
+    clock_offset_s: float
+    """How far its clock is ahead of the one here."""
+    clock_error_s: float
+    """By how much that may be wrong: half of a round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayLook:
+    """The way from one host to another."""
+
+    source: str
+    target: str
+    why: str = ""
+    """What is wrong with it; empty: nothing."""
+    bandwidth: float | None = None
+    """Bits a second; ``None``: not measured."""
+    round_trip_s: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """As a JSON line."""
+        return {"row": "way", **asdict(self), "ok": not self.why}
+
+
+@dataclass(slots=True)
+class Look:
+    """All that was seen."""
+
+    hosts: list[HostLook] = field(default_factory=list)
+    ways: list[WayLook] = field(default_factory=list)
+    faults: list[HostFault] = field(default_factory=list)
+    """What keeps hosts from taking part, or from being looked at."""
+    encrypted: bool = False
+    """Whether they shook hands with keys."""
+
+
+async def look_at_hosts(
+    topology: Topology,
+    emulation: Emulation | None = None,
+    *,
+    token: str,
+    packages: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Look:
+    """Look at all hosts of the file. ``token``: a secret for the processes that do it; ``packages``: whose versions to ask
+    for; ``paths``: what must be there. Raises `UsageError` where the engine cannot
+    be used here at all."""
+    look = Look(encrypted=topology.encrypted(emulated=emulation is not None))
+    left = list(topology.hosts)
+    while left:
+        here = topology.model_copy(update={"hosts": tuple(left)})
+        try:
+            async with open_probes(here, emulation, token=token, say=say, with_files=True) as probes:
+                await _ask_all(probes, here, (packages, paths), look)
+            break
+        except (HostsError, HostLostError, SshError) as error:
+            found = _faults_of(error)
+            look.faults += found
+            faulty = {fault.host for fault in found}
+            if not faulty & {host.name for host in left}:
+                break
+            left = [host for host in left if host.name not in faulty]
+        except ZmqTrainError as error:
+            look.faults.append(HostFault("", str(error), "see the message"))
+            break
+    return look
+
+
+def _faults_of(error: HostsError | HostLostError | SshError) -> list[HostFault]:
+    if isinstance(error, SshError):
+        return [HostFault(error.host, error.reason, error.remedy, passing=not error.lasting)]
+    return list(error.faults) or [HostFault("", str(error), "see the message")]
+
+
+async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str], Sequence[str]], look: Look) -> None:
+    names = [host.name for host in topology.hosts]
+    addresses = list(dict.fromkeys(host.address for host in topology.hosts))
+    async with asyncio.TaskGroup() as group:
+        looks = [group.create_task(_look(probes, host, addresses, *about), name=f"look at {host.name}") for host in topology.hosts]
+        reached = [group.create_task(_reach(probes, name, names), name=f"ways of {name}") for name in names]
+    look.hosts += [task.result() for task in looks]
+    tried = {(way.source, way.target): way for task in reached for way in task.result()}
+    # One after another, so that none is in another's way. Of many only some are measured; the others were tried.
+    for source, target in pairs_of(names):
+        way = tried.get((source, target)) or WayLook(source, target)
+        if not way.why:
+            try:
+                speed = await probes.measure_way(source, target)
+                way = WayLook(source, target, "", speed.bandwidth, 2 * speed.latency_s)
+            except ZmqTrainError as error:
+                way = WayLook(source, target, str(error))
+        tried[source, target] = way
+    look.ways += tried.values()
+    await probes.end()
+
+
+async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: Sequence[str], paths: Sequence[str]) -> HostLook:
+    facts = await probes.ask(host.name, "look", list(addresses), list(packages), list(paths))
+    if not isinstance(facts, dict):
+        raise ProtocolError(f"the probe of {host.name} tells {facts!r:.60} of its host")
+    clock = asyncio.get_running_loop().time
+    best = (float("inf"), 0.0)
+    for _ in range(CLOCK_TRIES):
+        before, sent = wall_s(), clock()
+        there = await probes.ask(host.name, "clock")
+        took = clock() - sent
+        if not isinstance(there, float):
+            raise ProtocolError(f"the probe of {host.name} says that it is {there!r:.40} o'clock")
+        best = min(best, (took, there - (before + took / 2)))
+    return HostLook(host.name, {"endpoint": probes.address_of(host.name), **facts}, best[1], best[0] / 2)
+
+
+async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayLook]:
+    place = names.index(name)
+    others = (names[place + 1 :] + names[:place])[:MOST_TRIED]
+    if not others:
+        return []
+    failed = await probes.ask(name, "reach", [probe_of(other) for other in others], REACH_S)
+    if not isinstance(failed, dict):
+        raise ProtocolError(f"the probe of {name} tells {failed!r:.60} of its ways")
+    return [WayLook(name, other, str(failed.get(probe_of(other), ""))) for other in others]

@@ -1,0 +1,164 @@
+"""One process that has imported torch, from which the fork servers of all hosts of this machine are forked.
+
+A file may have many hosts that are all this machine. If each of their agents had a fork server of its own making, each would import
+torch: seconds of processor time and hundreds of megabytes a host. So the launcher starts one process that imports it once; for each
+host it forks one that becomes its agent's fork server. It does that at the other end of a channel that the agent inherits, in the
+agent's environment and network namespace, and ends with that channel: with its agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+import msgpack
+
+from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.death import die_with_parent
+from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, import_entry, serve
+from zmqtrain.launcher.preempted import heed_no_preemption
+
+_CLONE_NEWNET = 0x40000000
+
+
+class Nursery:
+    """The launcher's side. ``async with Nursery() as nursery: channel = nursery.channel()``."""
+
+    def __init__(self, entry: str = ENTRY) -> None:
+        """``entry``: what fork servers' children call; its module is imported once."""
+        self._entry = entry
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+
+    async def __aenter__(self) -> Self:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = (sys.executable, "-m", "zmqtrain.launcher.nursery", str(theirs.fileno()), self._entry, str(os.getpid()))
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            self._process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL
+            )
+        self._socket = ours
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        """Ends it, and whatever fork servers are left."""
+        assert self._process is not None
+        assert self._socket is not None
+        self._socket.close()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def channel(self) -> socket.socket:
+        """One end of a channel, for an agent to inherit; a fork server will be at the other, as soon as torch is imported.
+
+        Raises `HostLostError` where the process has died.
+        """
+        assert self._socket is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise HostLostError(f"the process that fork servers are forked from has died ({error})") from error
+        return ours
+
+
+# The process ------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """``python -m zmqtrain.launcher.nursery FD ENTRY LAUNCHER_PID``."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent(int(sys.argv[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heed_no_preemption()
+    entry = import_entry(sys.argv[2])
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only its wake-up matters
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    parent = os.getpid()
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not requests:
+                    os.read(wake_read, 4096)
+                    _reap()
+                    continue
+                data, files, _flags, _address = socket.recv_fds(requests, 1, 1)
+                if not data:
+                    return  # those that are left die with this process
+                if os.fork() == 0:
+                    signal.set_wakeup_fd(-1)
+                    selector.close()
+                    requests.close()
+                    os.close(wake_read)
+                    os.close(wake_write)
+                    _become(files[0], parent, entry)
+                os.close(files[0])
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become(file: int, parent: int, entry: Callable[[int], int]) -> None:
+    """The fork server of the agent that holds the channel's other end; never returns."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        channel = socket.socket(fileno=file)
+        data, files, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, 1)
+        if data:  # else its agent is gone already
+            os.environ.clear()
+            os.environ.update(msgpack.unpackb(data))
+            os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
+            _enter(files[0])
+            heed_no_preemption()
+            serve(channel, entry)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(namespace: int) -> None:
+    """See the network that the agent sees, which may be an emulated host's."""
+    if os.fstat(namespace).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace, _CLONE_NEWNET) < 0:
+            raise OSError(ctypes.get_errno(), "cannot enter the agent's network namespace")
+    os.close(namespace)
+
+
+def adopt(channel: socket.socket) -> None:
+    """The agent's first word to what is at the other end: its environment, and where its network is."""
+    environ = {name: value for name, value in os.environ.items() if name != ADOPTED}
+    with open("/proc/self/ns/net", "rb") as namespace:
+        socket.send_fds(channel, [msgpack.packb(environ)], [namespace.fileno()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The run's machines are about to be taken away: stop it with a checkpoint, while there is time.
+
+SIGUSR1 asks for it, to the launcher or to any agent. Schedulers that say it by SIGTERM are understood, too, where the engine is
+theirs or ``ZMQTRAIN_ON_TERM=checkpoint`` is in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zmqtrain.errors import ConnectivityError
+from zmqtrain.membership.common_stop import stop_together
+from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.membership.coordinator import Coordinator
+    from zmqtrain.membership.description import RunDescription
+    from zmqtrain.net.endpoint import Endpoint, PeerId
+    from zmqtrain.wire.payload import Value
+
+#: The exit code of a run that was stopped so: worth another try, with ``--resume``.
+PREEMPTED = 128 + signal.SIGUSR1
+#: The method by which agents ask for it.
+PREEMPT = "preempt"
+ON_TERM = "ZMQTRAIN_ON_TERM"
+#: Engines whose scheduler sends SIGTERM some time before it kills.
+_ENGINES = ("slurm",)
+
+
+def wanted_on_sigterm(engine: str = "") -> bool:
+    """Whether SIGTERM means that machines are taken away, rather than that a person wants the run to end."""
+    return engine in _ENGINES or os.environ.get(ON_TERM) == "checkpoint"
+
+
+def heed_no_preemption() -> None:
+    """This process and those that it forks are not the ones to be told: the launcher and agents are, and see to them."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if wanted_on_sigterm():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Preemption:
+    """The launcher's part. `run` it as a task beside the coordinator."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._by = "a signal"
+
+    def ask(self, by: str = "a signal") -> None:
+        """Stop the run with a checkpoint. Once is enough."""
+        if not self._asked.is_set():
+            self._by = by
+            self._asked.set()
+
+    async def run(
+        self, endpoint: Endpoint, coordinator: Coordinator, description: RunDescription, say: Callable[[str], None]
+    ) -> None:
+        """Wait until somebody asks, and have all workers stop; the run then ends by itself. Where that cannot be, it is halted.
+
+        Cancel it when the run has ended."""
+
+        async def on_preempt(caller: PeerId) -> Value:
+            self.ask(caller)
+            return None
+
+        endpoint.serve(PREEMPT, on_preempt)
+        await self._asked.wait()
+        ladder = Ladder.of(description.topology.job.timeout_s)
+        say(f"{self._by} asks to stop: all go on to the same step, and keep a checkpoint")
+        why = ""
+        if description.script:
+            why = "the script keeps its own checkpoints"
+        elif not coordinator.running.is_set():
+            why = "training had not begun"
+        else:
+            workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
+            try:
+                if await stop_together(endpoint, workers, timeout_s=ladder.barrier_s) is None:
+                    say("training is about to end by itself")
+                    return
+                await asyncio.sleep(ladder.barrier_s)  # it ends meanwhile, and this with it
+                why = f"it had not ended {ladder.barrier_s:g} s later"
+            except ConnectivityError as error:
+                why = str(error)
+        message = f"{self._by} asked to stop, and no checkpoint could be kept: {why}"
+        coordinator.halt({"kind": "preempted", "message": message, "exit_code": PREEMPTED})

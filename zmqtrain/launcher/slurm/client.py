@@ -1,0 +1,110 @@
+"""Steps of a Slurm job as channels: an ``srun`` a node, whose standard streams are the remote program's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import tempfile
+from dataclasses import dataclass
+
+from zmqtrain.errors import SshError, UsageError
+from zmqtrain.launcher.ssh.system_client import LONGEST_LINE, SystemConnection
+from zmqtrain.launcher.ssh.target import Target, remote_program, remote_words
+from zmqtrain.topology.schema import Host
+
+#: Variables that srun reads as options: what the job's own tasks are like says nothing about a step of one.
+_NOT_OURS = (
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_GPU", "SLURM_NNODES", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK",
+    "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND", "SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE",
+    "SLURM_STDERRMODE", "SLURM_EXACT", "SLURM_OVERCOMMIT", "SLURM_MULTI_PROG", "SLURM_KILL_BAD_EXIT", "SLURM_WAIT",
+)  # fmt: skip
+#: How long a step may take to end once it has nothing more to do.
+END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget(Target):
+    """A node of the job. ``host`` is its name in Slurm."""
+
+    @classmethod
+    def on(cls, node: str, host: Host, python: str) -> StepTarget:
+        """The target of a host that is this node. ``python``: where the file names none."""
+        return cls(name=host.name, host=node, python=host.python or python, environment=host.environment)
+
+    @property
+    def way(self) -> str:
+        return "the step (srun)"
+
+    @property
+    def program(self) -> bytes:
+        return remote_program("zmqtrain.launcher.slurm.step")
+
+    @property
+    def by_hand(self) -> str:
+        return shlex.join([*step_words(self), "true"])
+
+
+def step_words(target: Target) -> list[str]:
+    """``srun`` for a step of one task on a node, beside whatever else the job runs there.
+
+    All that the job has on the node is the step's, and no processor is its alone. There is no secret in it."""
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={target.host}", "--cpu-bind=none", "--job-name=zmqtrain"]
+
+
+class StepClient:
+    """Implements `zmqtrain.launcher.ssh.session.Client`."""
+
+    def __init__(self) -> None:
+        """Raises `UsageError` where there is no ``srun``."""
+        if shutil.which("srun") is None:
+            raise UsageError("there is no srun here: launch where Slurm's commands are")
+
+    async def connect(self, target: Target, patience_s: float) -> StepConnection:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
+        environ = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+        try:
+            # In a session of its own: Ctrl-C is for the launcher.
+            process = await asyncio.create_subprocess_exec(
+                *step_words(target),
+                *remote_words(target.python),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=environ,
+                start_new_session=True,
+                limit=LONGEST_LINE,
+            )
+        except BaseException:
+            errors.close()
+            raise
+        return StepConnection(target, process, errors)
+
+
+class StepConnection(SystemConnection):
+    """An ``srun`` (`zmqtrain.launcher.ssh.session.Connection`)."""
+
+    async def ended(self) -> tuple[int | None, str]:
+        """As of any connection. Raises `SshError` where it was Slurm that did not start the program."""
+        status, said = await super().ended()
+        if "execve" in said and "No such file" in said:
+            return 127, ""
+        lines = [line.strip() for line in said.splitlines() if line.strip().startswith("srun: error:")]
+        if status and lines and "Exited with exit code" not in lines[0]:
+            why = lines[0].removeprefix("srun: error:").strip()
+            raise SshError(self.target.name, f"Slurm starts no step there ({why})", f"see that `{self.target.by_hand}` works")
+        return status, said
+
+    async def close(self) -> None:
+        """The program ends when nobody talks to it any more; srun tells Slurm, if it has the time."""
+        if self.process.returncode is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                async with asyncio.timeout(END_S):
+                    await self.process.wait()
+            except TimeoutError:
+                pass
+        await super().close()

@@ -1,0 +1,128 @@
+"""The Slurm engine: an agent on each node of the job that this process runs in, started by ``srun``.
+
+What travels over a step's standard streams is the first look at a node, the copied folder, the start with its secrets, the agent's
+own output, and the end. All else is the run's own network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from zmqtrain.errors import HostsError, SshError, UsageError
+from zmqtrain.launcher.engine import EngineRun, Handle
+from zmqtrain.launcher.slurm.allocation import Allocation
+from zmqtrain.launcher.slurm.client import StepClient, StepTarget
+from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
+from zmqtrain.launcher.ssh.session import Session
+from zmqtrain.launcher.ssh.survey import Survey
+from zmqtrain.launcher.ssh.target import launching_python
+from zmqtrain.membership.environment import BIND, HOST
+from zmqtrain.topology.schema import Host, Topology
+
+#: What stopping may take on the other side beside the grace time.
+STOPPING_S = 15.0
+
+
+class SlurmEngine:
+    """Implements `zmqtrain.launcher.engine.RemoteEngine`."""
+
+    def __init__(self) -> None:
+        self._run: EngineRun | None = None
+        self._survey: Survey | None = None
+
+    async def open(self, run: EngineRun) -> None:
+        """Start a step on each node, and look the nodes over as the ssh engine does.
+
+        Raises `HostsError`, or `HostLostError` where nodes are merely not there; `UsageError` outside of a job.
+        """
+        engine = run.topology.engine
+        allocation = await asyncio.to_thread(require_allocation)
+        nodes = allocation.assigned(run.topology.hosts)
+        if any(name != node.name for name, node in nodes.items()):
+            run.say("hosts are nodes in order: " + ", ".join(f"{name} is {node.name}" for name, node in nodes.items()))
+        files = program_files(run.topology.job, run.script, run.folder)
+        if engine.sync:
+            require_inside(files, run.folder)
+        packed = await asyncio.to_thread(pack, run.folder, engine.sync_limit) if engine.sync else None
+        python = launching_python()
+        self._run = run
+        self._survey = Survey(
+            run, StepClient(), run.directory.name, lambda host: StepTarget.on(nodes[host.name].name, host, python)
+        )
+        await self._survey.log_in()
+        await self._survey.compare(files, copied=packed is not None)
+        if packed is not None:
+            await self._survey.copy(packed)
+        await self._survey.try_ways()
+
+    async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
+        """Start the agent, with the host's own Python."""
+        assert self._survey is not None
+        assert self._run is not None
+        session = self._survey.sessions[host.name]
+        await session.ask(
+            "start",
+            command=[session.target.python, *command[1:]],
+            environ={**environ, HOST: host.address, BIND: self._survey.binds[host.name]},
+            folder=self._survey.folders[host.name],
+        )
+        return StepHandle(session, self._run)
+
+    async def stop(self, handle: Handle, grace: float) -> None:
+        """End the agent, and its step with it."""
+        assert isinstance(handle, StepHandle)
+        await handle.stop(grace)
+
+    async def close(self) -> None:
+        """End all steps."""
+        if self._survey is not None:
+            await asyncio.gather(*(session.close() for session in self._survey.sessions.values()))
+
+
+class StepHandle:
+    """Implements `zmqtrain.launcher.engine.Handle`. One caller at a time: `wait` is cancelled before `stop`."""
+
+    def __init__(self, session: Session, run: EngineRun) -> None:
+        self._session, self._say = session, run.say
+        self._code: int | None = None
+        session.on_log(lambda text, _offset: run.log(session.target.name, text))
+
+    async def wait(self) -> int:
+        """The agent's exit code. A step that ends takes the agent with it."""
+        if self._code is None:
+            try:
+                self._code = await self._session.follow(0)
+            except (SshError, HostsError) as error:
+                self._say(str(error))
+                self._code = -int(signal.SIGKILL)
+        return self._code
+
+    async def stop(self, grace_s: float) -> None:
+        """End the agent, and what was copied for it; at the latest the end of the step does so."""
+        with suppress(SshError, HostsError, TimeoutError):
+            async with asyncio.timeout(grace_s + STOPPING_S):
+                await self._session.ask("stop", grace_s=grace_s, offset=0)
+                await self._session.ask("remove")
+        await self._session.close()
+
+
+def require_allocation() -> Allocation:
+    """The job that this process runs in. Raises `UsageError` where it runs in none."""
+    found = Allocation.here()
+    if found is None:
+        raise UsageError(
+            '[engine] kind = "slurm" launches from inside a job, and this is none: run it in `salloc` or a batch script, or let '
+            "zmqtrain submit one with --submit"
+        )
+    return found
+
+
+def in_allocation(topology: Topology, allocation: Allocation) -> Topology:
+    """The topology on the nodes of an allocation: all of them, or as many as it names hosts. Raises `UsageError`, and
+    `TopologyError` where the file's rules do not hold there."""
+    given = topology.hosts if "hosts" in topology.model_fields_set else None
+    hosts = [host.model_dump(mode="json", exclude_none=True) for host in allocation.hosts(given)]
+    return Topology.from_dict({**topology.to_dict(), "hosts": hosts})

@@ -1,0 +1,138 @@
+"""The program on the other side of a step: like that of ssh, but the agent is its child and ends with it.
+
+It is sent over ``srun``'s standard input, with `remote` and `keeper`, and needs Python alone (3.7 or later). Whoever launches is in
+the same cluster, and Slurm ends what is left of a job; so nothing need outlive the channel, and nothing lies on the node's disk but
+a folder that is copied there.
+
+A job that is taken away gets SIGTERM, SIGUSR1 or both from Slurm: this program, or all processes of the step. They are handed on to
+the agent as SIGUSR1, which asks for a checkpoint; the roles do not heed them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+from zmqtrain.launcher.ssh.keeper import KILLED_S, LOOK_S, PARENT, end_session
+from zmqtrain.launcher.ssh.remote import LOG_BYTES, Channel, Host, serve
+
+#: As `zmqtrain.launcher.preempted.ON_TERM`, which may not be here.
+ON_TERM = "ZMQTRAIN_ON_TERM"
+
+
+class StepHost(Host):
+    """This node's part of one run."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self._agent: Any = None
+        self._output = -1
+
+    def begin(self, run: str, host: str, environment: dict[str, str]) -> dict[str, Any]:
+        """Which run this is about."""
+        os.environ.update(environment)
+        sys.path[:0] = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+        self._environment = environment
+        return {"agent": "none"}
+
+    def unpack(self, size: int) -> dict[str, Any]:
+        """Take a folder, as a tar file that follows. Says where it is now."""
+        self._folder = tempfile.mkdtemp(prefix="zmqtrain-")
+        return super().unpack(size)
+
+    def start(self, command: list[str], environ: dict[str, str], folder: str) -> dict[str, Any]:
+        """Start the agent. ``environ`` holds secrets: it goes into the agent's environment and nowhere else."""
+        for ear in self._ears:
+            ear.close()
+        self._ears.clear()
+        folder = os.path.expanduser(folder)
+        variables = {**os.environ, **self._environment, **environ, ON_TERM: "checkpoint", PARENT: str(os.getpid())}
+        self._output, write = os.pipe()
+        os.set_blocking(self._output, False)
+        try:
+            self._agent = subprocess.Popen(
+                [os.path.expanduser(command[0]), *command[1:]],
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=write,
+                stderr=write,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ValueError(f"cannot start {command[0]} in {folder}: {error.strerror}") from None
+        finally:
+            os.close(write)
+        return {"pid": self._agent.pid}
+
+    def follow(self, offset: int) -> dict[str, Any] | None:
+        """Tell what the agent prints until it ends, or something else is asked for."""
+        while True:
+            # First this, then the output: what it printed last is there when it has ended.
+            code = self._agent.poll()
+            offset = self._tell(offset)
+            if code is not None:
+                return {"exit": code, "at": offset}
+            if self._channel.pending(LOOK_S, None if self._output < 0 else self._output):
+                return None
+
+    def stop(self, grace_s: float, offset: int) -> dict[str, Any]:
+        """End the agent and all that it started: ask, and force after the grace time. Says how it ended, once it has."""
+        agent = self._agent
+        if agent is None:
+            return {"stopped": None, "at": offset}
+        if grace_s > 0 and agent.poll() is None:
+            agent.send_signal(signal.SIGINT)  # SIGTERM means something else here
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(grace_s)
+        end_session(agent.pid)
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(KILLED_S)
+        return {"stopped": agent.poll(), "at": self._tell(offset)}
+
+    def remove(self) -> dict[str, Any]:
+        """Remove the copied folder."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return {}
+
+    def preempt(self) -> None:
+        """Slurm takes the node away."""
+        if self._agent is not None and self._agent.poll() is None:
+            self._agent.send_signal(signal.SIGUSR1)
+
+    def _tell(self, offset: int) -> int:
+        while self._output >= 0:
+            try:
+                data = os.read(self._output, LOG_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                os.close(self._output)
+                self._output = -1
+                break
+            offset += len(data)
+            self._channel.answer({"log": data.decode(errors="replace"), "at": offset})
+        return offset
+
+
+def main() -> None:
+    """Answer requests until the other side is gone; then end what was started."""
+    channel = Channel()
+    host = StepHost(channel)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: host.preempt())
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    try:
+        serve(channel, host)
+    finally:
+        with suppress(OSError):  # nobody hears the agent's last words
+            host.stop(0, 0)
+        host.remove()

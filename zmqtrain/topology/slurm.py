@@ -1,0 +1,65 @@
+"""``slurm`` in ``[engine]``: what a job asks Slurm for."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+
+from zmqtrain.topology import units
+from zmqtrain.topology.section import Section, Written
+
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+#: What the batch script says itself, or has a key of its own.
+_OURS = {
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time", "partition", "account",
+    "output", "error", "open-mode", "requeue", "no-requeue", "signal", "chdir", "wrap", "parsable", "array", "export",
+}  # fmt: skip
+
+#: How long a job may run: from a minute, Slurm's own unit, to a year.
+WallTime = Annotated[
+    float, BeforeValidator(units.duration(60, 366 * 86_400)), PlainSerializer(units.format_duration), Written(("4 h", "90 min"))
+]
+#: Of a node.
+Memory = Annotated[
+    int, BeforeValidator(units.size(2**20, 2**50)), PlainSerializer(units.format_size), Written(("64 GiB", "8000 MiB"))
+]
+
+
+def _word(value: str) -> str:
+    if value.startswith("-") or not value.isprintable() or any(character.isspace() for character in value):
+        raise ValueError("must be one word, which does not begin with '-'")
+    return value
+
+
+def _options(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not _OPTION.fullmatch(name) or not value.isprintable():
+            raise ValueError(f'holds {name!r}, which is no option of sbatch: write its long name, like {{ constraint = "ib" }}')
+        if name in _OURS:
+            raise ValueError(f"holds {name}, which the batch script says itself, or which has a key of its own")
+    return values
+
+
+class SlurmSection(Section):
+    """What a job asks Slurm for. An allocation that is there already is taken as it is."""
+
+    nodes: int = Field(
+        default=1, ge=1, le=65_536, description="How many nodes. With `[[hosts]]` in the file it is their number that counts."
+    )
+    cpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Processors on each node. Left out: the largest `slots` of `[[hosts]]`, or one for each thread of the workers.",
+    )
+    gpus: int = Field(default=0, ge=0, le=1024, description="GPUs on each node.")
+    memory: Memory | None = Field(default=None, description="Memory on each node. Left out: what Slurm gives.")
+    time: WallTime | None = Field(default=None, description="How long the job may run. Left out: as long as the partition allows.")
+    partition: Annotated[str, AfterValidator(_word)] | None = Field(default=None, min_length=1, description="Where it queues.")
+    account: Annotated[str, AfterValidator(_word)] | None = Field(default=None, min_length=1, description="Who pays.")
+    options: Annotated[dict[str, str], AfterValidator(_options)] = Field(
+        default_factory=dict,
+        description='Further options of `sbatch`, by their long names: `{ constraint = "ib", exclusive = "" }`.',
+    )

@@ -1,0 +1,114 @@
+"""A trial's run as its events tell it: losses and times, and when it has gone on for long enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from zmqtrain.tune.drift import Drift
+from zmqtrain.tune.trial import Outcome, Smoothed, Trial
+
+#: Losses before one that is far too high counts: the first few are noisy.
+PATIENCE = 5
+
+
+class Hearing:
+    """Feed it the run's events (`hear`); `outcome` at the end.
+
+    An update is a group's step, once all its workers have told of it. Events come in batches, of one worker after another, so what
+    happened when is known at the end only; until then the order in which it is heard is near enough.
+    """
+
+    def __init__(self, trial: Trial, group_size: int, target: float | None = None, smooth: int = 20) -> None:
+        """``target``: the loss at which training is done, smoothed over ``smooth`` updates."""
+        self._over = smooth
+        self._trial, self._size, self._target = trial, group_size, target
+        self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # group and step -> time and loss of each worker so far
+        self._updates: list[tuple[float, float]] = []  # when, and the mean loss of the group's batch
+        self._began: float | None = None
+        self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # the one to see divergence soon
+        self._staleness: list[float] = []
+        self._momentum: float | None = None
+        self.diverged = False
+        """Its loss is no number, or far above what it began with."""
+        self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
+        self._drifted: str | None = None
+        self._kept = 0  # parts of checkpoints that are on disk
+        self.stop: str | None = None
+        """Why the run should end, once there is a reason."""
+
+    @property
+    def updates(self) -> int:
+        """Group steps so far."""
+        return len(self._updates)
+
+    def hear(self, event: Mapping[str, Any], rank: int | None = None) -> None:
+        """Take an event of a role, as it stands in ``events.jsonl`` (with its time). ``rank``: whose it is, if a worker's."""
+        values = event.get("values") or {}
+        if event.get("kind") == "step":
+            self._step(rank or 0, event, values)
+        elif event.get("kind") == "momentum" and isinstance(values.get("fitted"), float):
+            self._momentum = values["fitted"]
+            if self._drift is not None and self._drifted is None:
+                self._drifted = self._drift.fitted(values["fitted"])
+        elif event.get("kind") == "checkpoint":
+            self._kept += 1
+            if self._drifted is not None and self.stop is None and self._kept % (self._size * self._trial.setting.groups) == 0:
+                self.stop = self._drifted
+        elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
+            self._momentum = values["momentum"]
+
+    def outcome(self, *, whole_s: float = 0.0, diverged: bool = False, finished: bool = False) -> Outcome:
+        """What came of it. ``whole_s``: the run's time in all. ``diverged``, ``finished``: the run itself says so.
+
+        A probe hears that it has enough a while later. What it did until then costs time, but does not count otherwise: other
+        probes might have had more of it."""
+        self._updates.sort()
+        if self._trial.kind == "probe":
+            del self._updates[self._trial.updates :]
+        began = self._began or 0.0
+        losses = [(time - began, loss) for time, loss in self._updates]
+        return Outcome.of(
+            losses,
+            updates=self.updates,
+            seconds=losses[-1][0] if losses else 0.0,
+            diverged=diverged or self.diverged,
+            smooth=self._over,
+            target=self._target if self._trial.kind == "train" else None,
+            staleness=fmean(self._staleness) if self._staleness else None,
+            momentum=self._momentum,
+            whole_s=whole_s,
+            finished=finished,
+            drifted=self._drifted,
+        )
+
+    def _step(self, rank: int, event: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        time, loss = float(event["time"]), values.get("loss")
+        begin = time - float(values.get("seconds", 0.0))
+        self._began = begin if self._began is None else min(self._began, begin)
+        loss = float(loss) if isinstance(loss, int | float) else math.nan
+        staleness = values.get("staleness")
+        if isinstance(staleness, int | float):
+            self._staleness.append(float(staleness))
+            if self._drift is not None and self._drifted is None:
+                self._drifted = self._drift.step(float(staleness))
+        key = rank // self._size, int(event.get("step") or 0)
+        told = self._open.setdefault(key, [])
+        told.append((time, loss))
+        if not math.isfinite(loss):
+            self.diverged, self.stop = True, f"the loss is {loss}: this diverges"
+        if len(told) == self._size:
+            del self._open[key]
+            self._update(max(when for when, _ in told), fmean(each for _, each in told))
+
+    def _update(self, time: float, loss: float) -> None:
+        self._updates.append((time, loss))
+        smooth, aim, above = self._smoothed.add(loss), self._aim.add(loss), self._trial.give_up_above
+        if above is not None and smooth > above and self.updates > PATIENCE:
+            self.diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
+        elif self._trial.kind == "probe" and self.updates >= self._trial.updates:
+            self.stop = "the probe has made its updates"
+        elif self._target is not None and self._trial.kind == "train" and self._aim.settled and aim <= self._target:
+            self.stop = "the target is reached"

@@ -1,0 +1,162 @@
+"""The machine that all strategies are: it says what to try next, and is told what came of it.
+
+A strategy is a generator of trials; the machine's state is what it was told, so that it is resumed by telling it again (`replay`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any, Self, TypeAlias
+
+from zmqtrain.tune.space import Space
+from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
+
+#: A probe that has come to so many times the loss that it began with is given up.
+GIVE_UP = 3.0
+#: Training that nothing limits is asked for this long: ten years.
+FOREVER_S = 3e8
+
+Life: TypeAlias = Generator[Trial, Outcome, Done]
+
+
+class Machine(ABC):
+    """Decides what to try next. Whoever runs the trials tells it what came of each."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._update_s = dict(space.update_s)
+        self._told: list[Outcome] = []
+        self.trials: list[tuple[Trial, Outcome]] = []
+        """All so far, in order."""
+        self._decisions: list[Decision] = []
+        self._first: dict[int | None, float] = {}  # where trials begin -> loss there
+        self.search_s = 0.0
+        """Time that went into probes, with starting and ending them."""
+        self.train_s = 0.0
+        self._start: int | None = None  # where training stands
+        self._setting: Setting | None = None
+        self._reached = self._finished = False
+        self._diverged = 0  # trainings one after another
+        self._algorithm = self._life()
+        self._now: Trial | Done
+        self._advance(None)
+
+    # The machine
+
+    def next(self) -> Trial | Done:
+        """What to do now; the same until it is told of it."""
+        return self._now
+
+    def result(self, trial: Trial, outcome: Outcome) -> None:
+        """What came of the trial that `next` gave."""
+        if trial != self._now:
+            raise ValueError(f"this is not the trial that is under way: {trial}")
+        self._told.append(outcome)
+        self.trials.append((trial, outcome))
+        if outcome.updates:
+            self._update_s[trial.setting.groups] = outcome.update_s
+        if math.isfinite(outcome.first):
+            self._first.setdefault(trial.start, outcome.first)
+        if trial.kind == "probe":
+            self.search_s += outcome.spent_s
+        else:
+            self.train_s += outcome.spent_s
+        self._advance(outcome)
+
+    def decisions(self) -> list[Decision]:
+        """Those since the last call."""
+        found, self._decisions = self._decisions, []
+        return found
+
+    def to_value(self) -> dict[str, Any]:
+        """All that it was told, as JSON values."""
+        return {"outcomes": [outcome.to_value() for outcome in self._told]}
+
+    def replay(self, value: Mapping[str, Any]) -> Self:
+        """Make a new machine what the one was that `to_value` was called on. Raises ``ValueError`` for one of another space."""
+        for each in value["outcomes"]:
+            trial = self.next()
+            if isinstance(trial, Done):
+                raise ValueError("it was told more than this search asks for: it is of another space")
+            self.result(trial, Outcome.from_value(each))
+        self.decisions()
+        return self
+
+    @property
+    def share(self) -> float:
+        """Of all time so far, how much went into probes."""
+        total = self.search_s + self.train_s
+        return self.search_s / total if total else 0.0
+
+    def _advance(self, outcome: Outcome | None) -> None:
+        try:
+            self._now = next(self._algorithm) if outcome is None else self._algorithm.send(outcome)
+        except StopIteration as stop:
+            done: Done = stop.value
+            self._now = done
+            self._decide("done", done.reason, reached=done.reached, search_s=self.search_s, train_s=self.train_s, share=self.share)
+
+    def _decide(self, what: str, reason: str, **values: Any) -> None:
+        self._decisions.append(Decision(what, reason, values))
+
+    @abstractmethod
+    def _life(self) -> Life:
+        """The strategy."""
+
+    # For strategies
+
+    def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
+        space = self._space
+        seconds = space.probe * self._update_s[space.groups[-1]]
+        updates = max(setting.groups, round(times * max(space.probe / 4, seconds / self._update_s[setting.groups])))
+        return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
+
+    def _end(self) -> Done | None:
+        if self._reached:
+            return Done(self._setting, "the target is reached", reached=True)
+        if self._finished:
+            return Done(self._setting, "the job is through", reached=True)
+        if self.search_s + self.train_s >= self._space.limit_s:
+            return Done(self._setting, f"the time is up: {self._space.limit_s:g} s")
+        return None
+
+    def _give_up_above(self) -> float | None:
+        first = self._first.get(self._start)
+        return None if first is None else GIVE_UP * first
+
+    def _left(self, groups: int) -> int:
+        """Updates until the time is up."""
+        left_s = self._space.limit_s - self.search_s - self.train_s
+        return max(groups, math.ceil(left_s / self._update_s[groups]))
+
+    def _due(self, groups: int, search_s: float) -> int:
+        """Updates of training that make the search's share of all time small enough; to the end, where there would be too little
+        time after it for another search like the last one (``search_s``)."""
+        owed_s = self.search_s * (1 - self._space.share) / self._space.share - self.train_s
+        left_s = self._space.limit_s - self.search_s - self.train_s
+        wanted_s = max(owed_s, self._space.period * self._update_s[groups])
+        if left_s - wanted_s < search_s / self._space.share:
+            wanted_s = left_s
+        return max(groups, math.ceil(min(wanted_s, left_s, FOREVER_S) / self._update_s[groups]))
+
+    def _train(self, setting: Setting, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, None]:
+        """Go on from where training stands."""
+        trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
+        self._setting = setting
+        outcome = yield trial
+        self._reached, self._finished = outcome.reached is not None, outcome.finished
+        if outcome.diverged:
+            self._diverged += 1
+            self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))
+            return
+        self._start, self._diverged = trial.number, 0
+        self._first[trial.number] = outcome.loss
+        if outcome.drifted is not None:
+            self._decide("drift", outcome.drifted, **values_of(setting))
+
+
+def values_of(setting: Setting) -> dict[str, Any]:
+    """As plain values."""
+    return {"groups": setting.groups, "momentum": setting.momentum, "lr": setting.lr}
