@@ -224,6 +224,16 @@ def test_the_file_may_have_a_merged_server_already(tmp_path: Path) -> None:
     assert list(models) == ["as it is", "unmerged", "pipelined"]
     assert models["as it is"].merged is not None
     assert models["unmerged"].merged is None
+    assert all(each.seconds > 0 for model in models.values() for each in efficiencies(model))
+
+
+def test_groups_that_take_turns_on_the_same_slots(tmp_path: Path) -> None:
+    sections = {"exchange": {"merged_fc": True}, "compute": {"groups": 4, "group_size": 2, "pipeline": 2}}
+    topology = topology_of(measured_profile(tmp_path), hosts=5, **sections)
+    models = variants(topology, source_of(topology).layers)
+    assert list(models) == ["as it is", "unmerged", "merged"]
+    found = efficiency(models["as it is"].step(2))
+    assert (found.step.depth, found.step.staleness, found.bottleneck) == (2, 3, FC_SERVER)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.overlapped import LayerLoad, buckets_of, cycle_s
-from zmqtrain.plan.regroup import regrouped
+from zmqtrain.plan.regroup import regrouped, without_pipeline
 from zmqtrain.plan.setup import MEMORY_BYTE_S, link_of, part_of
 from zmqtrain.plan.traffic import Traffic, activation_bytes, parameter_bytes
 from zmqtrain.plan.two_phases import Growth, Lasts, in_proportion, split_of
@@ -187,8 +187,10 @@ def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurR
     (`merged`), also with two batches of each group under way (`pipelined`), or without one (`unmerged`); the former two only for
     models with such a phase.
 
-    A merged server is taken to be as fast as a worker. Raises `UsageError` where the job's profile cannot be used.
+    A merged server is taken to be as fast as a worker. Groups that take turns on the same slots (`[compute] pipeline`) count as one
+    with so many batches under way. Raises `UsageError` where the job's profile cannot be used.
     """
+    depth, topology = topology.compute.pipeline, without_pipeline(topology)
     settings, compute = topology.plan, topology.compute
     loads = loads_of(layers, flops_per_s=settings.flops, word_bytes=settings.word_bytes)
     growth = Growth.of(topology, part_of(topology))
@@ -200,6 +202,8 @@ def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurR
         fc_s = sum(each.forward_s + each.backward_s for each in loads[split:]) * growth.fc(compute.batch_size)
         nbytes = layers[split].numel_in * settings.word_bytes * compute.batch_size
         merged = replace(plain, merged=MergedFc(split, fc_s, nbytes), lasts=growth.conv)
-        found |= {"merged": merged, "pipelined": replace(merged, depth=2)}
-    mine = "merged" if topology.fc_servers and "merged" in found else "unmerged"
+        found |= {"merged": merged, "pipelined": replace(merged, depth=max(2, depth))}
+    mine = "unmerged"
+    if topology.fc_servers and "merged" in found:
+        mine = "merged" if depth == 1 else "pipelined"
     return {AS_IT_IS: found[mine]} | {name: model for name, model in found.items() if name != mine}

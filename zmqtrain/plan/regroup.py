@@ -31,8 +31,20 @@ def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) ->
         exchange = {"kind": "model_server", "staleness": "async"}
     if merged is not None:
         exchange["merged_fc"] = merged
+        if not merged:
+            for name in ("split", "fc_servers"):
+                exchange.pop(name, None)
     values["exchange"] = exchange
     try:
         return Topology.from_dict(values)
     except ValidationError as error:
         raise UsageError(f"{workers} workers as {groups} groups: {'; '.join(each['msg'] for each in error.errors())}") from error
+
+
+def without_pipeline(topology: Topology) -> Topology:
+    """The job with one group on each set of slots, instead of several that take turns there."""
+    compute = topology.compute
+    if compute.pipeline == 1:
+        return topology
+    alone = compute.model_copy(update={"groups": compute.groups // compute.pipeline, "pipeline": 1})
+    return topology.model_copy(update={"compute": alone})
