@@ -69,7 +69,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["status", "nothing-001"], ["nothing-001"]),
         (["stop", "nothing-001"], ["nothing-001"]),
         (["logs", "nothing-001"], ["nothing-001"]),
-        (["agent"], ["ZMQTRAIN_COORDINATOR"]),
+        (["agent"], ["ZMQTRAIN_COORDINATOR", "MASTER_ADDR"]),
         (["nonsense"], ["nonsense"]),
         (["launch"], ["FILE"]),
     ],
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_said_in_words(
     (folder / "crowded.toml").write_text('[job]\ntask = "task.py"\n[[hosts]]\nname = "a"\nslots = 2\n[compute]\ngroups = 3\n')
     (folder / "there.py").write_text("def task(): ...")
     (folder / "notask.toml").write_text("[job]\nepochs = 1\n")
-    for name in ("ZMQTRAIN_PEER", "ZMQTRAIN_COORDINATOR", "ZMQTRAIN_TOKEN"):
+    for name in ("ZMQTRAIN_PEER", "ZMQTRAIN_COORDINATOR", "ZMQTRAIN_TOKEN", "MASTER_ADDR", "SLURM_NODEID"):
         monkeypatch.delenv(name, raising=False)
     assert call(monkeypatch, *arguments) == 2
     said = capsys.readouterr()
