@@ -56,6 +56,16 @@ class Machines(made_by.Machines):
         finally:
             _ip("-n", namespace, "route", "del", "unreachable", address)
 
+    @contextmanager
+    def unplugged(self, name: str) -> Iterator[None]:
+        """A machine's cable is out for a while."""
+        namespace = self.namespaces.namespace_of(name)
+        _ip("-n", namespace, "link", "set", "eth0", "down")
+        try:
+            yield
+        finally:
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+
     def left(self) -> list[str]:
         """Command lines of processes that stay in the machines, but for sshd's own; and folders of runs."""
         end = time.monotonic() + _PATIENCE_S
