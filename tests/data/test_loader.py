@@ -86,6 +86,26 @@ async def test_the_next_batch_is_fetched_while_this_one_is_used() -> None:
     await loader.close(5)
 
 
+async def test_the_next_batch_is_on_its_way_to_the_device_while_this_one_is_used() -> None:
+    begun: list[Any] = []
+
+    def move(source: torch.Tensor) -> Any:
+        begun.append(source.tolist())
+        return lambda: source + 100
+
+    partition = Partition(12, 1, 1, 3, seed=1, shuffle="none")
+    loader = Loader(Fetch(Pairs(), move=move), lambda step: partition.indices(step, 0, 0), (1,))
+    first = await loader.batch(0)
+    await asyncio.wait_for(_until(lambda: len(begun) == 4), 5)
+    assert begun[3] == [3, 4, 5]
+    there = first.to(torch.device("cpu"))
+    assert (there.inputs[0]["x"][:, 0].tolist(), there.target.tolist()) == ([100, 101, 102], [100, 101, 102])
+    assert (there.samples, first.target.tolist()) == (3, [0, 1, 2])
+    assert [part.target.tolist() for part in there.split(2)] == [[100, 101], [102]]
+    assert (await loader.batch(1, ahead=False)).to(torch.device("cpu")).target.tolist() == [103, 104, 105]
+    await loader.close(5)
+
+
 async def _until(condition: Any) -> None:
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)

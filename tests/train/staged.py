@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from zmqtrain.train.device.cpu import CpuDevice
@@ -17,6 +18,8 @@ class CopyStaging:
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.copies = 0
+        self.batches: list[str] = []
+        """What happens to tensors of batches."""
         self.pinned: list[Tensor] = []
         self._delay_s = delay_s
         self._outgoing, self._incoming = self._direction("out"), self._direction("in")
@@ -30,6 +33,23 @@ class CopyStaging:
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
         copied = self._copy(self._incoming, source, target, done)
         return lambda: _wait(copied)
+
+    def ahead(self, source: Tensor) -> Callable[[], Tensor]:
+        copy, copied = torch.empty_like(source).fill_(float("nan") if source.is_floating_point() else -1), threading.Event()
+        self.batches.append("begun")
+
+        def work() -> None:
+            time.sleep(self._delay_s)
+            copy.copy_(source)
+            copied.set()
+
+        def take() -> Tensor:
+            self.batches.append("used")
+            _wait(copied)
+            return copy
+
+        self._incoming.put(work)
+        return take
 
     def synchronize(self) -> None:
         for direction in (self._outgoing, self._incoming):

@@ -92,6 +92,8 @@ async def test_staged_workers_sum_in_the_hosts_memory(kind: str) -> None:
         losses.append(result.losses("worker/1"))
         parameters.append(recipe.parameters("worker/0"))
         assert all(device.staging.copies >= 6 * 2 for device in devices)
+        for device in devices:
+            assert sorted(device.staging.batches) == ["begun"] * 12 + ["used"] * 12
         if kind == "allreduce":  # rank 0's gradients, where the sums are, besides one's own
             buckets = result.recorders["worker/0"].of("start")[0]["buckets"]
             assert all(len(device.staging.pinned) == 3 * buckets for device in devices)

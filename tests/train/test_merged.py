@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from examples import shakespeare
 from tests.train.test_worker import ADAM, SCHEDULED, alone
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
@@ -161,6 +162,24 @@ async def test_dropout_and_batch_norm_do_not_depend_on_the_number_of_fc_servers(
         assert not result.errors, result.errors
         found.append(kept(tmp_path / str(servers), 3))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+async def test_the_output_projection_of_a_recurrent_model_is_divided(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    passages = TensorDataset(*(torch.randint(11, (48, 5), generator=generator) for _ in range(2)))
+
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return shakespeare.Lstm(11, 8).double()
+
+    def recipe() -> Recipe:
+        return recipe_of(model=model, loss=shakespeare.loss, train_data=passages, eval_data=None)
+
+    topology = merged(2, 1, 12, exchange={"fc_servers": 2}, job={"steps": 3, "checkpoint_every": 3})
+    result = await run(topology, recipe(), folder=tmp_path)
+    assert not result.errors, result.errors
+    expected = alone(recipe(), 3, 24)
+    assert (kept(tmp_path, 3) - expected).norm() <= 1e-10 * expected.norm()
 
 
 async def test_a_phase_that_trains_in_other_steps_than_it_evaluates_is_not_divided() -> None:

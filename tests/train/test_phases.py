@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.train.shipped_models import cifarnet, lenet
+from examples import shakespeare
+from tests.train.shipped_models import Lstm, alexnet, cifarnet, lenet, resnet50, vgg16
 from zmqtrain.errors import UsageError
 from zmqtrain.train.phases import Phase, split_model
 
@@ -69,6 +70,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str | None, Callable[[], Tensor]
     "custom": (Custom, None, images, {"fc1", "fc2", "scale"}),
     "custom, named": (Custom, "fc2", images, {"fc2", "scale"}),
     "recurrent": (Recurrent, None, lambda: torch.randint(11, (3, 5)), {"scores"}),
+    "lstm of the examples": (lambda: shakespeare.Lstm(11, 8), None, lambda: torch.randint(11, (3, 5)), {"scores"}),
+    "transformer of the examples": (
+        lambda: shakespeare.Transformer(11, 8, 5),
+        None,
+        lambda: torch.randint(11, (3, 5)),
+        {"scores"},
+    ),
     "nested": (
         lambda: nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3)), nn.Flatten(), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))),
         None,
@@ -114,6 +122,16 @@ def test_together_they_are_the_model(
             assert gradients[name] is None, name
         else:
             torch.testing.assert_close(gradients[name], parameter.grad)  # sums in another order
+
+
+@pytest.mark.parametrize(
+    ("make", "behind"),
+    [(alexnet, {"fc6", "fc7", "fc8"}), (vgg16, {"fc6", "fc7", "fc8"}), (resnet50, {"fc"}), (Lstm, {"scores"})],
+)
+def test_large_models_are_split_behind_their_convolutions(make: Callable[[], nn.Module], behind: set[str]) -> None:
+    with torch.device("meta"):
+        phase = split_model(make(), "fc")
+    assert {name.rpartition(".")[0] for name in phase.state_dict()} == behind
 
 
 def test_the_mode_of_the_model_stays_and_sizes_are_of_the_whole() -> None:

@@ -1,12 +1,12 @@
-"""A worker's batches, fetched one ahead in a thread."""
+"""A worker's batches, fetched one ahead in a thread, and where a device has memory of its own copied there ahead, too."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from zmqtrain.data.background import Background, BackgroundThread
 from zmqtrain.data.partition import Indices
 from zmqtrain.errors import TaskError
 
+#: Begins to copy a tensor to a device's memory, beside the device's arithmetic. What it returns at once gives the copy, where it is
+#: used.
+Move: TypeAlias = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -24,6 +28,8 @@ class Batch:
     inputs: tuple[Any, ...]
     target: Any
     samples: int
+    arriving: Callable[[], Batch] | None = field(default=None, repr=False, compare=False)
+    """Gives the same batch in the device's memory, if it is on its way there."""
 
     def split(self, parts: int) -> list[Batch]:
         """Even runs of samples, as views; fewer where there are fewer samples."""
@@ -44,6 +50,9 @@ class Batch:
         return Batch(_rows(self.inputs, rows, self.samples), _rows(self.target, rows, self.samples), stop - start)
 
     def to(self, device: torch.device) -> Batch:
+        """The batch in the device's memory. Called in the compute thread."""
+        if self.arriving is not None:
+            return self.arriving()
         return self if device.type == "cpu" else Batch(_move(self.inputs, device), _move(self.target, device), self.samples)
 
 
@@ -62,9 +71,12 @@ class Fetch:
         transform: Callable[[Any], Any] | None = None,
         pin: bool = False,
         channels_last: bool = False,
+        move: Move | None = None,
     ) -> None:
-        """``pin``: into memory that devices copy from. ``channels_last``: how images (four dimensions) of the inputs lie there."""
+        """``pin``: into memory that devices copy from. ``channels_last``: how images (four dimensions) of the inputs lie there.
+        ``move``: to where batches are used, as soon as they are made."""
         self._dataset, self._collate, self._transform, self._pin = dataset, collate, transform, pin
+        self._move = move
         self._channels_last = channels_last
 
     def __call__(self, indices: Indices, seed: tuple[int, ...] | None = None) -> Batch:
@@ -95,7 +107,8 @@ class Fetch:
             batch = [*(_map(part, _channels_last) for part in batch[:-1]), batch[-1]]
         if self._pin:
             batch = [_map(part, torch.Tensor.pin_memory) for part in batch]
-        return Batch(tuple(batch[:-1]), batch[-1], len(indices))
+        made = Batch(tuple(batch[:-1]), batch[-1], len(indices))
+        return made if self._move is None else _on_its_way(made, self._move)
 
     def _whole(self) -> bool:
         return type(self._dataset) is TensorDataset and self._collate is None and self._transform is None
@@ -146,6 +159,23 @@ class Loader:
     async def close(self, timeout_s: float) -> None:
         self._drop()
         await self._thread.close(timeout_s)
+
+
+def _on_its_way(batch: Batch, move: Move) -> Batch:
+    """The batch, with a copy begun."""
+    begun: list[Callable[[], torch.Tensor]] = []
+
+    def begin(tensor: torch.Tensor) -> torch.Tensor:
+        begun.append(move(tensor))
+        return tensor
+
+    def arrived() -> Batch:
+        copies = iter([end() for end in begun])
+        inputs, target = _map((batch.inputs, batch.target), lambda _: next(copies))
+        return Batch(inputs, target, batch.samples)
+
+    _map((batch.inputs, batch.target), begin)
+    return Batch(batch.inputs, batch.target, batch.samples, arrived)
 
 
 def _map(part: Any, function: Callable[[torch.Tensor], Any]) -> Any:

@@ -143,7 +143,8 @@ class RunRecord:
         placement, exchange = self._placement, self._topology.exchange
         grid = f", {_divided(self._topology)}" if self._topology.divided else ""
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
-        servers += ", FC server" if placement.fc_servers else ""
+        if placement.fc_servers:
+            servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
         return (
             f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
             f"on {_hosts(self._topology)}; run directory {self._directory.path}"

@@ -79,6 +79,7 @@ class TorchWork:
             transform=task.transform,
             pin=device.torch_device.type == "cuda",
             channels_last=compute.channels_last,
+            move=None if device.staging is None else device.staging.ahead,
         )
         self.shares = Shares.of(context.topology, context.placement, role)
         thread = device.background("zmqtrain-loader")

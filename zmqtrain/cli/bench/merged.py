@@ -1,8 +1,8 @@
 """``zmqtrain bench merged``: a step with the fully connected layers merged on an FC server, beside the same step without.
 
-AlexNet at the times of its profile (a batch of 256 a group), eight workers and a ninth host for the servers, at 1 Gbit/s. What is
-not merged has a model server on each of the nine hosts, which is the best that it can have. Then two groups on the slots of one,
-which take turns (pipelining), beside one group alone and two groups with slots of their own.
+AlexNet at the times of its profile (a batch of 256 a group), eight workers and a ninth host for the FC server, at 1 Gbit/s; a
+model server on each of the nine hosts. Then staleness; then two groups on the slots of one, which take turns (pipelining), beside
+one group alone and two groups with slots of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ EMULATED = (1, 2)
 #: The first steps wait for connections, and are left out.
 WARM = 2
 STEPS = 6
+#: Until staleness has settled.
+LONG = 40
 #: Slow motion, so that this machine can carry the network of all hosts.
-DILATION = 4.0
+DILATION = 10.0
 
 _TOPOLOGY = """
 [job]
@@ -48,6 +51,7 @@ batch_size = 256
 device = "modelled"
 profile = "alexnet"
 pipeline = {pipeline}
+noise = {{ kind = "normal", spread = {noise:g} }}
 [exchange]
 kind = "model_server"
 staleness = "async"
@@ -71,13 +75,16 @@ class Setting:
     workers: int = WORKERS
     """On a slot each, or, with ``pipeline``, so many on each slot."""
     pipeline: int = 1
+    noise: float = 0.0
+    """By how much times of compute vary, as a share of them."""
 
     def text(self, steps: int, *, dilation: float, address: str) -> str:
         """Its topology file."""
         hosts = self.workers // self.pipeline + 1
         return _TOPOLOGY.format(
             steps=steps, last=hosts - 1, address=address, groups=self.groups, size=self.workers // self.groups, dilation=dilation,
-            merged=str(self.merged).lower(), shards=1 if self.merged else hosts, pipeline=self.pipeline,
+            merged=str(self.merged).lower(), shards=hosts, pipeline=self.pipeline,
+            noise=self.noise,
         )  # fmt: skip
 
 
@@ -89,14 +96,24 @@ class Measured:
     """From one step of any group to the next, in the mean: a group's step by the number of groups."""
     sent_bytes: float
     """By all roles together, a step of a group."""
+    staleness: float | None
+    """Mean, of the model servers."""
+    fc_staleness: float | None
+    """Mean, of the FC server."""
 
 
 def bench_merged(*, simulated: Sequence[int] = SIMULATED, emulated: Sequence[int] = EMULATED, steps: int = STEPS) -> Iterator[Case]:
-    """A case for the time of a step and one for its bytes, at each number of groups; then pipelining."""
+    """A case for the time of a step and one for its bytes, at each number of groups; then staleness and pipelining."""
     for groups in emulated:
         yield from _compared(f"{groups} groups, emulated", *(launched(Setting(groups, way), steps) for way in (True, False)))
     for groups in simulated:
         yield from _compared(f"{groups} groups, simulated", *(run_simulated(Setting(groups, way), steps) for way in (True, False)))
+    for groups in simulated[1:]:
+        found = run_simulated(Setting(groups, True, noise=0.1), LONG)
+        assert found.staleness is not None
+        assert found.fc_staleness is not None
+        yield _stated(f"staleness of the convolutions, {groups} groups, simulated", found.staleness, "groups - 1", groups - 1)
+        yield _stated(f"staleness of the fully connected layers, {groups} groups, simulated", found.fc_staleness, "none", 0)
     alone = run_simulated(Setting(1, True), 2 * steps)
     apart = run_simulated(Setting(2, True), 2 * steps)
     piped = run_simulated(Setting(2, True, workers=2 * WORKERS, pipeline=2), 2 * steps)
@@ -135,12 +152,29 @@ def launched(setting: Setting, steps: int = STEPS) -> Measured:
 def _measured(setting: Setting, events: Sequence[Mapping[str, Any]], steps: int) -> Measured:
     seconds = [float(event["values"]["seconds"]) for event in events if event.get("kind") == "step" and event["step"] >= WARM]
     sent = sum(int(event["values"]["bytes_sent"]) for event in events if event.get("kind") == "traffic")
-    return Measured(statistics.fmean(seconds) / setting.groups, sent / (steps * setting.groups))
+    stale, fc_stale = (_staleness(events, kind) for kind in ("server", "fc"))
+    return Measured(statistics.fmean(seconds) / setting.groups, sent / (steps * setting.groups), stale, fc_stale)
+
+
+def _staleness(events: Sequence[Mapping[str, Any]], kind: str) -> float | None:
+    """The mean over all updates by servers of a kind, of which some may have nothing to update."""
+    applied = Counter[int]()
+    for event in events:
+        if event.get("kind") == kind:
+            applied.update({int(staleness): count for staleness, count in event["values"]["staleness"].items()})
+    return sum(staleness * count for staleness, count in applied.items()) / applied.total() if applied else None
 
 
 def _compared(what: str, merged: Measured, unmerged: Measured) -> Iterator[Case]:
     yield _case(f"AlexNet's step, {what}", 1e3 * merged.step_s, "ms", "not merged", 1e3 * unmerged.step_s)
     yield _case(f"AlexNet's bytes a step, {what}", merged.sent_bytes / 1e6, "MB", "not merged", unmerged.sent_bytes / 1e6)
+
+
+def _stated(case: str, value: float, expected: str, expected_value: float) -> Case:
+    return {
+        "bench": "merged", "case": case, "value": value, "unit": "updates", "peer": expected, "peer_value": expected_value,
+        "ratio": None,
+    }  # fmt: skip
 
 
 def _case(case: str, value: float, unit: str, peer: str, peer_value: float) -> Case:

@@ -39,6 +39,12 @@ class Staging(Protocol):
         """
         ...
 
+    def ahead(self, source: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor in pinned memory to new memory of the device, and return at once. Any thread.
+
+        Call what is returned in the compute thread: it gives the copy, for what is queued from then on."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything queued so far has run."""
         ...

@@ -21,11 +21,12 @@ _PORTABLE = 1
 
 class CudaStaging:
     """Copies by way of pinned memory, which may be the host's shared memory: a worker's gradients go straight to where they are
-    summed, and the sums straight back. Each direction has a stream of its own."""
+    summed, and the sums straight back. Each direction has a stream of its own, and so have batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._outgoing, self._incoming = _Stream(device, "out"), _Stream(device, "in")
+        self._batches = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pinned: list[Tensor] = []
 
     def pin(self, tensor: Tensor) -> None:
@@ -48,6 +49,21 @@ class CudaStaging:
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
         copied = self._incoming.copy(source, target, done)
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def ahead(self, source: Tensor) -> Callable[[], Tensor]:
+        # The memory belongs to this stream, so what is queued elsewhere cannot be using it; and torch keeps the source.
+        with torch.cuda.stream(self._batches):
+            copy = source.to(self._device, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._batches)
+
+        def take() -> Tensor:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
+            copy.record_stream(current)  # once it is dropped, its memory is free only after what is queued here has run
+            return copy
+
+        return take
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
