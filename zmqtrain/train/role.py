@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.server.role import run_server
@@ -21,6 +23,23 @@ async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
     if context.role.kind == "worker":
         await run_worker(context, task=task)
     elif context.role.kind == "fc":
-        await run_fc(context, task=task)
+        await _while_needed(context, run_fc(context, task=task))
     else:
-        await run_server(context)
+        await _while_needed(context, run_server(context))
+
+
+async def _while_needed(context: RoleContext, serving: Coroutine[Any, Any, None]) -> None:
+    """A server's life. It ends by itself when its workers say that they have finished; those that have never asked for anything (a
+    script that replicates no model) leave without a word to it."""
+    server, left = asyncio.ensure_future(serving), asyncio.ensure_future(context.membership.finished.wait())
+    try:
+        await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not server.done():
+            await asyncio.wait({server}, timeout=context.ladder.drain_s)  # what is under way
+            if not server.done():
+                return
+        await server
+    finally:
+        for one in (server, left):
+            one.cancel()
+        await asyncio.wait({server, left})
