@@ -19,9 +19,8 @@ from zmqtrain.train.role import run_role
 @pytest.mark.parametrize("merged", [False, True])
 async def test_servers_end_with_workers_that_never_asked_for_anything(merged: bool) -> None:
     """As a script's do that joins and replicates no model."""
-    topology = topology_of(
-        job={"timeout": 2.0}, exchange={"kind": "model_server", **({"merged_fc": True, "split": "4"} if merged else {})}
-    )
+    phases = {"merged_fc": True, "split": "4"} if merged else {}
+    topology = topology_of(job={"timeout": 2.0}, exchange={"kind": "model_server", **phases})
     network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(2.0)
     endpoint = network.endpoint("coordinator")
     coordinator = Coordinator(endpoint, placement, ladder, agents=False)
