@@ -39,6 +39,7 @@ class Machine(ABC):
         self._setting: Setting | None = None
         self._reached = self._finished = False
         self._diverged = 0  # trainings one after another
+        self._stalled = False  # the last training has brought nothing
         self._algorithm = self._life()
         self._now: Trial | Done
         self._advance(None)
@@ -152,6 +153,7 @@ class Machine(ABC):
             self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))
             return
         self._start, self._diverged = trial.number, 0
+        self._stalled = outcome.loss > (1 - self._space.worse) * outcome.first
         self._first[trial.number] = outcome.loss
         if outcome.drifted is not None:
             self._decide("drift", outcome.drifted, **values_of(setting))

@@ -172,12 +172,14 @@ class Search(Machine):
                 return None
 
     def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
-        """All momenta, with the first rate; with the others where those are better at all; then finer momenta where 0 wins. None
-        where everything diverges."""
+        """All momenta, with the first rate; with lower ones where that gets nowhere; then finer momenta where 0 wins. None where
+        everything diverges."""
         found: dict[Setting, Outcome] = {}
         reason = "momentum and learning rate at a fixed number of groups"
         for rate in rates:
             before = _lowest(found)
+            if before is not None and not self._stuck(found[before]):
+                break
             # The best momentum of another rate comes first. Where the new rate is worse with it, the others need not be tried.
             momenta = self._space.momenta if before is None else sorted(self._space.momenta, key=lambda m: m != before.momentum)
             for momentum in momenta:
@@ -217,6 +219,13 @@ class Search(Machine):
             if setting not in longer:
                 longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
         return _lowest({setting: longer[setting] for setting in tried}) or lowest
+
+    def _stuck(self, best: Outcome) -> bool:
+        """Whether a learning rate is too high: the loss rises with it, or has stood still in the last training.
+
+        Which of two rates is better a short trial cannot say: with the lower one the noise falls at once, and progress later."""
+        start = self._first.get(self._start)
+        return self._stalled or (start is not None and best.loss > (1 + LOWER) * start)
 
     def _tied(self, one: Outcome, other: Outcome) -> bool:
         """Both have seen the same data in the same order, so most of their noise is the same, too."""
