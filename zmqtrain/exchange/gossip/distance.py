@@ -17,13 +17,14 @@ class Distance:
         self._missing = buckets
         self._difference = self._norm = 0.0
 
-    def add(self, own: Payload, other: Payload) -> bool:
-        """Count a bucket in. Returns whether it was the last one; payloads without elements in memory are never complete."""
+    def add(self, own: Payload, other: Payload, *, last: bool = True) -> bool:
+        """Count a bucket in, or a slice of one (``last``: its last). Returns whether these were all buckets; payloads without
+        elements in memory are never complete."""
         if not isinstance(own, TensorPayload) or not isinstance(other, TensorPayload):
             return False
         self._difference += _square(own.tensor - other.tensor)
         self._norm += _square(own.tensor)
-        self._missing -= 1
+        self._missing -= last
         return self._missing == 0
 
     def relative(self) -> float:

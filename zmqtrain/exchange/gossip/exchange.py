@@ -41,6 +41,8 @@ from zmqtrain.wire.payload import Payload, Value
 
 #: Steps from one measurement of the distance between partners to the next: it reads both models once more.
 DISTANCE_EVERY = 10
+#: Of a large bucket so much travels as one message. As a whole it would be averaged when all of it is there, the link idle meanwhile.
+SLICE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class GossipExchange:
         self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
         self._replica: Replica | None = None
         self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
-        self._lent: dict[int, Sent] = {}  # bucket -> the sending of it
+        self._lent: dict[int, list[Sent]] = {}  # bucket -> the sendings of it
         self._step = 0
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
@@ -224,44 +226,69 @@ class GossipExchange:
             self._replica_started().parameters_ready(bucket)
 
     async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
-        """Send the part, receive the partner's, and become the mean."""
-        tag = ("gossip", step, index)
-        outgoing = await self._copied(index, part)
-        received: list[Payload] = []
+        """Send the part, receive the partner's, and become the mean: slice by slice, so that one becomes the mean while the next is
+        on its way."""
+        outgoing = await self._outgoing_of(index, part)
+        slices = self._slices(part)
+        copied = [asyncio.Event() for _ in slices]
         there = self._members.there
-        sends = [self._send(index, partners.to, tag, outgoing)] if there(partners.to, step) else []
-        await together(*sends, *(self._receive(source, tag, received) for source in partners.sources if there(source, step)))
-        if distance is not None and received and distance.add(part, received[0]):
-            self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
-        if received:
-            await piece_by_piece(lambda own, *others: _average(own, others), part, *received)
 
-    async def _copied(self, index: int, part: Payload) -> Payload:
-        """What is sent, apart from the memory that becomes the mean meanwhile."""
-        lent = self._lent.pop(index, None)
-        if lent is not None and not lent.released:
-            with suppress(PeerLostError):
-                await lent.wait_released()
+        async def give() -> None:
+            for number, (start, stop) in enumerate(slices):
+                if there(partners.to, step):
+                    leaving = outgoing.part(start, stop)
+                    await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
+                    copied[number].set()
+                    await self._send(index, partners.to, ("gossip", step, index, number), leaving)
+                else:
+                    copied[number].set()
+
+        async def take() -> None:
+            for number, (start, stop) in enumerate(slices):
+                own, others = part.part(start, stop), list[Payload]()
+                tag = ("gossip", step, index, number)
+                await together(*(self._receive(source, tag, others) for source in partners.sources if there(source, step)))
+                await copied[number].wait()
+                if not others:
+                    continue
+                last = number == len(slices) - 1
+                if distance is not None and distance.add(own, others[0], last=last):
+                    self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
+                await piece_by_piece(lambda own, *others: _average(own, others), own, *others)
+
+        await together(give(), take())
+
+    def _slices(self, part: Payload) -> list[tuple[int, int]]:
+        """Where a part is cut. Not at all where a partner may be lost: then all of it becomes the mean, or nothing."""
+        numel = part.numel
+        count = 1 if self._members.survives else max(1, part.nbytes // SLICE_BYTES)
+        return [bounds(numel, count)[number] for number in range(count)]
+
+    async def _outgoing_of(self, index: int, part: Payload) -> Payload:
+        """Memory for what is sent, apart from that which becomes the mean meanwhile."""
+        for lent in self._lent.pop(index, ()):
+            if not lent.released:
+                with suppress(PeerLostError):
+                    await lent.wait_released()
         outgoing = self._outgoing.get(index)
         if outgoing is None:
             outgoing = self._outgoing[index] = self._like(part)
-        await piece_by_piece(lambda into, own: into.copy_(own), outgoing, part)
         return outgoing
 
     async def _send(self, index: int, to: PeerId, tag: Tag, outgoing: Payload) -> None:
         with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
-            self._lent[index] = await self._endpoint.send(to, tag, outgoing, priority=index)
+            self._lent.setdefault(index, []).append(await self._endpoint.send(to, tag, outgoing, priority=index))
 
     async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
         timeout_s = self._settings.timeout_s
-        with self._recorder.span(f"receive bucket {tag[-1]} of {source}", "receive", step=int(tag[1])), self._survived():
+        with self._recorder.span(f"receive bucket {tag[2]} of {source}", "receive", step=int(tag[1])), self._survived():
             try:
                 async with asyncio.timeout(timeout_s):
                     received.append(await self._endpoint.receive(source, tag))
             except PeerTimeoutError:
                 raise
             except TimeoutError:
-                raise PeerTimeoutError(source, f"bucket {tag[-1]} of step {tag[1]}", timeout_s) from None
+                raise PeerTimeoutError(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s) from None
 
     def _survived(self) -> suppress:
         """Where losses are survived, a partner that is lost is gone without."""
