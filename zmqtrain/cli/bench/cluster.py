@@ -202,8 +202,9 @@ def _iperf(cluster: Machines) -> float:
         client = ("iperf3", "-c", cluster.address(other), "-t", str(IPERF_S), "-O", "1", "-J", "--connect-timeout", "5000")
         for _ in range(20):  # until it listens
             done = subprocess.run(cluster.namespaces.command(one, client), capture_output=True, text=True, timeout=60, check=False)
-            if done.returncode == 0:
-                return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 1e6
+            ended = json.loads(done.stdout)["end"] if done.returncode == 0 else {}
+            if "sum_received" in ended:
+                return float(ended["sum_received"]["bits_per_second"]) / 1e6
             time.sleep(0.1)
         raise ZmqTrainError(f"iperf3 failed: {done.stdout[-500:]}{done.stderr[-500:]}")
     finally:
