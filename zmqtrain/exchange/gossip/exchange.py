@@ -41,7 +41,8 @@ from zmqtrain.wire.payload import Payload, Value
 
 #: Steps from one measurement of the distance between partners to the next: it reads both models once more.
 DISTANCE_EVERY = 10
-#: Of a large bucket so much travels as one message. As a whole it would be averaged when all of it is there, the link idle meanwhile.
+#: Of a large bucket so much travels as one message. As a whole it would be averaged when all of it is there, and the link be idle
+#: meanwhile.
 SLICE_BYTES = 16 << 20
 
 
@@ -79,10 +80,12 @@ class GossipExchange:
         settings: GossipSettings,
         *,
         like: Like | None = None,
+        near: frozenset[PeerId] = frozenset(),
         recorder: Recorder | None = None,
     ) -> None:
         """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups.
-        ``like`` makes what is sent."""
+        ``like`` makes what is sent, for those who are ``near``: who share memory with this one."""
+        self._near = near
         self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
         self._group = group = sums.group
@@ -227,28 +230,38 @@ class GossipExchange:
 
     async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
         """Send the part, receive the partner's, and become the mean: slice by slice, so that one becomes the mean while the next is
-        on its way."""
-        outgoing = await self._outgoing_of(index, part)
-        slices = self._slices(part)
-        copied = [asyncio.Event() for _ in slices]
-        there = self._members.there
+        on its way.
+
+        What is sent must stay as it is until the partner has it. Of a large part each slice waits for that before it becomes the
+        mean; a small one is copied first, and waits for nobody.
+        """
+        there, slices = self._members.there, self._slices(part)
+        outgoing = await self._outgoing_of(index, part) if len(slices) == 1 or partners.to in self._near else None
+        sent = [asyncio.get_running_loop().create_future() for _ in slices]  # None where nothing of the slice itself is lent
 
         async def give() -> None:
             for number, (start, stop) in enumerate(slices):
+                lent = None
                 if there(partners.to, step):
-                    leaving = outgoing.part(start, stop)
-                    await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
-                    copied[number].set()
-                    await self._send(index, partners.to, ("gossip", step, index, number), leaving)
-                else:
-                    copied[number].set()
+                    leaving = part.part(start, stop)
+                    if outgoing is not None:
+                        leaving = outgoing.part(start, stop)
+                        await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
+                        sent[number].set_result(None)
+                    lent = await self._send(index, partners.to, ("gossip", step, index, number), leaving)
+                if outgoing is not None and lent is not None:
+                    self._lent.setdefault(index, []).append(lent)
+                if not sent[number].done():
+                    sent[number].set_result(lent)
 
         async def take() -> None:
             for number, (start, stop) in enumerate(slices):
                 own, others = part.part(start, stop), list[Payload]()
                 tag = ("gossip", step, index, number)
                 await together(*(self._receive(source, tag, others) for source in partners.sources if there(source, step)))
-                await copied[number].wait()
+                lent = await sent[number]
+                if lent is not None:
+                    await lent.wait_released()
                 if not others:
                     continue
                 last = number == len(slices) - 1
@@ -275,9 +288,10 @@ class GossipExchange:
             outgoing = self._outgoing[index] = self._like(part)
         return outgoing
 
-    async def _send(self, index: int, to: PeerId, tag: Tag, outgoing: Payload) -> None:
+    async def _send(self, index: int, to: PeerId, tag: Tag, leaving: Payload) -> Sent | None:
         with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
-            self._lent.setdefault(index, []).append(await self._endpoint.send(to, tag, outgoing, priority=index))
+            return await self._endpoint.send(to, tag, leaving, priority=index)
+        return None
 
     async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
         timeout_s = self._settings.timeout_s
