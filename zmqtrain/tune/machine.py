@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from statistics import fmean
 from typing import Any, Self, TypeAlias
 
 from zmqtrain.tune.space import Space
@@ -15,6 +16,8 @@ from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
 
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
+#: A search that has a time limit makes its probes so short that it can afford so many of them, if that is not too short.
+PROBES = 24
 #: Training that nothing limits is asked for this long: ten years.
 FOREVER_S = 3e8
 
@@ -110,9 +113,16 @@ class Machine(ABC):
 
     def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
         space = self._space
-        seconds = space.probe * self._update_s[space.groups[-1]]
+        seconds = min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
         updates = max(setting.groups, round(times * max(space.probe / 4, seconds / self._update_s[setting.groups])))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
+
+    def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
+        """Whether there is time for these probes: all may take their share of the time limit. ``part``: of that share."""
+        probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
+        around_s = fmean(each.spent_s - each.seconds for each in probes) if probes else 0.0  # starting and ending a run
+        cost_s = sum(each.updates * self._update_s[each.setting.groups] + around_s for each in trials)
+        return self.search_s + cost_s <= part * self._space.share * self._space.limit_s
 
     def _end(self) -> Done | None:
         if self._reached:

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
+from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
+from zmqtrain.tune.climb import next_momentum
 from zmqtrain.tune.machine import Life, Machine, values_of
+from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
 #: How often the learning rate is lowered where nothing trains at all.
@@ -31,13 +35,19 @@ LONGER = 2
 #: once, and that progress is slower shows later.
 LOWER = 0.1
 #: Of settings that are tied, how many are tried for longer.
-MOST_TIED = 3
+MOST_TIED = 2
+#: What the cold start may take of the time that there is for searching.
+COLD = 0.5
 
 Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
 
 
 class Search(Machine):
     """Omnivore's automatic optimizer."""
+
+    def __init__(self, space: Space) -> None:
+        self._total = max(space.momenta)  # of the optimizer and of asynchrony, as far as it is known
+        super().__init__(space)
 
     def _life(self) -> Life:
         space = self._space
@@ -102,6 +112,7 @@ class Search(Machine):
         if best is None:
             return None
         self._decide("learning rate", f"the lowest loss of one group: {best[0]:.4g}", lr=best[1].lr)
+        self._learn(best[1])
         return (yield from self._double(best, saturation))
 
     def _double(self, best: tuple[float, Setting], saturation: int) -> Steps:
@@ -110,26 +121,58 @@ class Search(Machine):
         for more in [each for each in space.groups if groups < each <= saturation]:
             if more < 2 * groups:
                 continue
-            there = yield from self._descend(more, best[1])
-            if there is None or self._worse(there[0], best[0]):
-                fared = "all diverge" if there is None else f"loss {there[0]:.4g} after {best[0]:.4g}"
+            known = best[1]
+            momenta = [each for each in space.momenta if each <= known.momentum]  # more groups never need more
+            found = yield from self._climb(
+                Setting(more, self._near(more), known.lr), momenta, best[0], "groups", "as many groups as still help at first", COLD
+            )
+            lowest = _lowest(found)
+            if lowest is None or self._worse(found[lowest].loss, best[0]):
+                fared = "all diverge" if lowest is None else f"loss {found[lowest].loss:.4g} after {best[0]:.4g}"
                 self._decide("groups", f"at first {more} groups are worse than {groups} in the same time ({fared})", groups=groups)
                 break
-            best, groups = there, more
+            best, groups = (found[lowest].loss, lowest), more
+            self._learn(lowest)
         return best[1]
 
-    def _descend(self, groups: int, known: Setting) -> Generator[Trial, Outcome, tuple[float, Setting] | None]:
-        """More groups never need more momentum, so larger ones than the best so far are left out; from there down, until it gets
-        worse."""
-        best: tuple[float, Setting] | None = None
-        for momentum in sorted((each for each in self._space.momenta if each <= known.momentum), reverse=True):
-            setting = Setting(groups, momentum, known.lr)
-            outcome = yield self._probe(setting, "groups", "as many groups as still help at first; momenta up to the best so far")
-            if not outcome.diverged and (best is None or outcome.loss < best[0]):
-                best = outcome.loss, setting
-            elif best is not None and self._worse(outcome.loss, best[0]):
-                break
-        return best
+    def _climb(
+        self,
+        first: Setting,
+        momenta: Sequence[float],
+        beat: float,
+        phase: str,
+        reason: str,
+        part: float = 1.0,
+        found: Mapping[Setting, Outcome] | None = None,
+    ) -> Generator[Trial, Outcome, dict[Setting, Outcome]]:
+        """Momenta from ``first``'s on, as long as they get better and there is time for more. Where the first is far from the loss
+        to ``beat``, the others are left out. ``found``: what is known of this rate and number of groups."""
+        found = dict(found or {})
+        while True:
+            tried = {setting.momentum: outcome.loss for setting, outcome in found.items()}
+            momentum = next_momentum(momenta, first.momentum, tried)
+            if momentum is None:
+                return found
+            setting = replace(first, momentum=momentum)
+            trial = self._probe(setting, phase, reason)
+            if found and not self._affords(trial, part=part):
+                self._decide(
+                    "time", f"the search has had its share of {self._space.limit_s:g} s: no more {phase}", **values_of(setting)
+                )
+                return found
+            outcome = found[setting] = yield trial
+            if len(found) == 1 and not outcome.diverged and outcome.loss > (1 + LOWER) * beat:
+                return found
+
+    def _enough(self, then: str) -> None:
+        self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
+
+    def _near(self, groups: int) -> float:
+        """The momentum that adds up with the implicit one of so many groups to what was the best so far."""
+        return compensated(self._total, implicit_momentum(groups - 1))
+
+    def _learn(self, setting: Setting) -> None:
+        self._total = setting.momentum + implicit_momentum(setting.groups - 1)
 
     def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
         """Beyond the paper: other groups than so far must be better in the same time than what training has been done with."""
@@ -150,17 +193,22 @@ class Search(Machine):
         rates, lowered = [rate, rate / 10], 0
         more: tuple[Setting, float] | None = None  # the best with twice as many groups, and its loss
         while True:
-            found = yield from self._grid(groups, rates)
+            found = yield from self._grid(groups, rates, math.inf if more is None else more[1])
             fewer = self._space.fewer(groups)
             if more is not None and (found is None or self._worse(found[1], more[1])):
                 fared = "everything diverges" if found is None else f"loss {found[1]:.4g} after {more[1]:.4g}"
                 self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=more[0].groups)
                 return more
-            if found is not None and (found[0].momentum > 0 or fewer is None):
-                if found[0].momentum == 0:
-                    self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                return found
+            if found is not None:
+                self._learn(found[0])
+                if found[0].momentum > 0 or fewer is None:
+                    if found[0].momentum == 0:
+                        self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
+                    return found
             if fewer is not None:
+                if found is not None and not self._affords(self._probe(replace(found[0], groups=fewer), "grid", "")):
+                    self._enough(f"{groups} groups it is")
+                    return found
                 why = "every setting diverges" if found is None else "the best momentum is 0: asynchrony brings too much of its own"
                 self._decide("groups", f"{why}; half of {groups}", groups=fewer)
                 groups, more = fewer, found
@@ -171,54 +219,52 @@ class Search(Machine):
             else:
                 return None
 
-    def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
-        """All momenta, with the first rate; with lower ones where that gets nowhere; then finer momenta where 0 wins. None where
-        everything diverges."""
+    def _grid(self, groups: int, rates: Sequence[float], beat: float) -> Generator[Trial, Outcome, tuple[Setting, float] | None]:
+        """The momenta around the one that compensates, with the first rate; with lower ones where that gets nowhere; then finer
+        momenta where 0 wins. None where everything diverges. ``beat``: the loss of more groups."""
+        space = self._space
         found: dict[Setting, Outcome] = {}
-        reason = "momentum and learning rate at a fixed number of groups"
+        near = self._near(groups)
         for rate in rates:
             before = _lowest(found)
-            if before is not None and not self._stuck(found[before]):
-                break
-            # The best momentum of another rate comes first. Where the new rate is worse with it, the others need not be tried.
-            momenta = self._space.momenta if before is None else sorted(self._space.momenta, key=lambda m: m != before.momentum)
-            for momentum in momenta:
-                setting = Setting(groups, momentum, rate)
-                found[setting] = yield self._probe(setting, "grid", reason)
-                if before is None or momentum != before.momentum:
-                    continue
-                if found[setting].loss > (1 - LOWER) * found[before].loss:
-                    del found[setting]
+            if before is not None:
+                if not self._stuck(found[before]):
                     break
-        longer: dict[Setting, Outcome] = {}
-        best = yield from self._best(found, longer)
-        if best is not None and best.momentum == 0 and groups > self._space.groups[0]:
-            for momentum in self._space.fine:
-                setting = Setting(groups, momentum, best.lr)
-                found[setting] = yield self._probe(setting, "fine grid", "small ones, before 0 counts as the best")
-            best = yield from self._best(found, longer)
+                near, beat = before.momentum, (1 - LOWER) / (1 + LOWER) * found[before].loss
+            new = yield from self._climb(
+                Setting(groups, near, rate), space.momenta, beat, "grid", "momentum and learning rate at a fixed number of groups"
+            )
+            best = _lowest(new)
+            if before is None or (best is not None and new[best].loss <= (1 - LOWER) * found[before].loss):
+                found |= new
+        best = _lowest(found)
+        if best is not None and best.momentum == 0 and groups > space.groups[0]:
+            known = {setting: outcome for setting, outcome in found.items() if setting.lr == best.lr}
+            momenta, reason = (*space.momenta, *space.fine), "small ones, before 0 counts as the best"
+            found |= yield from self._climb(best, momenta, math.inf, "fine grid", reason, found=known)
+        best = _lowest(found)
         if best is None:
             return None
         loss = found[best].loss
-        self._decide("setting", f"the lowest loss of {len(found)}: {longer.get(best, found[best]).loss:.4g}", **values_of(best))
-        return best, loss
+        if not self._worse(loss, beat):  # otherwise more groups are better anyway
+            best = yield from self._best(found)
+        self._decide("setting", f"the lowest loss of {len(found)}: {found[best].loss:.4g}", **values_of(best))
+        return best, found[best].loss
 
-    def _best(self, found: dict[Setting, Outcome], longer: dict[Setting, Outcome]) -> Steps:
-        """The lowest loss; those that can hardly be told apart are tried again for longer (``longer``: those that were)."""
-        lowest = _lowest(found)
-        if lowest is None:
-            return None
-        tied = [each for each, outcome in found.items() if not outcome.diverged and self._tied(outcome, found[lowest])]
-        if len(tied) == 1:
+    def _best(self, found: dict[Setting, Outcome]) -> Generator[Trial, Outcome, Setting]:
+        """The lowest loss; those that can hardly be told apart are tried again for longer, if there is time."""
+        sound = sorted((setting for setting, outcome in found.items() if not outcome.diverged), key=lambda each: found[each].loss)
+        lowest = sound[0]
+        tied = [each for each in sound if self._tied(found[each], found[lowest])][:MOST_TIED]
+        trials = [self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER) for setting in tied]
+        if len(tied) == 1 or not self._affords(*trials):
             return lowest
-        tried = sorted(tied, key=lambda each: found[each].loss)[:MOST_TIED]
-        if not all(each in longer for each in tried):
-            why = f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials"
-            self._decide("tie", why, tied=len(tied))
-        for setting in tried:
-            if setting not in longer:
-                longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
-        return _lowest({setting: longer[setting] for setting in tried}) or lowest
+        why = f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials"
+        self._decide("tie", why, tied=len(tied))
+        longer: dict[Setting, Outcome] = {}
+        for setting in tied:
+            longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
+        return _lowest(longer) or lowest
 
     def _stuck(self, best: Outcome) -> bool:
         """Whether a learning rate is too high: the loss rises with it, or has stood still in the last training.
