@@ -22,7 +22,7 @@ from zmqtrain.train.task import load_task
 
 HERE = Path(__file__).parent
 #: The loss to reach.
-TARGETS = {"lenet": 0.06, "cifarnet": 1.55, "lstm": 2.0}
+TARGETS = {"lenet": 0.06, "cifarnet": 1.55, "lstm": 1.95}
 #: Learning rates to choose from.
 RATES = {"lenet": [0.001, 0.003, 0.01, 0.03], "cifarnet": [0.001, 0.003, 0.01], "lstm": [0.03, 0.1, 0.3, 1.0]}
 BATCH = 32
@@ -54,7 +54,7 @@ trace_steps = 0
 [tune]
 target_loss = {target}
 smooth = 100
-probe = 20
+probe = 28
 cold = 100
 period = 6000
 beyond = 1.25

@@ -18,7 +18,7 @@ def next_momentum(momenta: Sequence[float], near: float, tried: Mapping[float, f
     best = min((each for each in choices if each in tried), key=lambda each: (tried[each], each))
     sound = math.isfinite(tried[best])
     at = choices.index(best)
-    for way in (1, -1) if near > first else (-1, 1):
+    for way in (1, -1) if near >= first else (-1, 1):
         if 0 <= at + way < len(choices) and choices[at + way] not in tried and (way < 0 or sound):
             return choices[at + way]
     return None

@@ -17,7 +17,7 @@ from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
 #: A search that has a time limit makes its probes so short that it can afford so many of them, if that is not too short.
-PROBES = 24
+PROBES = 18
 #: Training that nothing limits is asked for this long: ten years.
 FOREVER_S = 3e8
 
@@ -34,6 +34,7 @@ class Machine(ABC):
         self.trials: list[tuple[Trial, Outcome]] = []
         """All so far, in order."""
         self._decisions: list[Decision] = []
+        self._lengths: dict[int, float] = {}  # of probes since the last training, in updates
         self._first: dict[int | None, float] = {}  # where trials begin -> loss there
         self.search_s = 0.0
         """Time that went into probes, with starting and ending them."""
@@ -114,7 +115,10 @@ class Machine(ABC):
     def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
         space = self._space
         seconds = min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
-        updates = max(setting.groups, round(times * max(space.probe / 4, seconds / self._update_s[setting.groups])))
+        groups = setting.groups
+        # As long as the ones before, which it will be compared with: what was measured since is not what matters.
+        length = self._lengths.setdefault(groups, max(space.probe / 4, seconds / self._update_s[groups]))
+        updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
 
     def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
@@ -156,6 +160,7 @@ class Machine(ABC):
         """Go on from where training stands."""
         trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
         self._setting = setting
+        self._lengths.clear()
         outcome = yield trial
         self._reached, self._finished = outcome.reached is not None, outcome.finished
         if outcome.diverged:
