@@ -228,6 +228,24 @@ def test_less_momentum_than_makes_up_for_asynchrony_must_be_clearly_better(falle
     assert chose.values["momentum"] == chosen
 
 
+def test_a_model_that_has_not_begun_to_learn_is_trained_until_trials_tell_something() -> None:
+    class Plateau(Landscape):
+        """Nothing happens in the first three trainings."""
+
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            outcome = super().run(trial, target)
+            if trial.number and self.state[trial.start] < 1.5:
+                return outcome
+            return replace(outcome, loss=outcome.first * (1 + trial.setting.lr))
+
+    search, done = solve(SPACE, Plateau(UPDATE_S, diverges_from=0.02), target=0.01)
+    cold = [trial for trial, _ in search.trials if trial.phase == "cold start"]
+    assert len(cold) > 1
+    assert [trial.start for trial in cold[1:]] == [trial.number for trial in cold[:-1]]
+    assert {trial.setting.lr for trial in cold} == {0.01}  # the highest that is as good as the others
+    assert done.reached
+
+
 def test_fewer_groups_are_the_answer_to_a_loss_that_rises() -> None:
     """And momenta need not be tried with so many."""
 

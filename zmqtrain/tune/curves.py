@@ -61,7 +61,7 @@ class EveryNumberOfGroups(Machine):
                 setting = Setting(space.groups[0], max(space.momenta), rate)
                 outcome = yield self._probe(setting, "learning rate", "the best of a sweep")
                 found[rate] = outcome.loss
-            lr = min(found, key=lambda rate: found[rate])
+            lr = self._best_rate(found)
         soonest = math.inf
         for groups in reversed(space.groups):
             near = compensated(max(space.momenta), implicit_momentum(groups - 1))

@@ -128,6 +128,11 @@ class Machine(ABC):
         cost_s = sum(each.updates * self._update_s[each.setting.groups] + around_s for each in trials)
         return self.search_s + cost_s <= part * self._space.share * self._space.limit_s
 
+    def _best_rate(self, losses: Mapping[float, float]) -> float:
+        """Of learning rates that are as good as the best the highest: a model that has not begun to learn shows no difference."""
+        lowest = min(losses.values())
+        return max(rate for rate, loss in losses.items() if loss <= lowest + self._space.worse * abs(lowest))
+
     def _end(self) -> Done | None:
         if self._reached:
             return Done(self._setting, "the target is reached", reached=True)

@@ -29,6 +29,10 @@ from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
 #: How often the learning rate is lowered where nothing trains at all.
 MOST_LOWERED = 3
+#: How often the first training goes on while the loss has hardly fallen.
+MOST_COLD = 8
+#: Of all time, after how much it does not.
+COLDEST = 0.2
 #: By what a tie's probes are longer.
 LONGER = 2
 #: By what a lower learning rate must be better in a short trial. It always looks good there: the noise of the steps falls at
@@ -55,6 +59,8 @@ class Found:
     loss: float
     rises: bool
     """It has only made things worse."""
+    expected: bool
+    """Its momentum is the one that makes up for asynchrony."""
     grid: Grid
     """All that was tried."""
 
@@ -77,9 +83,16 @@ class Search(Machine):
         if cold is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
         if space.cold:
-            yield from self._train(cold, space.cold, "cold start", "the model leaves its first, steep part before many groups help")
-            if (end := self._end()) is not None:
-                return end
+            for _ in range(MOST_COLD):
+                yield from self._train(
+                    cold, space.cold, "cold start", "the model leaves its first, steep part before many groups help"
+                )
+                if (end := self._end()) is not None:
+                    return end
+                fallen = self._diverged or self._first[self._start] <= (1 - LOWER) * self._first[None]
+                if fallen or self.train_s > COLDEST * space.limit_s:
+                    break
+                self._decide("cold start", "the loss has hardly fallen yet, so trials would tell nothing: as long again")
         groups, rate = saturation, cold.lr
         if groups > cold.groups:
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
@@ -119,8 +132,8 @@ class Search(Machine):
                 if outcome.diverged or (best is not None and self._worse(outcome.loss, best[0])):
                     self._decide("learning rate", f"{rate:g} {_fares(outcome)}: higher ones would be worse still", lr=rate)
                     break
-                if best is None or outcome.loss < best[0]:
-                    best = outcome.loss, Setting(one, momentum, rate)
+                # Of rates that are as good the highest: a model that has not begun to learn shows none.
+                best = min(outcome.loss, math.inf if best is None else best[0]), Setting(one, momentum, rate)
             if best is not None:
                 break
             rates = [rates[0] / 10]
@@ -172,14 +185,15 @@ class Search(Machine):
 
     def _score(self, setting: Setting, outcome: Outcome) -> float:
         """The loss by which momenta are compared. That of less momentum than makes up for asynchrony is taken to have fallen less
-        than it has, and one that has risen is as bad as any."""
+        than it has, others must be better by half their noise, and one that has risen is as bad as any."""
         start = self._first.get(self._start)
         if start is None or outcome.diverged:
             return outcome.loss
         if self._rises(outcome):
             return math.inf
         less = setting.momentum < self._near(setting.groups)
-        return start - (start - outcome.loss) / LESS if less and outcome.loss < start else outcome.loss
+        loss = start - (start - outcome.loss) / LESS if less and outcome.loss < start else outcome.loss
+        return loss if setting.momentum == self._near(setting.groups) else loss + outcome.noise / 2
 
     def _lowest(self, found: Mapping[Setting, Outcome]) -> Setting | None:
         sound = [setting for setting, outcome in found.items() if not outcome.diverged]
@@ -220,7 +234,7 @@ class Search(Machine):
                 return (yield from self._settle(more))
             if found is not None:
                 momentum = found.setting.momentum
-                if momentum != self._near(groups):
+                if not found.expected:
                     self._total = momentum + implicit_momentum(groups - 1)
                 if fewer is None or (momentum > 0 and not found.rises):
                     if momentum == 0:
@@ -268,14 +282,15 @@ class Search(Machine):
         if best is None:
             return None
         self._decide("setting", f"the best of {len(found)}, with a loss of {found[best].loss:.4g}", **values_of(best))
-        return Found(best, found[best].loss, self._rises(found[best]), found)
+        return Found(best, found[best].loss, self._rises(found[best]), best.momentum == near, found)
 
     def _settle(self, found: Found) -> Generator[Trial, Outcome, Found]:
-        """Settings that can hardly be told apart from the one that was found are tried again for longer, if there is time."""
+        """Settings that can hardly be told apart from the one that was found are tried again for longer, if there is time. The
+        momentum that makes up for asynchrony needs no such proof."""
         scores = {each: self._score(each, outcome) for each, outcome in found.grid.items()}
         tied = [each for each in sorted(scores, key=lambda each: scores[each]) if self._tied(found, each, scores)][:MOST_TIED]
         trials = [self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER) for setting in tied]
-        if len(tied) < 2 or not self._affords(*trials):
+        if len(tied) < 2 or found.expected or not self._affords(*trials):
             return found
         self._decide(
             "tie", f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials", tied=len(tied)
