@@ -93,6 +93,7 @@ class Search(Machine):
                 if fallen or self.train_s > COLDEST * space.limit_s:
                     break
                 self._decide("cold start", "the loss has hardly fallen yet, so trials would tell nothing: as long again")
+        self._stalled = False  # it has only just begun, and its learning rate is the best of a sweep
         groups, rate = saturation, cold.lr
         if groups > cold.groups:
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
