@@ -23,7 +23,7 @@ from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 MOMENTUM = 0.9
 TARGETS = {"lenet": 0.35, "cifarnet": 1.9, "lstm": 2.6}
-UPDATES = 600
+UPDATES = 1500
 
 
 def shown(outcome: Outcome) -> str:

@@ -40,6 +40,16 @@ def test_fixed_groups_take_the_best_learning_rate() -> None:
     assert solve(hopeless, Landscape(UPDATE_S)).reason == "every learning rate diverges"
 
 
+def test_of_learning_rates_that_are_as_good_the_highest_is_taken() -> None:
+    class Flat(Landscape):
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            return replace(super().run(trial, target), loss=2.30 + trial.setting.lr / 10 if trial.setting.lr < 0.05 else 9.0)
+
+    machine = Fixed(LIMITED, 1)
+    solve(machine, Flat(UPDATE_S), target=None)
+    assert machine.trials[-1][0].setting.lr == 0.01
+
+
 def test_the_rule_of_thumb_drops_the_rate_twice_and_searches_nothing() -> None:
     machine = RuleOfThumb(LIMITED)
     done = solve(machine, Landscape(UPDATE_S), target=None)

@@ -41,13 +41,13 @@ class Fixed(Machine):
         return end
 
     def _sweep(self) -> Generator[Trial, Outcome, Setting | None]:
-        found: dict[Setting, float] = {}
+        found: dict[float, float] = {}
         for rate in sorted(self._space.rates):
             setting = Setting(self._groups, MOMENTUM, rate)
             outcome = yield self._probe(setting, "learning rate", "all learning rates, with all else fixed")
-            found[setting] = outcome.loss
-        best = min(found, key=lambda setting: found[setting])
-        return best if math.isfinite(found[best]) else None
+            found[rate] = outcome.loss
+        best = self._best_rate(found)
+        return Setting(self._groups, MOMENTUM, best) if math.isfinite(found[best]) else None
 
 
 class RuleOfThumb(Machine):

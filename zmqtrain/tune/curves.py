@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zmqtrain.tune.machine import Life, Machine
+from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.tune.climb import next_momentum
+from zmqtrain.tune.machine import FOREVER_S, Life, Machine
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -42,7 +44,8 @@ class Point:
 class EveryNumberOfGroups(Machine):
     """Trains to the target with each number of groups and each momentum, at one learning rate: the best with one group.
 
-    Momenta from high to low, until one is worse than the one before. Whatever takes much longer than the best so far is ended."""
+    Momenta from the one that makes up for asynchrony on, as long as they get better. Whatever takes much longer
+    than the best so far is ended."""
 
     def __init__(self, space: Space, most_updates: int, lr: float | None = None, beyond: float = 4.0) -> None:
         """``most_updates``: after which a run has not reached the target. ``lr``: instead of the sweep. ``beyond``: how many times
@@ -58,20 +61,18 @@ class EveryNumberOfGroups(Machine):
                 setting = Setting(space.groups[0], max(space.momenta), rate)
                 outcome = yield self._probe(setting, "learning rate", "the best of a sweep")
                 found[rate] = outcome.loss
-            lr = min(found, key=lambda rate: found[rate])
+            lr = self._best_rate(found)
         soonest = math.inf
         for groups in reversed(space.groups):
-            best: tuple[float, float] | None = None
-            for momentum in sorted(space.momenta, reverse=True):
+            near = compensated(max(space.momenta), implicit_momentum(groups - 1))
+            tried: dict[float, float] = {}
+            while (momentum := next_momentum(space.momenta, near, tried)) is not None:
                 updates = math.ceil(min(self._beyond * soonest / self._update_s[groups], self._most))
                 setting = Setting(groups, momentum, lr)
                 reason = "from the beginning to the target"
                 outcome = yield Trial(len(self.trials), setting, updates, "train", "curve", reason, None, self._give_up_above())
-                result = math.inf if outcome.reached is None else outcome.reached, outcome.loss
-                soonest = min(soonest, result[0])
-                if best is not None and result > best and math.isfinite(best[1]):
-                    break
-                best = result if best is None else min(best, result)
+                soonest = min(soonest, math.inf if outcome.reached is None else outcome.reached)
+                tried[momentum] = FOREVER_S + outcome.loss if outcome.reached is None else outcome.reached
         return Done(None, "all numbers of groups were tried")
 
     def points(self) -> tuple[Point, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from statistics import fmean
 from typing import Any, Self, TypeAlias
 
 from zmqtrain.tune.space import Space
@@ -15,6 +16,8 @@ from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
 
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
+#: A search that has a time limit makes its probes so short that it can afford so many of them, if that is not too short.
+PROBES = 18
 #: Training that nothing limits is asked for this long: ten years.
 FOREVER_S = 3e8
 
@@ -31,6 +34,7 @@ class Machine(ABC):
         self.trials: list[tuple[Trial, Outcome]] = []
         """All so far, in order."""
         self._decisions: list[Decision] = []
+        self._lengths: dict[int, float] = {}  # of probes since the last training, in updates
         self._first: dict[int | None, float] = {}  # where trials begin -> loss there
         self.search_s = 0.0
         """Time that went into probes, with starting and ending them."""
@@ -110,9 +114,24 @@ class Machine(ABC):
 
     def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
         space = self._space
-        seconds = space.probe * self._update_s[space.groups[-1]]
-        updates = max(setting.groups, round(times * max(space.probe / 4, seconds / self._update_s[setting.groups])))
+        seconds = min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
+        groups = setting.groups
+        # As long as the ones before, which it will be compared with: what was measured since is not what matters.
+        length = self._lengths.setdefault(groups, max(space.probe / 4, seconds / self._update_s[groups]))
+        updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
+
+    def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
+        """Whether there is time for these probes: all may take their share of the time limit. ``part``: of that share."""
+        probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
+        around_s = fmean(each.spent_s - each.seconds for each in probes) if probes else 0.0  # starting and ending a run
+        cost_s = sum(each.updates * self._update_s[each.setting.groups] + around_s for each in trials)
+        return self.search_s + cost_s <= part * self._space.share * self._space.limit_s
+
+    def _best_rate(self, losses: Mapping[float, float]) -> float:
+        """Of learning rates that are as good as the best the highest: a model that has not begun to learn shows no difference."""
+        lowest = min(losses.values())
+        return max(rate for rate, loss in losses.items() if loss <= lowest + self._space.worse * abs(lowest))
 
     def _end(self) -> Done | None:
         if self._reached:
@@ -146,6 +165,7 @@ class Machine(ABC):
         """Go on from where training stands."""
         trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
         self._setting = setting
+        self._lengths.clear()
         outcome = yield trial
         self._reached, self._finished = outcome.reached is not None, outcome.finished
         if outcome.diverged:

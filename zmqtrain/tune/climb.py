@@ -1,0 +1,24 @@
+"""Which momentum to try next: from a likely one on, as long as neighbours are better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+def next_momentum(momenta: Sequence[float], near: float, tried: Mapping[float, float]) -> float | None:
+    """The one nearest to ``near`` first, then neighbours of the best, on ``near``'s side first; none where both are worse.
+
+    ``tried``: the loss of each so far, infinite where it diverged. Then only smaller ones are worth a trial."""
+    choices = sorted(momenta)
+    # Of two that are as near the lower one is the safer.
+    first = min(choices, key=lambda each: (round(abs(each - near), 9), each))
+    if first not in tried:
+        return first
+    best = min((each for each in choices if each in tried), key=lambda each: (tried[each], each))
+    sound = math.isfinite(tried[best])
+    at = choices.index(best)
+    for way in (1, -1) if near >= first else (-1, 1):
+        if 0 <= at + way < len(choices) and choices[at + way] not in tried and (way < 0 or sound):
+            return choices[at + way]
+    return None
