@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class SimulatedRuns:
             faults=(), data_path=self.data_path, checkpoints=checkpoints, on_report=hear, on_begin=lambda stop: halt.append(stop)
         )
         result = simulate(resolved(topology, topology.job.seed), options=options)
+        gc.collect()  # models and data of all workers, which are in cycles: nothing else would make Python look for them
         error = result.ending.error or {}
         _require_sound(result.ending.status, error, hearing)
         return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
