@@ -49,3 +49,21 @@ async def scenario(sizes: list[int], chance: object, tags: int, outbox_bytes: in
         await a.close()
         await b.close()
     assert got == by_tag
+
+
+async def test_a_grant_of_credit_that_is_lost_with_the_connection_comes_again() -> None:
+    """Everything was acknowledged before, so the sender has nothing to ask by."""
+    settings = NetSettings(window_bytes=WINDOW, chunk_bytes=256, inflight_bytes=4096)
+    network = MemoryNetwork()
+    a, b = network.endpoint("a", settings), network.endpoint("b", settings)
+    a.add_peer("b", b.address)
+    b.add_peer("a", a.address)
+    async with asyncio.timeout(5.0):
+        first = await a.send("b", ("first",), TensorPayload.of(np.zeros(WINDOW, np.uint8)))
+        await first.wait_released()
+        await a.send("b", ("second",), TensorPayload.of(np.ones(WINDOW, np.uint8)))  # has no credit
+        await b.receive("a", ("first",))
+        network.drop_link("a", "b")
+        assert (await b.receive("a", ("second",))).nbytes == WINDOW
+        await a.close()
+        await b.close()

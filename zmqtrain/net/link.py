@@ -128,6 +128,8 @@ class Link:
         self._hello_at = now
         self._hello_pause = self.settings.hello_s
         self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
+        # The last word about credit may have been lost with the connection before, and a peer without any has nothing to ask by.
+        self.ack_due = self.ack_urgent = self.state is State.OPEN
 
     def link_down(self, now: float) -> None:
         if self.up:
