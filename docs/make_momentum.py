@@ -23,7 +23,6 @@ from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 MOMENTUM = 0.9
 TARGETS = {"lenet": 0.35, "cifarnet": 1.9, "lstm": 2.6}
-UPDATES = 1500
 
 
 def shown(outcome: Outcome) -> str:
@@ -33,12 +32,12 @@ def shown(outcome: Outcome) -> str:
     return f"never ({outcome.loss:.2f})" if outcome.reached_updates is None else str(outcome.reached_updates)
 
 
-def ratio(kept: Outcome, lowered: Outcome) -> str:
+def ratio(kept: Outcome, lowered: Outcome, updates: int) -> str:
     """How many times as many updates it took with the momentum kept."""
     if lowered.reached_updates is None:
         return "-"
     if kept.reached_updates is None:
-        return f"over {UPDATES / lowered.reached_updates:.1f}"
+        return f"over {updates / lowered.reached_updates:.1f}"
     return f"{kept.reached_updates / lowered.reached_updates:.2f}"
 
 
@@ -49,6 +48,7 @@ def main() -> int:
     parser.add_argument("--data", required=True)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.01])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--updates", type=int, default=1500)
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = given.folder.resolve()
@@ -65,12 +65,14 @@ def main() -> int:
                     runs = SimulatedRuns(job, Folders(folder / "runs" / given.name), given.data)
                     number += 1
                     setting = Setting(groups, momentum, rate)
-                    found.append(runs.run(Trial(number, setting, UPDATES, "train", "momentum", "kept or compensated", None, 20.0)))
+                    found.append(
+                        runs.run(Trial(number, setting, given.updates, "train", "momentum", "kept or compensated", None, 20.0))
+                    )
                 kept, lowered = found
                 staleness = "-" if lowered.staleness is None else f"{lowered.staleness:.2f}"
                 print(
                     f"| {given.name} | {groups} | {rate:g} | {seed} | {shown(kept)} | {shown(lowered)} (own: {own:.3g}) "
-                    f"| {ratio(kept, lowered)} | {staleness} |",
+                    f"| {ratio(kept, lowered, given.updates)} | {staleness} |",
                     flush=True,
                 )
     return 0
