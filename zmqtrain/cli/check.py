@@ -11,14 +11,16 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from zmqtrain.cli.check_file import Finding, data_path, look_at_file
+from zmqtrain.cli.check_file import Finding, look_at_file
 from zmqtrain.cli.check_hosts import findings_of
 from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.errors import EngineError, TopologyError, UsageError
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.look import Look, look_at_hosts
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 
 FAULTY = 2
@@ -56,26 +58,24 @@ def run_check(
 
 def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> Look | None:
     """A look at the hosts, where there is anything to see. Adds what is wrong with looking itself."""
-    from zmqtrain.launcher.emulate import Emulation
-    from zmqtrain.net.loop import Dilation, run
+    from zmqtrain.net.loop import run
 
-    emulation = None
     try:
-        if emulate:
-            emulation = Emulation(dilation=Dilation.beginning_now(topology.network.dilation))
-            emulation.check(topology)
-        elif not isinstance(engine := make_engine(topology.engine.kind), RemoteEngine):
-            return None
-        elif isinstance(engine, GatheringEngine):
-            findings.append(Finding("hosts", True, "they are looked at when they come, at the launch"))
-            return None
-        found = data_path(topology, data)
+        emulation = emulation_of(topology, emulate, None, None)
+        if emulation is None:
+            engine = make_engine(topology.engine.kind)
+            if not isinstance(engine, RemoteEngine):
+                return None
+            if isinstance(engine, GatheringEngine):
+                findings.append(Finding("hosts", True, "they are looked at when they come, at the launch"))
+                return None
+        path = data_path_of(data, topology)
         work = look_at_hosts(
             topology,
             emulation,
             token=secrets.token_hex(16),
             packages=PACKAGES,
-            paths=(found[1],) if found is not None and Path(found[1]).is_absolute() else (),
+            paths=(path,) if path is not None and Path(path).is_absolute() else (),
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
         return run(work, dilation=None if emulation is None else emulation.dilation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
 from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
+from zmqtrain.train.data_path import said_data_path
 from zmqtrain.train.device.profile import Profile
 
 #: Ports that a process listens at: one for each lane.
@@ -49,12 +49,6 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     return placement, findings
 
 
-def data_path(topology: Topology, given: str | None) -> tuple[str, str] | None:
-    """Who says where the data is, and where: an argument goes before the environment, and that before the file."""
-    sources = (("--data", given), ("ZMQTRAIN_DATA", os.environ.get("ZMQTRAIN_DATA")), ("[data] path", topology.data.path))
-    return next(((source, path) for source, path in sources if path), None)
-
-
 def _slots(topology: Topology, placement: Placement) -> Finding:
     slots = sum(host.slots for host in topology.hosts)
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
@@ -76,7 +70,7 @@ def _task(topology: Topology) -> Finding:
 
 
 def _data(topology: Topology, given: str | None) -> Iterator[Finding]:
-    found = data_path(topology, given)
+    found = said_data_path(given, topology)
     if found is None:
         return
     source, path = found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from ipaddress import ip_address
 from typing import Any
 
 from zmqtrain.cli.check_file import Finding
 from zmqtrain.launcher.look import HostLook, Look, WayLook
+from zmqtrain.launcher.ssh.inspection import public_version
+from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.units import format_rate, format_size
@@ -90,8 +91,8 @@ def _slow(way: WayLook, rate: float, usual: float) -> Finding:
 def _versions(host: HostLook, ours: Mapping[str, str | None]) -> Iterator[Finding]:
     for package, there in host.facts["packages"].items():
         here = ours.get(package)
-        if here is not None and there is not None and _public(there) != _public(here):
-            wanted = f"pip install {package}=={_public(here)}"
+        if here is not None and there is not None and public_version(there) != public_version(here):
+            wanted = f"pip install {package}=={public_version(here)}"
             yield Finding("versions", True, f"{package} {there}, and {here} here", f"where odd things happen: {wanted}", host.name)
 
 
@@ -100,7 +101,7 @@ def _names(topology: Topology, host: HostLook) -> Iterator[Finding]:
     for address, means in host.facts["names"].items():
         if not means:
             yield Finding("names", False, f"does not know {address}", "mend address in [[hosts]], or its name server", host.name)
-        elif address != own and means[0] != address and _is_loopback(means[0]):
+        elif address != own and means[0] != address and is_loopback(means[0]):
             what = f"{address} means {means[0]} there, the host itself"
             yield Finding("names", False, what, "mend its /etc/hosts, or give an IP address in [[hosts]]", host.name)
 
@@ -166,17 +167,6 @@ def _summary(look: Look) -> Iterator[Finding]:
 
 
 # In words ----------------------------------------------------------------------------------------------------------------------
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def _rate(rate: float) -> str:

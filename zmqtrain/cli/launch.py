@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from json import dumps
@@ -24,6 +23,7 @@ from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.data_path import data_path_of
 
 
 def run_launch(
@@ -84,16 +84,17 @@ def run_launch(
             run_dir=run_dir,
             json_lines=json_lines,
         )
+    said = data_path_of(data, topology)
+    data_path = _absolute(said, here=topology.engine.kind == "local" or emulate)
     if topology.compute.auto_groups:
         from zmqtrain.cli.tune_launch import launch_tuned
 
         if script or detach:
             raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
-        data_path = _data(data, topology.data.path, here=topology.engine.kind == "local" or emulate)
         if go_on and run_dir is not None and (run_dir / "topology.toml").exists():
             resume = str(run_dir)
         return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
-    topology = decided(topology, file.resolve().parent, _data(data, topology.data.path, here=True))
+    topology = decided(topology, file.resolve().parent, _absolute(said, here=True))
     if own_engine is None and not emulate:
         own_engine = make_engine(topology.engine.kind)
     placement = place_before(topology) if isinstance(own_engine, GatheringEngine) else place(topology)
@@ -113,7 +114,7 @@ def run_launch(
         topology,
         placement,
         folder=str(file.resolve().parent),
-        data_path=_data(data, topology.data.path, here=topology.engine.kind == "local" or emulate),
+        data_path=data_path,
         resume=None if resume_from is None else str(resume_from),
         script=tuple(script),
     )
@@ -150,10 +151,9 @@ def _has_joined(path: Path, before: int) -> bool:
         return any(b'"running"' in line for line in events)
 
 
-def _data(option: str | None, file: str | None, *, here: bool) -> str | None:
-    """An argument goes before the environment, the environment before the file. Whether it exists is for the task to say, since
-    on other hosts it may. ``here``: all hosts are this machine; elsewhere a relative path begins at each host's own folder."""
-    path = option or os.environ.get("ZMQTRAIN_DATA") or file
+def _absolute(path: str | None, *, here: bool) -> str | None:
+    """A path of data as hosts are told it. Whether it exists is for the task to say, since on other hosts it may. ``here``: all
+    hosts are this machine; elsewhere a relative path begins at each host's own folder."""
     if path is None:
         return None
     return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())

@@ -12,14 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.profile_tables import print_links, print_profile, rows
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.data_path import data_path_of
 
 if TYPE_CHECKING:
-    from zmqtrain.launcher.emulate import Emulation
     from zmqtrain.train.device.profile import Profile
 
 
@@ -104,7 +105,7 @@ def _measured(
     where = device_named(wanted)
     if where.type == "cpu" and compute.keep_memory:
         keep_memory()
-    path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    path = data_path_of(data, topology)
     task = load_task(job.task, job.args, path, folders=(".", *job.python_path))
     bench = ModelBench(task, where, precision=compute.precision, channels_last=compute.channels_last, seed=job.seed)
     given = target.endswith(".toml")
@@ -131,7 +132,7 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
 
     if not target.endswith(".toml"):
         raise UsageError("--links measures between the hosts of a topology file: give one instead of a task")
-    emulation = _emulation(topology, shaping) if emulate else None
+    emulation = emulation_of(topology, emulate, shaping, None)
     profile = Profile.load(out) if out is not None and out.is_file() else None
     work = measure_links(
         topology, emulation, token=secrets.token_hex(16), say=lambda text: print(text, file=sys.stderr, flush=True)
@@ -148,18 +149,6 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
     else:
         print_links(found, None if out is None else str(out))
     return 0
-
-
-def _emulation(topology: Topology, shaping: str | None) -> Emulation:
-    from zmqtrain.launcher.emulate import KINDS, Emulation
-    from zmqtrain.net.loop import Dilation
-
-    kind = next((known for known in KINDS if known == (shaping or "auto")), None)
-    if kind is None:
-        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
-    emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
-    emulation.check(topology)
-    return emulation
 
 
 def _with_links_of(profile: Profile, out: Path) -> Profile:

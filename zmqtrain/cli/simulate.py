@@ -24,6 +24,7 @@ from zmqtrain.simulate.run import Options, resolved, simulate, trains
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 
 SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
@@ -74,7 +75,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
     write_pid(directory)
-    data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    data_path = data_path_of(data, topology)
     description = RunDescription(topology, placement, os.getcwd(), data_path)
     groups = {role.peer: role.group for role in placement.workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)

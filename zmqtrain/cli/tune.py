@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from zmqtrain.plan.setup import source_of
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.data_path import data_path_of
 from zmqtrain.tune.baselines import StrategyName, strategies
 from zmqtrain.tune.curves import EveryNumberOfGroups, penalties
 from zmqtrain.tune.job import space_of
@@ -70,7 +70,7 @@ def run_tune(
     find_task(topology.job.task, (".", *topology.job.python_path))
     place(regrouped(topology, 1))
     emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
-    data_path = data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    data_path = data_path_of(data, topology)
     # Where everything is modelled the planner knows all times.
     measured = not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None
     space = searched(topology, data_path, measured=measured)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgpack
 
@@ -190,42 +191,67 @@ def _died() -> HostLostError:
 def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
     """Fork for every request until the other side closes; then kill what is left."""
     children: dict[int, int] = {}  # pid -> number of the request
+
+    def become(message: bytes, files: list[int]) -> NoReturn:
+        _become(msgpack.unpackb(message)[1], files[0], files[1], entry)
+
+    def forked(message: bytes, pid: int) -> None:
+        number = children[pid] = msgpack.unpackb(message)[0]
+        channel.send(msgpack.packb([number, pid, None]))
+
+    def ended(pid: int, status: int) -> None:
+        channel.send(msgpack.packb([children.pop(pid), pid, os.waitstatus_to_exitcode(status)]))
+
+    channel.send(msgpack.packb([_READY, os.getpid(), None]))
+    fork_for_messages(channel, become, files=2, forked=forked, ended=ended)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def fork_for_messages(
+    channel: socket.socket,
+    become: Callable[[bytes, list[int]], NoReturn],
+    *,
+    files: int,
+    forked: Callable[[bytes, int], None],
+    ended: Callable[[int, int], None],
+) -> None:
+    """Fork for every message until the other side closes.
+
+    ``become(message, files)`` is the child's life; so many files come with a message, and are the child's alone. Here
+    ``forked(message, pid)`` is told of each child, and ``ended(pid, status)`` of its end.
+    """
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only its wake-up matters
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    channel.send(msgpack.packb([_READY, os.getpid(), None]))
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         selector.register(wake_read, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is channel:
-                    data, files, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, 2)
-                    if not data:
-                        for pid in children:
-                            os.kill(pid, signal.SIGKILL)
-                        return
-                    number, environ = msgpack.unpackb(data)
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        selector.close()
-                        channel.close()
-                        os.close(wake_read)
-                        os.close(wake_write)
-                        _become(environ, files[0], files[1], entry)
-                    for file in files:
-                        os.close(file)
-                    children[pid] = number
-                    channel.send(msgpack.packb([number, pid, None]))
-                else:
+                if key.fileobj is not channel:
                     os.read(wake_read, 4096)
-                    _reap(channel, children)
+                    _reap(ended)
+                    continue
+                message, received, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, files)
+                if not message:
+                    return
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    selector.close()
+                    channel.close()
+                    os.close(wake_read)
+                    os.close(wake_write)
+                    become(message, received)
+                for file in received:
+                    os.close(file)
+                forked(message, pid)
 
 
-def _reap(channel: socket.socket, children: dict[int, int]) -> None:
+def _reap(ended: Callable[[int, int], None]) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -233,11 +259,10 @@ def _reap(channel: socket.socket, children: dict[int, int]) -> None:
             return
         if pid == 0:
             return
-        number = children.pop(pid)
-        channel.send(msgpack.packb([number, pid, os.waitstatus_to_exitcode(status)]))
+        ended(pid, status)
 
 
-def _become(environ: Mapping[str, str], output: int, report: int, entry: Callable[[int], int]) -> None:
+def _become(environ: Mapping[str, str], output: int, report: int, entry: Callable[[int], int]) -> NoReturn:
     """The forked child: never returns."""
     code = 70
     try:

@@ -9,24 +9,21 @@ agent's environment and network namespace, and ends with that channel: with its 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import selectors
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
+from typing import NoReturn, Self
 
 import msgpack
 
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.death import die_with_parent
-from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, import_entry, serve
+from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, fork_for_messages, import_entry, serve
+from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.preempted import heed_no_preemption
-
-_CLONE_NEWNET = 0x40000000
 
 
 class Nursery:
@@ -90,41 +87,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_no_preemption()
     entry = import_entry(sys.argv[2])
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_read, False)
-    os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # only its wake-up matters
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     parent = os.getpid()
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
-        selector.register(wake_read, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is not requests:
-                    os.read(wake_read, 4096)
-                    _reap()
-                    continue
-                data, files, _flags, _address = socket.recv_fds(requests, 1, 1)
-                if not data:
-                    return  # those that are left die with this process
-                if os.fork() == 0:
-                    signal.set_wakeup_fd(-1)
-                    selector.close()
-                    requests.close()
-                    os.close(wake_read)
-                    os.close(wake_write)
-                    _become(files[0], parent, entry)
-                os.close(files[0])
+
+    def become(_message: bytes, files: list[int]) -> NoReturn:
+        _become(files[0], parent, entry)
+
+    # Those that are left at the end die with this process.
+    fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None)
 
 
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _become(file: int, parent: int, entry: Callable[[int], int]) -> None:
+def _become(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:
     """The fork server of the agent that holds the channel's other end; never returns."""
     code = 1
     try:
@@ -135,22 +107,14 @@ def _become(file: int, parent: int, entry: Callable[[int], int]) -> None:
             os.environ.clear()
             os.environ.update(msgpack.unpackb(data))
             os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
-            _enter(files[0])
+            enter_network(files[0], "of the agent")  # an emulated host has one of its own
+            os.close(files[0])
             heed_no_preemption()
             serve(channel, entry)
         code = 0
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-def _enter(namespace: int) -> None:
-    """See the network that the agent sees, which may be an emulated host's."""
-    if os.fstat(namespace).st_ino != os.stat("/proc/self/ns/net").st_ino:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace, _CLONE_NEWNET) < 0:
-            raise OSError(ctypes.get_errno(), "cannot enter the agent's network namespace")
-    os.close(namespace)
 
 
 def adopt(channel: socket.socket) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from zmqtrain.plan.shipped import before_pooling, shipped_table
 from zmqtrain.plan.trace import SAMPLES, trace_layers
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.task import build_model, load_task, user_code
 
@@ -134,7 +134,7 @@ def link_source(topology: Topology) -> str:
 
 def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The task's model, and the inputs of a few samples. Raises `UsageError` where there is no task, `TaskError` where it fails."""
-    job, data = topology.job, data or os.environ.get("ZMQTRAIN_DATA") or topology.data.path
+    job, data = topology.job, data_path_of(data, topology)
     if job.task is None:
         raise UsageError("there is no model to run: set [job] task")
     task = load_task(job.task, job.args, data, folders=(".", *job.python_path))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
+from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.fc_messages import (
@@ -32,14 +32,14 @@ from zmqtrain.exchange.fc_messages import (
 from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.arriving import Arriving
+from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.fc_queue import Applied, Evaluation, FcQueue, Place, Turn
 from zmqtrain.server.head import Head, Part, State
+from zmqtrain.server.staleness import staleness_values
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
-#: Refusals on their way to senders; beyond them a flood of bad messages is dropped without a word.
-MOST_REFUSALS = 16
 #: Checkpoints that are kept for worker 0 to fetch: it may be late, but not by more.
 MOST_KEPT = 2
 
@@ -82,14 +82,12 @@ class FcServer:
         self._staleness: Counter[int] = Counter()
         self._samples = 0
         self._busy_s = 0.0
-        self._refusals = 0
 
     async def run(self) -> None:
         """Returns when all workers have finished. Raises `PeerLostError` when one is lost before, and what the head raises."""
         loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = loop.create_future()
         self._turn = asyncio.Lock()  # the head's
-        self._background: set[asyncio.Task[None]] = set()
         self._endpoint.serve("checkpoint", self._on_checkpoint)
         self._endpoint.serve("fc_model", self._on_model)
         self._endpoint.serve("fc_finished", self._on_finished)
@@ -97,11 +95,15 @@ class FcServer:
         arriving = self._endpoint.subscribe(ACTIVATIONS)
         begin = loop.time()
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                life = self._tasks.create_task(together(self._take(arriving), self._compute()))
+            async with asyncio.TaskGroup() as tasks:
+                self._background = Background(tasks)
+                self._refusals = Refusals(
+                    self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
+                )
+                life = tasks.create_task(together(self._take(arriving), self._compute()))
                 await self._done
-                for task in (life, *self._background):
-                    task.cancel()
+                life.cancel()
+                self._background.end()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
@@ -120,7 +122,7 @@ class FcServer:
             try:
                 self._arrived(sender, tag, payload)
             except ProtocolError as error:
-                self._refuse(sender, tag, error)
+                self._refusals.refuse(sender, tag, error)
             del payload
 
     def _arrived(self, sender: PeerId, tag: Tag, payload: Payload) -> None:
@@ -139,20 +141,6 @@ class FcServer:
             self._queue.arrived(place, what, number, part.meta.micro_batches)
             self._parts.setdefault((place.group, what, number), {})[place.position] = part
         self._more.set()
-
-    def _refuse(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
-        self._recorder.event("refused", sender=sender, reason=str(error))
-        if self._refusals < MOST_REFUSALS:
-            self._refusals += 1
-            self._in_background(self._tell_refused(sender, tag, error))
-
-    async def _tell_refused(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
-        try:
-            await self._endpoint.request(sender, "fc_refused", list(tag), str(error), timeout=self._settings.request_s)
-        except ZmqTrainError as told:
-            self._recorder.event("refused", sender=sender, reason=f"{sender} could not be told: {told}")
-        finally:
-            self._refusals -= 1
 
     async def _on_finished(self, caller: PeerId) -> Value:
         if caller not in self._places:
@@ -185,7 +173,7 @@ class FcServer:
         with self._recorder.span(f"evaluation for {turn.worker}", "compute"):
             sums = await self._head.evaluate(self._evaluations.pop(turn))
         answer: list[Value] = list(sums)
-        self._in_background(self._send(turn.worker, measured_tag(turn.number), ValuePayload(answer)))
+        self._background.run(self._send(turn.worker, measured_tag(turn.number), ValuePayload(answer)))
 
     async def _train(self, turn: Turn) -> None:
         by_position = self._parts.pop((turn.group, turn.step, turn.micro_batch))
@@ -197,7 +185,7 @@ class FcServer:
         bad = trained.loss is not None and not math.isfinite(trained.loss) and self._settings.stop_on_nan
         for position, gradients in zip(turn.positions, trained.gradients, strict=True):
             answer = AnswerMeta(trained.loss, trained.compute_s, 0 if bad else len(gradients))
-            self._in_background(self._answer(members[position], turn, answer, () if bad else gradients))
+            self._background.run(self._answer(members[position], turn, answer, () if bad else gradients))
         if bad:  # its gradients never take effect; what there was before is kept, and the run stops
             return
         self._samples += sum(part.meta.samples for part in parts)
@@ -245,7 +233,7 @@ class FcServer:
             self._kept.pop(old).cancel()
         model = {f"state/{name}": tensor for name, tensor in state.model.items()}
         sidecar: dict[str, Value] = {**state.sidecar, "step": step, "version": self._queue.version}
-        self._spawn(self._checkpoints.save(step, model | state.more, sidecar))
+        self._background.spawn(self._checkpoints.save(step, model | state.more, sidecar))
 
     def _future(self, step: int) -> asyncio.Future[State]:
         return self._kept.setdefault(step, asyncio.get_running_loop().create_future())
@@ -263,7 +251,7 @@ class FcServer:
         if caller not in self._places:
             raise ProtocolError(f"{self._endpoint.peer} has no model for {caller}")
         state = await asyncio.shield(self._future(step))
-        self._in_background(self._send_model(caller, step, state))
+        self._background.run(self._send_model(caller, step, state))
         return None
 
     async def _send_model(self, to: PeerId, step: int, state: State) -> None:
@@ -273,27 +261,11 @@ class FcServer:
 
     # Helpers.
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it, but not beyond the end of this server."""
-        task = self._spawn(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        try:
-            return self._tasks.create_task(coroutine)
-        except RuntimeError:  # the group is ending for another task's error
-            coroutine.close()
-            raise
-
     def _report(self, seconds: float) -> None:
-        updates = sum(self._staleness.values())
         self._recorder.event(
             "fc",
             updates=self._queue.version,
             samples=self._samples,
             busy=self._busy_s / seconds if seconds > 0 else 0.0,
-            staleness={str(staleness): count for staleness, count in sorted(self._staleness.items())},
-            staleness_mean=sum(staleness * count for staleness, count in self._staleness.items()) / updates if updates else 0.0,
-            staleness_max=max(self._staleness, default=0),
+            **staleness_values(self._staleness),
         )

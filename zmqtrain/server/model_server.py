@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from zmqtrain.arena.arena import Arena
-from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
+from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.server_messages import (
     Configuration,
@@ -29,6 +29,7 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
 from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
@@ -37,14 +38,12 @@ from zmqtrain.server.norm import ServerSum, in_time
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
 from zmqtrain.server.shard import GroupSum, HeldPiece
-from zmqtrain.server.staleness import Policy
+from zmqtrain.server.staleness import Policy, staleness_values
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
 
 #: Below this size arithmetic costs less than handing it to the compute thread.
 INLINE_BYTES = 128 * 1024
-#: Refusals on their way to senders; beyond them a flood of bad pushes is dropped without a word.
-MOST_REFUSALS = 16
 
 T = TypeVar("T")
 
@@ -96,8 +95,6 @@ class ModelServer:
         self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
         self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
         self._sensors = Sensors()
-        self._background: set[asyncio.Task[None]] = set()
-        self._refusals = 0
 
     @property
     def updates(self) -> int:
@@ -127,11 +124,15 @@ class ModelServer:
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                life = self._tasks.create_task(self._live(pushes, orders))
+            async with asyncio.TaskGroup() as tasks:
+                self._background = Background(tasks)
+                self._refusals = Refusals(
+                    self._endpoint, "refused", self._recorder, self._background, timeout_s=self._settings.request_s
+                )
+                life = tasks.create_task(self._live(pushes, orders))
                 await self._done
-                for task in (life, *self._background):
-                    task.cancel()
+                life.cancel()
+                self._background.end()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
@@ -211,7 +212,7 @@ class ModelServer:
             return None
         if self._ready and not self._done.done():
             # Not awaited: the answer must be out before the last worker's word ends this server.
-            self._in_background(self._let_go())
+            self._background.run(self._let_go())
         return None
 
     async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
@@ -220,7 +221,7 @@ class ModelServer:
             raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller} now")
         async with self._lock:
             tensors, sidecar = keep_pieces(self._held, step)
-        self._spawn(self._checkpoints.save(step, tensors, sidecar))
+        self._background.spawn(self._checkpoints.save(step, tensors, sidecar))
         return None
 
     async def _let_go(self) -> None:
@@ -245,7 +246,7 @@ class ModelServer:
                 async with self._lock:
                     await self._carry_out(partial(self._intake.pushed, push), payload.nbytes)
             except ProtocolError as error:
-                self._refuse(sender, tag, error)
+                self._refusals.refuse(sender, tag, error)
             del payload
 
     async def _take_orders(self, orders: Subscription) -> None:
@@ -259,20 +260,6 @@ class ModelServer:
                     continue
             async with self._lock:
                 await self._carry_out(partial(self._intake.ordered, event), INLINE_BYTES)
-
-    def _refuse(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
-        self._recorder.event("refused", sender=sender, reason=str(error))
-        if self._refusals < MOST_REFUSALS:
-            self._refusals += 1
-            self._in_background(self._tell_refused(sender, tag, error))
-
-    async def _tell_refused(self, sender: PeerId, tag: Tag, error: ProtocolError) -> None:
-        try:
-            await self._endpoint.request(sender, "refused", list(tag), str(error), timeout=self._settings.request_s)
-        except ZmqTrainError as told:
-            self._recorder.event("refused", sender=sender, reason=f"{sender} could not be told: {told}")
-        finally:
-            self._refusals -= 1
 
     # What is done about it. All under the lock.
 
@@ -342,7 +329,7 @@ class ModelServer:
         held = self._held[piece]
         to = self._configured.result().groups[group][held.piece.position]
         loan = held.lend(ReadMeta(held.version, self._last_staleness.get((group, piece), 0)).to_value())
-        self._in_background(self._send(to, tag, loan, held.piece.bucket))
+        self._background.run(self._send(to, tag, loan, held.piece.bucket))
 
     async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int) -> None:
         try:
@@ -366,7 +353,7 @@ class ModelServer:
         if self._applied_by_first[step] == len(self._held):
             del self._applied_by_first[step]
             tensors, sidecar = keep_pieces(self._held, step)
-            self._spawn(self._checkpoints.save(step, tensors, sidecar))
+            self._background.spawn(self._checkpoints.save(step, tensors, sidecar))
 
     # Helpers.
 
@@ -375,31 +362,14 @@ class ModelServer:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it, but not beyond the end of this server."""
-        task = self._spawn(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        try:
-            return self._tasks.create_task(coroutine)
-        except RuntimeError:  # the group is ending for another task's error
-            coroutine.close()
-            raise
-
     def _report(self) -> None:
         self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
-        pushes = sum(self._staleness.values())
-        mean = sum(staleness * count for staleness, count in self._staleness.items()) / pushes if pushes else 0.0
         momentum, seen = self._sensors.fitted()
         self._recorder.event(
             "server",
             momentum=momentum,
             momentum_updates=seen,
             updates=self.updates,
-            pushes=pushes,
-            staleness={str(staleness): count for staleness, count in sorted(self._staleness.items())},
-            staleness_mean=mean,
-            staleness_max=max(self._staleness, default=0),
+            pushes=sum(self._staleness.values()),
+            **staleness_values(self._staleness),
         )

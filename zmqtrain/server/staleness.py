@@ -13,13 +13,24 @@ A machine stands for whatever is pushed at one stroke: a piece, or with snapshot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zmqtrain.errors import ProtocolError
 
 PolicyKind = Literal["sync", "async", "bound"]
+
+
+def staleness_values(counts: Counter[int]) -> dict[str, Any]:
+    """What a server's last event says of staleness. ``counts``: how often a gradient met how many updates by others."""
+    total = sum(counts.values())
+    return {
+        "staleness": {str(staleness): count for staleness, count in sorted(counts.items())},
+        "staleness_mean": sum(staleness * count for staleness, count in counts.items()) / total if total else 0.0,
+        "staleness_max": max(counts, default=0),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def faults_of_versions(host: str, ours: Mapping[str, str], theirs: Mapping[str, 
         there = theirs["packages"].get(name)
         if there is None:
             yield Fault(host, f"no {name}", f"install it: {_pip(name, ours[name])}; or name another python in [[hosts]]")
-        elif "unknown" not in (there, ours[name]) and _public(there) != _public(ours[name]):
+        elif "unknown" not in (there, ours[name]) and public_version(there) != public_version(ours[name]):
             yield Fault(host, f"{name} {there}, and {ours[name]} here", f"install the same: {_pip(name, ours[name])}")
 
 
@@ -53,10 +53,10 @@ def table(faults: Sequence[Fault], hosts: int) -> str:
 
 
 def _pip(name: str, wanted: str) -> str:
-    return f"pip install {name}" if wanted == "unknown" else f"pip install {name}=={_public(wanted)}"
+    return f"pip install {name}" if wanted == "unknown" else f"pip install {name}=={public_version(wanted)}"
 
 
-def _public(text: str) -> str:
+def public_version(text: str) -> str:
     """A version without its local part: builds for CPUs and for GPUs (``2.4.0+cu121``) go together."""
     return text.partition("+")[0]
 
