@@ -76,7 +76,6 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             overlap=overlap,
             timeout_s=context.ladder.barrier_s,
         )
-        here = {other.peer for other in placement.of_host(role.host)} if context.arena is not None else set()
         return GossipExchange(
             context.endpoint,
             members,
@@ -84,7 +83,6 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             frozenset(column),
             gossip_settings,
             like=like_in(context.arena),
-            near=frozenset(here),
             recorder=context.recorder,
         )
     groups = AveragingGroups(world, own, group(f"column/{role.position}", column))

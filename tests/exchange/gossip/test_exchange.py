@@ -21,7 +21,7 @@ SIZES = (5, 1, 17, 300)
 Exchanged = Literal["weights", "gradients"]
 
 
-def exchanges(nodes: list[Endpoint], group_size: int, settings: GossipSettings, *, near: bool = False) -> list[GossipExchange]:
+def exchanges(nodes: list[Endpoint], group_size: int, settings: GossipSettings) -> list[GossipExchange]:
     peers = tuple(node.peer for node in nodes)
     result = []
     for rank, node in enumerate(nodes):
@@ -29,11 +29,11 @@ def exchanges(nodes: list[Endpoint], group_size: int, settings: GossipSettings, 
         own = group_of(nodes[group * group_size : (group + 1) * group_size], f"group/{group}")[position]
         members = FixedMembers(node, peers, timeout_s=10)
         column = frozenset(peers[position::group_size])
-        result.append(GossipExchange(node, members, NetworkSums(own), column, settings, near=column if near else frozenset()))
+        result.append(GossipExchange(node, members, NetworkSums(own), column, settings))
     return result
 
 
-async def train(groups: int, group_size: int, data: Data, settings: GossipSettings, *, near: bool = False) -> list[list[Array]]:
+async def train(groups: int, group_size: int, data: Data, settings: GossipSettings) -> list[list[Array]]:
     """The weights after each step, by worker."""
     steps = range(data.inputs.shape[0])
     async with endpoints(groups * group_size) as nodes:
@@ -42,7 +42,7 @@ async def train(groups: int, group_size: int, data: Data, settings: GossipSettin
                 train_worker(
                     exchange, NumpyReplica(SIZES, rank), data, rank=rank, groups=groups, group_size=group_size, steps=steps
                 )
-                for rank, exchange in enumerate(exchanges(nodes, group_size, settings, near=near))
+                for rank, exchange in enumerate(exchanges(nodes, group_size, settings))
             )
         )
 
@@ -111,18 +111,17 @@ def test_every_topology(shape: Shape, rotation: bool, balanced: bool, overlap: b
         np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("exchange", ["weights", "gradients"])
 @pytest.mark.parametrize(("groups", "group_size", "shape"), [(4, 1, "dissemination"), (3, 2, "dissemination"), (5, 1, "random")])
 def test_large_buckets_travel_in_slices(
-    groups: int, group_size: int, shape: Shape, exchange: Exchanged, near: bool, monkeypatch: pytest.MonkeyPatch
+    groups: int, group_size: int, shape: Shape, exchange: Exchanged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each becomes the mean as soon as it is there: in place once others have it, or from copies for those who are near."""
+    """Each becomes the mean as soon as it is there."""
     monkeypatch.setattr("zmqtrain.exchange.gossip.exchange.SLICE_BYTES", 500)
     data = Data(sum(SIZES), 12 * groups * group_size, 9)
     settings = GossipSettings(4, shape, balanced=shape != "random", exchange=exchange)
     expected = reference(groups, data, settings)
-    for rank, history in enumerate(asyncio.run(train(groups, group_size, data, settings, near=near))):
+    for rank, history in enumerate(asyncio.run(train(groups, group_size, data, settings))):
         np.testing.assert_allclose(history, expected[rank // group_size], rtol=1e-12, atol=1e-12)
 
 

@@ -80,12 +80,10 @@ class GossipExchange:
         settings: GossipSettings,
         *,
         like: Like | None = None,
-        near: frozenset[PeerId] = frozenset(),
         recorder: Recorder | None = None,
     ) -> None:
         """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups.
-        ``like`` makes what is sent, for those who are ``near``: who share memory with this one."""
-        self._near = near
+        ``like`` makes what is sent."""
         self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
         self._group = group = sums.group
@@ -230,38 +228,28 @@ class GossipExchange:
 
     async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
         """Send the part, receive the partner's, and become the mean: slice by slice, so that one becomes the mean while the next is
-        on its way.
-
-        What is sent must stay as it is until the partner has it. Of a large part each slice waits for that before it becomes the
-        mean; a small one is copied first, and waits for nobody.
-        """
-        there, slices = self._members.there, self._slices(part)
-        outgoing = await self._outgoing_of(index, part) if len(slices) == 1 or partners.to in self._near else None
-        sent = [asyncio.get_running_loop().create_future() for _ in slices]  # None where nothing of the slice itself is lent
+        on its way."""
+        outgoing = await self._outgoing_of(index, part)
+        slices = self._slices(part)
+        copied = [asyncio.Event() for _ in slices]
+        there = self._members.there
 
         async def give() -> None:
             for number, (start, stop) in enumerate(slices):
-                lent = None
                 if there(partners.to, step):
-                    leaving = part.part(start, stop)
-                    if outgoing is not None:
-                        leaving = outgoing.part(start, stop)
-                        await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
-                        sent[number].set_result(None)
-                    lent = await self._send(index, partners.to, ("gossip", step, index, number), leaving)
-                if outgoing is not None and lent is not None:
-                    self._lent.setdefault(index, []).append(lent)
-                if not sent[number].done():
-                    sent[number].set_result(lent)
+                    leaving = outgoing.part(start, stop)
+                    await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
+                    copied[number].set()
+                    await self._send(index, partners.to, ("gossip", step, index, number), leaving)
+                else:
+                    copied[number].set()
 
         async def take() -> None:
             for number, (start, stop) in enumerate(slices):
                 own, others = part.part(start, stop), list[Payload]()
                 tag = ("gossip", step, index, number)
                 await together(*(self._receive(source, tag, others) for source in partners.sources if there(source, step)))
-                lent = await sent[number]
-                if lent is not None:
-                    await lent.wait_released()
+                await copied[number].wait()
                 if not others:
                     continue
                 last = number == len(slices) - 1
@@ -288,10 +276,9 @@ class GossipExchange:
             outgoing = self._outgoing[index] = self._like(part)
         return outgoing
 
-    async def _send(self, index: int, to: PeerId, tag: Tag, leaving: Payload) -> Sent | None:
+    async def _send(self, index: int, to: PeerId, tag: Tag, leaving: Payload) -> None:
         with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
-            return await self._endpoint.send(to, tag, leaving, priority=index)
-        return None
+            self._lent.setdefault(index, []).append(await self._endpoint.send(to, tag, leaving, priority=index))
 
     async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
         timeout_s = self._settings.timeout_s
