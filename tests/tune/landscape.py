@@ -48,7 +48,8 @@ class Landscape:
         if trial.kind == "train":
             self.state[trial.number] = end
         scored = math.exp(begin - speed * updates * 5 / 6)
-        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, None if reached is None else updates)
+        told = None if reached is None else updates
+        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, told, end=math.exp(end))
 
 
 def solve(space: Space, landscape: Landscape, target: float | None = None, most: int = 5000) -> tuple[Search, Done]:

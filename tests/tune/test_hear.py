@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_drift_ends_training_once_there_is_a_checkpoint_to_go_on_from() -> None:
         hearing.hear({"kind": "checkpoint", "values": {}})
     assert "staleness is 9.00 in the mean, not 3" in str(hearing.stop)
     assert hearing.outcome().drifted == hearing.stop
+
+
+def test_training_that_has_come_close_enough_ends_at_its_next_checkpoint() -> None:
+    hearing = Hearing(replace(trial("train", updates=10_000, groups=2), until=1.5), 1)
+    for number in range(60):
+        hearing.hear(step(float(number), 3.0 - 0.05 * number))
+        if number == 20:
+            hearing.hear({"kind": "checkpoint", "values": {}})
+            hearing.hear({"kind": "checkpoint", "values": {}})
+            assert hearing.stop is None  # a checkpoint, but not close enough
+    assert hearing.stop is None
+    for _ in range(2):
+        hearing.hear({"kind": "checkpoint", "values": {}})
+    assert hearing.stop == "the loss has come to 1.5"
+    outcome = hearing.outcome()
+    assert outcome.drifted is None
+    assert outcome.reached is None
+    assert outcome.end == pytest.approx(3.0 - 0.05 * 49.5)  # the mean of the last 20
 
 
 def test_probes_do_not_drift() -> None:

@@ -50,6 +50,12 @@ def compensated(target: float, implicit: float) -> float:
     return max(0.0, target - implicit)
 
 
+def acting_like(target: float, implicit: float) -> float:
+    """The explicit momentum that acts like ``target`` together with the implicit one (`total_momentum`); 0 where that alone is
+    more."""
+    return max(0.0, 1 - (1 - target) / (1 - implicit))
+
+
 def explicit_of(group: Mapping[str, Value]) -> float | None:
     """The momentum among an optimizer's hyperparameters: SGD's and RMSprop's ``momentum``, the first of Adam's ``betas``."""
     match group:

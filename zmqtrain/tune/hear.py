@@ -35,6 +35,7 @@ class Hearing:
         """Its loss is no number, or far above what it began with."""
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
+        self._close = False  # its smoothed loss has come to where the trial is to end
         self._kept = 0  # parts of checkpoints that are on disk
         self.stop: str | None = None
         """Why the run should end, once there is a reason."""
@@ -55,8 +56,9 @@ class Hearing:
                 self._drifted = self._drift.fitted(values["fitted"])
         elif event.get("kind") == "checkpoint":
             self._kept += 1
-            if self._drifted is not None and self.stop is None and self._kept % (self._size * self._trial.setting.groups) == 0:
-                self.stop = self._drifted
+            whole = self._kept % (self._size * self._trial.setting.groups) == 0
+            if whole and self.stop is None and (self._close or self._drifted is not None):
+                self.stop = self._drifted or f"the loss has come to {self._trial.until:.4g}"
         elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
             self._momentum = values["momentum"]
 
@@ -112,3 +114,5 @@ class Hearing:
             self.stop = "the probe has made its updates"
         elif self._target is not None and self._trial.kind == "train" and self._aim.settled and aim <= self._target:
             self.stop = "the target is reached"
+        elif self._trial.until is not None and self._aim.settled and aim <= self._trial.until:
+            self._close = True

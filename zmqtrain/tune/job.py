@@ -15,8 +15,8 @@ from zmqtrain.tune.trial import Trial
 
 #: A probe is stopped when it has made its updates; groups that are faster than others make more of them.
 SPARE = 4
-#: Checkpoints of a training.
-PARTS = 4
+#: Checkpoints of a training: it can end before its time at each.
+PARTS = 16
 
 
 def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:
@@ -72,4 +72,5 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
         share=tune.share,
         limit_s=tune.time_limit,
         smooth=tune.smooth,
+        target=tune.target_loss,
     )

@@ -35,6 +35,7 @@ class Machine(ABC):
         """All so far, in order."""
         self._decisions: list[Decision] = []
         self._lengths: dict[int, float] = {}  # of probes since the last training, in updates
+        self._seen: dict[Setting, Outcome] = {}  # what came of them
         self._first: dict[int | None, float] = {}  # where trials begin -> loss there
         self.search_s = 0.0
         """Time that went into probes, with starting and ending them."""
@@ -121,6 +122,12 @@ class Machine(ABC):
         updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
 
+    def _try(self, setting: Setting, phase: str, reason: str) -> Generator[Trial, Outcome, Outcome]:
+        """A probe, unless the same one has been made from here."""
+        if setting not in self._seen:
+            self._seen[setting] = yield self._probe(setting, phase, reason)
+        return self._seen[setting]
+
     def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
         """Whether there is time for these probes: all may take their share of the time limit. ``part``: of that share."""
         probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
@@ -161,22 +168,26 @@ class Machine(ABC):
             wanted_s = left_s
         return max(groups, math.ceil(min(wanted_s, left_s, FOREVER_S) / self._update_s[groups]))
 
-    def _train(self, setting: Setting, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, None]:
-        """Go on from where training stands."""
-        trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above())
+    def _train(
+        self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None
+    ) -> Generator[Trial, Outcome, Outcome]:
+        """Go on from where training stands. ``until``: a loss at which that is enough."""
+        trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above(), until)
         self._setting = setting
         self._lengths.clear()
+        self._seen.clear()
         outcome = yield trial
         self._reached, self._finished = outcome.reached is not None, outcome.finished
         if outcome.diverged:
             self._diverged += 1
             self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))
-            return
+            return outcome
         self._start, self._diverged = trial.number, 0
         self._stalled = outcome.loss > (1 - self._space.worse) * outcome.first
-        self._first[trial.number] = outcome.loss
+        self._first[trial.number] = outcome.loss if outcome.end is None else outcome.end
         if outcome.drifted is not None:
             self._decide("drift", outcome.drifted, **values_of(setting))
+        return outcome
 
 
 def values_of(setting: Setting) -> dict[str, Any]:

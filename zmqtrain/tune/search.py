@@ -7,22 +7,25 @@
         search.result(trial, outcome)          # of a run that somebody makes of the trial
 
 * Cold start: one group, the largest momentum, learning rates from low to high until one is worse. Then twice as many groups, again
-  and again, with momenta up to the best so far, until they are worse in the same time or saturate the cluster. Some training.
-* g = g*: all momenta with the learning rate and a tenth of it, from one checkpoint. If the best momentum is 0 (after 0.1 and 0.2
-  were tried), there is more implicit momentum than the model can use: half the groups, and again.
+  and again, with the momentum that makes up for them, as long as they are better in the same time. Some training.
+* g = g*: momenta and learning rate, from one checkpoint. Then half the groups, and again, until they are worse in the same time.
 * Training with the winner, until the search has taken no more than its share of all time. Then once more, from there.
+
+Trials are short, and a short trial flatters whatever takes smaller steps: the noise of the steps falls at once, and that progress
+is slower shows later, as the harm of old gradients does. So what can hardly be told apart is decided by what is known beforehand:
+for the momentum that makes up for asynchrony, the higher learning rate and fewer groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
-from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.exchange.momentum import acting_like, implicit_momentum, total_momentum
 from zmqtrain.plan.efficiency import fewest
-from zmqtrain.tune.climb import next_momentum
+from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
@@ -35,11 +38,14 @@ MOST_COLD = 8
 COLDEST = 0.2
 #: By what a tie's probes are longer.
 LONGER = 2
-#: By what a lower learning rate must be better in a short trial. It always looks good there: the noise of the steps falls at
-#: once, and that progress is slower shows later.
+#: By what a lower learning rate must be better in a short trial.
 LOWER = 0.1
-#: How many times as much a loss must have fallen with less momentum than makes up for asynchrony: it, too, looks good at first.
-LESS = 1.25
+#: Momenta that are nearer to each other than this are not told apart.
+APART = 0.1
+#: From which multiple of the target on a lower learning rate may bring the loss there at once.
+CLOSE = 1.5
+#: By how much nearer the loss must have come before that is tried again.
+NEARER = 0.03
 #: A momentum that is as good as none.
 SMALL = 0.05
 #: Of settings that are tied, how many are tried for longer.
@@ -48,21 +54,6 @@ MOST_TIED = 2
 COLD = 0.5
 
 Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
-Grid: TypeAlias = dict[Setting, Outcome]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best of one number of groups."""
-
-    setting: Setting
-    loss: float
-    rises: bool
-    """It has only made things worse."""
-    expected: bool
-    """Its momentum is the one that makes up for asynchrony."""
-    grid: Grid
-    """All that was tried."""
 
 
 class Search(Machine):
@@ -102,13 +93,45 @@ class Search(Machine):
             found = yield from self._choose(groups, rate)
             if found is None or self._diverged > MOST_LOWERED:
                 return Done(self._setting, "nothing trains from here on: even one group with the lowest learning rates diverges")
-            chosen = yield from self._against(found.setting, found.loss)
+            assert found.best is not None
+            chosen = yield from self._against(found.best, found.loss)
             groups = chosen.groups
-            updates = self._due(groups, self.search_s - before_s)
-            yield from self._train(chosen, updates, "train", f"the best of what was tried: {chosen}")
-            rate = chosen.lr / 10 if self._diverged else chosen.lr
+            rate = yield from self._long(chosen, self._due(groups, self.search_s - before_s))
             if (end := self._end()) is not None:
                 return end
+
+    def _long(self, setting: Setting, updates: int) -> Generator[Trial, Outcome, float]:
+        """Training, and the learning rate to go on with. It falls to a tenth as soon as that brings the loss to the target.
+
+        Beyond the paper, which tries a tenth each time. The noise of the steps falls with it at once, by a part of the loss that a
+        probe shows, and progress is slower from then on: so it is done at the end."""
+        target, until, reason = self._space.target, math.inf, f"the best of what was tried: {setting}"
+        if target is not None:
+            until = CLOSE * target
+        while True:
+            outcome = yield from self._train(setting, updates, "train", reason, until=until if math.isfinite(until) else None)
+            if outcome.diverged:
+                return setting.lr / 10
+            updates -= outcome.updates
+            end = math.inf if outcome.end is None else outcome.end
+            if target is None or updates <= 0 or outcome.drifted or self._end() is not None or end > until * (1 + LOWER):
+                return setting.lr
+            lower = replace(setting, lr=setting.lr / 10)
+            trial = self._probe(lower, "fall", "whether a lower learning rate reaches the target by now")
+            if not self._affords(trial):
+                until = math.inf
+                continue
+            fallen = yield from self._try(lower, trial.phase, trial.reason)
+            if fallen.loss <= target:
+                self._decide("learning rate", f"a tenth brings the loss from {end:.4g} to {fallen.loss:.4g} at once", lr=lower.lr)
+                setting, until, reason = lower, math.inf, "the learning rate falls, for the target is near"
+            elif fallen.loss >= end:
+                until = math.inf
+            else:
+                until = min(target * end / fallen.loss, (1 - NEARER) * end)
+                self._decide(
+                    "learning rate", f"a tenth would bring the loss to {fallen.loss:.4g}: later, at {until:.4g}", lr=setting.lr
+                )
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
         """Hardware efficiency of all numbers of groups, and g*."""
@@ -129,7 +152,9 @@ class Search(Machine):
         best: tuple[float, Setting] | None = None
         for lowered in range(MOST_LOWERED + 1):
             for rate in rates:
-                outcome = yield self._probe(Setting(one, momentum, rate), "learning rate", "from low to high until it gets worse")
+                outcome = yield from self._try(
+                    Setting(one, momentum, rate), "learning rate", "from low to high until it gets worse"
+                )
                 if outcome.diverged or (best is not None and self._worse(outcome.loss, best[0])):
                     self._decide("learning rate", f"{rate:g} {_fares(outcome)}: higher ones would be worse still", lr=rate)
                     break
@@ -156,97 +181,92 @@ class Search(Machine):
             if not self._affords(trial, part=COLD):
                 self._enough(f"no more than {groups} groups at first")
                 break
-            outcome = yield trial
-            if self._worse(outcome.loss, best[0]):
+            outcome = yield from self._try(setting, trial.phase, trial.reason)
+            if not self._worse(best[0], outcome.loss):
                 fared = f"{_fares(outcome)} after {best[0]:.4g}"
-                self._decide("groups", f"at first {more} groups are worse than {groups} in the same time ({fared})", groups=groups)
+                self._decide(
+                    "groups", f"at first {more} groups are no better than {groups} in the same time ({fared})", groups=groups
+                )
                 break
             best, groups = (outcome.loss, setting), more
         return best[1]
 
-    def _climb(
-        self, first: Setting, momenta: Sequence[float], beat: float, phase: str, reason: str, found: Grid | None = None
-    ) -> Generator[Trial, Outcome, Grid]:
-        """Momenta from ``first``'s on, as long as they get better and there is time for more. Where the first is far from the loss
-        to ``beat``, the others are left out. ``found``: what is known of this rate and number of groups."""
-        found = dict(found or {})
-        while True:
-            tried = {each.momentum: self._score(each, outcome) for each, outcome in found.items()}
-            momentum = next_momentum(momenta, first.momentum, tried)
-            if momentum is None:
-                return found
-            setting = replace(first, momentum=momentum)
-            trial = self._probe(setting, phase, reason)
-            if found and not self._affords(trial):
-                self._enough(f"no more momenta for {first.groups} groups")
-                return found
-            outcome = found[setting] = yield trial
-            if len(found) == 1 and not outcome.diverged and outcome.loss > (1 + LOWER) * beat:
-                return found
+    def _climb(self, first: Setting, phase: str, reason: str) -> Generator[Trial, Outcome, Grid]:
+        """Momenta from ``first``'s down, as long as each is clearly better than those before and there is time for more. If that
+        ends at 0, small ones, too."""
+        space, found = self._space, Grid(first, self._first.get(self._start), self._space.worse)
+        lower = sorted((each for each in space.momenta if each <= first.momentum - APART), reverse=True)
+        yield from self._each(found, (first.momentum, *lower), phase, reason)
+        if found.best is not None and found.best.momentum == 0 and first.groups > space.groups[0]:
+            yield from self._each(found, sorted(space.fine), "fine grid", "small ones, before 0 counts as the best")
+        return found
 
-    def _score(self, setting: Setting, outcome: Outcome) -> float:
-        """The loss by which momenta are compared. That of less momentum than makes up for asynchrony is taken to have fallen less
-        than it has, others must be better by half their noise, and one that has risen is as bad as any."""
-        start = self._first.get(self._start)
-        if start is None or outcome.diverged:
-            return outcome.loss
-        if self._rises(outcome):
-            return math.inf
-        less = setting.momentum < self._near(setting.groups)
-        loss = start - (start - outcome.loss) / LESS if less and outcome.loss < start else outcome.loss
-        return loss if setting.momentum == self._near(setting.groups) else loss + outcome.noise / 2
-
-    def _lowest(self, found: Mapping[Setting, Outcome]) -> Setting | None:
-        sound = [setting for setting, outcome in found.items() if not outcome.diverged]
-        return min(sound, key=lambda each: (self._score(each, found[each]), found[each].loss), default=None)
+    def _each(self, found: Grid, momenta: Sequence[float], phase: str, reason: str) -> Generator[Trial, Outcome, None]:
+        """As long as each is the best."""
+        for momentum in momenta:
+            setting = replace(found.expected, momentum=momentum)
+            if found.tried and setting not in self._seen and not self._affords(self._probe(setting, phase, reason)):
+                self._enough(f"no more momenta for {setting.groups} groups")
+                return
+            found.tried[setting] = yield from self._try(setting, phase, reason)
+            if found.best is not None and found.best != setting:
+                return
 
     def _enough(self, then: str) -> None:
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
 
     def _near(self, groups: int) -> float:
-        """The momentum that adds up with the implicit one of so many groups to what was the best so far."""
-        momentum = round(compensated(self._total, implicit_momentum(groups - 1)), 3)
+        """The momentum that acts with the implicit one of so many groups like the best so far."""
+        momentum = round(acting_like(self._total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
     def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
-        """Beyond the paper: other groups than so far must be better in the same time than what training has been done with."""
+        """Beyond the paper: other groups than so far must be better in the same time than what training has been done with; if
+        they are fewer, not worse."""
         known = self._setting
         if known is None or known.groups == chosen.groups or self._diverged:
             return chosen
-        outcome = yield self._probe(known, "as before", "whether another number of groups is better at all")
-        enough = 1 - LOWER if chosen.lr < known.lr else 1.0
-        if outcome.diverged or loss <= enough * outcome.loss:
+        outcome = yield from self._try(known, "as before", "whether another number of groups is better at all")
+        if chosen.lr < known.lr:
+            better = loss <= (1 - LOWER) * outcome.loss
+        elif chosen.groups < known.groups:
+            better = not self._worse(loss, outcome.loss)
+        else:
+            better = self._worse(outcome.loss, loss)
+        if outcome.diverged or better:
             return chosen
-        self._decide("groups", f"{known} is better in the same time (loss {outcome.loss:.4g}): as before", **values_of(known))
+        self._decide("groups", f"{known} is as good in the same time (loss {outcome.loss:.4g}): as before", **values_of(known))
         return known
 
-    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, Found | None]:
-        """The best momentum and learning rate, with fewer groups where the best momentum is 0. The heart of algorithm 1.
-
-        Beyond it: half the groups must not be worse in the same time, or what was better is kept."""
+    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, Grid | None]:
+        """The best groups, momentum and learning rate. The heart of algorithm 1, which halves the groups where the best momentum
+        is 0. Beyond it they are halved until that is worse in the same time."""
+        self._total = max(self._space.momenta)
         rates, lowered = [rate, rate / 10], 0
-        more: Found | None = None  # the best with twice as many groups
+        best: Grid | None = None
+        lowest = math.inf
         while True:
-            found = yield from self._grid(groups, rates, math.inf if more is None else more.loss)
+            found = yield from self._grid(groups, rates)
+            setting = found.best
+            if best is not None and (setting is None or self._worse(found.loss, lowest)):
+                fared = "everything diverges" if setting is None else f"loss {found.loss:.4g} after {lowest:.4g}"
+                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=best.expected.groups)
+                return (yield from self._settle(best))
+            if setting is not None:
+                best, lowest = found, min(lowest, found.loss)
+                if setting != found.expected:
+                    self._total = total_momentum(setting.momentum, implicit_momentum(groups - 1))
             fewer = self._space.fewer(groups)
-            if more is not None and (found is None or self._worse(found.loss, more.loss)):
-                fared = "everything diverges" if found is None else f"loss {found.loss:.4g} after {more.loss:.4g}"
-                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=more.setting.groups)
-                return (yield from self._settle(more))
-            if found is not None:
-                momentum = found.setting.momentum
-                if not found.expected:
-                    self._total = momentum + implicit_momentum(groups - 1)
-                if fewer is None or (momentum > 0 and not found.rises):
-                    if momentum == 0:
-                        self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                    return (yield from self._settle(found))
+            if fewer is None and best is not None:
+                if setting is not None and setting.momentum == 0:
+                    self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
+                return (yield from self._settle(best))
             if fewer is not None:
-                if found is not None and not self._affords(self._probe(replace(found.setting, groups=fewer), "grid", "")):
+                if best is not None and not self._affords(self._probe(Setting(fewer, 0.0, rate), "grid", "")):
                     self._enough(f"{groups} groups it is")
-                    return found
+                    return best
                 self._decide("groups", f"{_why(found)}; half of {groups}", groups=fewer)
-                groups, more = fewer, found
+                groups = fewer
             elif lowered < MOST_LOWERED:
                 lowered += 1
                 rates = [rates[-1] / 10, rates[-1] / 100]
@@ -254,75 +274,54 @@ class Search(Machine):
             else:
                 return None
 
-    def _grid(self, groups: int, rates: Sequence[float], beat: float) -> Generator[Trial, Outcome, Found | None]:
-        """The momentum that makes up for so many groups and those around it, with the first rate; with lower ones where that gets
-        nowhere; then finer momenta where 0 wins. None where everything diverges. ``beat``: the loss of more groups."""
-        space, reason = self._space, "momentum and learning rate at a fixed number of groups"
-        found: Grid = {}
-        near = self._near(groups)
-        momenta = {*space.momenta, near, *(space.fine if near == 0 else ())}
+    def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, Grid]:
+        """The momentum that makes up for so many groups and those below it, with the first rate; with lower ones where that gets
+        nowhere."""
+        reason = "momentum and learning rate at a fixed number of groups"
+        found: Grid | None = None
         for rate in rates:
-            before = self._lowest(found)
-            if before is None:
-                found = yield from self._climb(Setting(groups, near, rate), [*momenta], beat, "grid", reason)
+            best = None if found is None else found.best
+            if found is None or best is None:
+                found = yield from self._climb(Setting(groups, self._near(groups), rate), "grid", reason)
                 continue
             # Fewer groups are the better answer to a loss that rises.
-            if not (self._stalled or (self._rises(found[before]) and space.fewer(groups) is None)):
+            if not (self._stalled or (found.rises and self._space.fewer(groups) is None)):
                 break
-            enough = (1 - LOWER) * found[before].loss
-            lower = yield from self._climb(replace(before, lr=rate), [*momenta], enough / (1 + LOWER), "grid", reason)
-            best = self._lowest(lower)
-            if best is not None and lower[best].loss <= enough:
-                found |= lower
-        best = self._lowest(found)
-        if best is not None and best.momentum == 0 and near > 0 and groups > space.groups[0]:
-            known = {setting: outcome for setting, outcome in found.items() if setting.lr == best.lr}
-            reason = "small ones, before 0 counts as the best"
-            found |= yield from self._climb(best, (*space.momenta, *space.fine), math.inf, "fine grid", reason, known)
-            best = self._lowest(found)
-        if best is None:
-            return None
-        self._decide("setting", f"the best of {len(found)}, with a loss of {found[best].loss:.4g}", **values_of(best))
-        return Found(best, found[best].loss, self._rises(found[best]), best.momentum == near, found)
+            lower = yield from self._climb(replace(best, lr=rate), "grid", reason)
+            if lower.loss <= (1 - LOWER) * found.loss:
+                found = lower
+        assert found is not None
+        if (best := found.best) is not None:
+            self._decide("setting", f"the best of {len(found.tried)}, with a loss of {found.loss:.4g}", **values_of(best))
+        return found
 
-    def _settle(self, found: Found) -> Generator[Trial, Outcome, Found]:
+    def _settle(self, found: Grid) -> Generator[Trial, Outcome, Grid]:
         """Settings that can hardly be told apart from the one that was found are tried again for longer, if there is time. The
         momentum that makes up for asynchrony needs no such proof."""
-        scores = {each: self._score(each, outcome) for each, outcome in found.grid.items()}
-        tied = [each for each in sorted(scores, key=lambda each: scores[each]) if self._tied(found, each, scores)][:MOST_TIED]
+        tied = found.tied()[:MOST_TIED]
         trials = [self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER) for setting in tied]
-        if len(tied) < 2 or found.expected or not self._affords(*trials):
+        if len(tied) < 2 or found.best == found.expected or not self._affords(*trials):
             return found
         self._decide(
             "tie", f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials", tied=len(tied)
         )
-        longer: Grid = {}
+        longer = replace(found, tried={})
         for setting in tied:
-            longer[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
-        best = self._lowest(longer)
-        return found if best is None else replace(found, setting=best, loss=found.grid[best].loss)
-
-    def _rises(self, outcome: Outcome) -> bool:
-        """Whether it has only made things worse."""
-        start = self._first.get(self._start)
-        return start is not None and outcome.loss > (1 + LOWER) * start
-
-    def _tied(self, found: Found, other: Setting, scores: Mapping[Setting, float]) -> bool:
-        """Both have seen the same data in the same order, so most of their noise is the same, too."""
-        noise = math.hypot(found.grid[found.setting].noise, found.grid[other].noise) / 2
-        best = scores[found.setting]
-        return math.isfinite(best) and abs(scores[other] - best) <= max(self._space.worse * abs(best), noise)
+            longer.tried[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
+        return found if longer.best is None else longer
 
     def _worse(self, one: float, other: float) -> bool:
         return one > other + self._space.worse * abs(other)
 
 
-def _why(found: Found | None) -> str:
-    if found is None:
+def _why(found: Grid) -> str:
+    if found.best is None:
         return "every setting diverges"
-    if found.setting.momentum > 0:
+    if found.rises:
         return "the loss rises: too many groups for this learning rate"
-    return "the best momentum is 0: asynchrony brings too much of its own"
+    if found.best.momentum == 0:
+        return "the best momentum is 0: asynchrony may bring too much of its own"
+    return "fewer may be as good, from gradients that are less old"
 
 
 def _fares(outcome: Outcome) -> str:

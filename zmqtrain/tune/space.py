@@ -33,6 +33,8 @@ class Space:
     """Search and training together."""
     smooth: int = 20
     """Updates over which a loss is smoothed before it is compared with a target."""
+    target: float | None = None
+    """The loss to reach, if there is one."""
     worse: float = 0.02
     """By so much of a loss another is the worse one: less is a tie."""
 

@@ -42,6 +42,8 @@ class Trial:
     """The training trial whose end it begins at; none: the initial parameters."""
     give_up_above: float | None = None
     """A loss from which on it is not worth going on."""
+    until: float | None = None
+    """A smoothed loss at which training has done its part: it ends at its next checkpoint."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -73,6 +75,8 @@ class Outcome:
     """What the run took in all: starting, training, and until it had ended."""
     finished: bool = False
     """The job itself is through: nothing is left to train."""
+    end: float | None = None
+    """Mean loss of its last updates, as many as are smoothed over."""
     drifted: str | None = None
     """Why it was ended before its time: what was measured is not what it was chosen for."""
 
@@ -120,6 +124,7 @@ class Outcome:
             noise,
             None if reached is None else losses[reached][0],
             None if reached is None else max(1, round(updates * (reached + 1) / len(values))),
+            end=None if bad else fmean(last[-smooth:]),
             **measured,
         )
 
