@@ -23,7 +23,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from zmqtrain.exchange.momentum import acting_like, implicit_momentum, total_momentum
+from zmqtrain.exchange.momentum import acting_like, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
@@ -60,7 +60,7 @@ class Search(Machine):
     """Omnivore's automatic optimizer."""
 
     def __init__(self, space: Space) -> None:
-        self._total = max(space.momenta)  # of the optimizer and of asynchrony, as far as it is known
+        self._total = max(space.momenta)  # momentum of the optimizer and of asynchrony
         super().__init__(space)
 
     def _life(self) -> Life:
@@ -105,33 +105,38 @@ class Search(Machine):
 
         Beyond the paper, which tries a tenth each time. The noise of the steps falls with it at once, by a part of the loss that a
         probe shows, and progress is slower from then on: so it is done at the end."""
-        target, until, reason = self._space.target, math.inf, f"the best of what was tried: {setting}"
-        if target is not None:
-            until = CLOSE * target
+        target, reason = self._space.target, f"the best of what was tried: {setting}"
+        until = None if target is None else CLOSE * target
         while True:
-            outcome = yield from self._train(setting, updates, "train", reason, until=until if math.isfinite(until) else None)
+            begin = self._first.get(self._start)
+            if target is not None and until is not None and begin is not None and begin <= until:
+                lower = replace(setting, lr=setting.lr / 10)
+                fallen = yield from self._falls(lower, begin)
+                if fallen is not None and fallen <= target:
+                    self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {fallen:.4g} at once", lr=lower.lr)
+                    setting, until, reason = lower, None, "the learning rate falls, for the target is near"
+                elif fallen is not None:
+                    until = target * begin / min(fallen, (1 - NEARER) * begin)
+                    self._decide(
+                        "learning rate", f"a tenth would bring the loss to {fallen:.4g}: later, at {until:.4g}", lr=setting.lr
+                    )
+                if until is not None and (fallen is None or until > (1 - NEARER) * begin):
+                    until = None  # no time to ask again, or nothing to wait for
+            outcome = yield from self._train(setting, updates, "train", reason, until=until)
             if outcome.diverged:
                 return setting.lr / 10
             updates -= outcome.updates
-            end = math.inf if outcome.end is None else outcome.end
-            if target is None or updates <= 0 or outcome.drifted or self._end() is not None or end > until * (1 + LOWER):
+            close = until is not None and outcome.end is not None and outcome.end <= (1 + NEARER) * until
+            if not close or updates <= 0 or outcome.drifted or self._end() is not None:
                 return setting.lr
-            lower = replace(setting, lr=setting.lr / 10)
-            trial = self._probe(lower, "fall", "whether a lower learning rate reaches the target by now")
-            if not self._affords(trial):
-                until = math.inf
-                continue
-            fallen = yield from self._try(lower, trial.phase, trial.reason)
-            if fallen.loss <= target:
-                self._decide("learning rate", f"a tenth brings the loss from {end:.4g} to {fallen.loss:.4g} at once", lr=lower.lr)
-                setting, until, reason = lower, math.inf, "the learning rate falls, for the target is near"
-            elif fallen.loss >= end:
-                until = math.inf
-            else:
-                until = min(target * end / fallen.loss, (1 - NEARER) * end)
-                self._decide(
-                    "learning rate", f"a tenth would bring the loss to {fallen.loss:.4g}: later, at {until:.4g}", lr=setting.lr
-                )
+
+    def _falls(self, lower: Setting, begin: float) -> Generator[Trial, Outcome, float | None]:
+        """To what loss a lower learning rate brings it at once; none where there is no time to try."""
+        trial = self._probe(lower, "fall", "whether a lower learning rate reaches the target by now")
+        if not self._affords(trial):
+            self._enough(f"no other learning rate at a loss of {begin:.4g}")
+            return None
+        return (yield from self._try(lower, trial.phase, trial.reason)).loss
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
         """Hardware efficiency of all numbers of groups, and g*."""
@@ -216,7 +221,8 @@ class Search(Machine):
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
 
     def _near(self, groups: int) -> float:
-        """The momentum that acts with the implicit one of so many groups like the best so far."""
+        """The momentum that acts with the implicit one of so many groups like what is wanted in all: the largest momentum of one
+        group, or less where more groups could do without any."""
         momentum = round(acting_like(self._total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
@@ -254,8 +260,8 @@ class Search(Machine):
                 return (yield from self._settle(best))
             if setting is not None:
                 best, lowest = found, min(lowest, found.loss)
-                if setting != found.expected:
-                    self._total = total_momentum(setting.momentum, implicit_momentum(groups - 1))
+                if setting.momentum == 0:
+                    self._total = implicit_momentum(groups - 1)
             fewer = self._space.fewer(groups)
             if fewer is None and best is not None:
                 if setting is not None and setting.momentum == 0:
