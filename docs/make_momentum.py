@@ -1,5 +1,7 @@
 """Momentum kept or compensated among asynchronous groups: updates to a loss, simulated, with models that really learn.
 
+Compensated in two ways: so that it adds up to 0.9 with the implicit momentum, and so that both together act like 0.9.
+
     python docs/make_momentum.py lenet FOLDER --data DIR
     python docs/make_momentum.py cifarnet FOLDER --data DIR
 
@@ -17,7 +19,7 @@ import torch
 from make_tuning import file_of
 
 from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
-from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.exchange.momentum import acting_like, compensated, implicit_momentum
 from zmqtrain.topology.load import load_topology
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
@@ -30,15 +32,6 @@ def shown(outcome: Outcome) -> str:
     if outcome.diverged:
         return "diverged"
     return f"never ({outcome.loss:.2f})" if outcome.reached_updates is None else str(outcome.reached_updates)
-
-
-def ratio(kept: Outcome, lowered: Outcome, updates: int) -> str:
-    """How many times as many updates it took with the momentum kept."""
-    if lowered.reached_updates is None:
-        return "-"
-    if kept.reached_updates is None:
-        return f"over {updates / lowered.reached_updates:.1f}"
-    return f"{kept.reached_updates / lowered.reached_updates:.2f}"
 
 
 def main() -> int:
@@ -56,25 +49,19 @@ def main() -> int:
     tune = topology.tune.model_copy(update={"target_loss": TARGETS[given.name], "smooth": 20})
     number = 0
     for groups in (4, 8):
-        own = compensated(MOMENTUM, implicit_momentum(groups - 1))
+        implicit = implicit_momentum(groups - 1)
+        momenta = (MOMENTUM, compensated(MOMENTUM, implicit), acting_like(MOMENTUM, implicit))
         for rate in given.rates:
             for seed in given.seeds:
                 job = topology.model_copy(update={"job": topology.job.model_copy(update={"seed": seed}), "tune": tune})
                 found = []
-                for momentum in (MOMENTUM, own):
+                for momentum in momenta:
                     runs = SimulatedRuns(job, Folders(folder / "runs" / given.name), given.data)
                     number += 1
                     setting = Setting(groups, momentum, rate)
-                    found.append(
-                        runs.run(Trial(number, setting, given.updates, "train", "momentum", "kept or compensated", None, 20.0))
-                    )
-                kept, lowered = found
-                staleness = "-" if lowered.staleness is None else f"{lowered.staleness:.2f}"
-                print(
-                    f"| {given.name} | {groups} | {rate:g} | {seed} | {shown(kept)} | {shown(lowered)} (own: {own:.3g}) "
-                    f"| {ratio(kept, lowered, given.updates)} | {staleness} |",
-                    flush=True,
-                )
+                    trial = Trial(number, setting, given.updates, "train", "momentum", "kept or compensated", None, 20.0)
+                    found.append(f"{momentum:.3g}: {shown(runs.run(trial))}")
+                print(f"| {given.name} | {groups} | {rate:g} | {seed} | {' | '.join(found)} |", flush=True)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_a_probe_keeps_nothing_and_may_be_stopped() -> None:
 def test_training_keeps_its_end_and_some_before(tmp_path: Path) -> None:
     job = job_of(topology_of(), trial("train", updates=32, start=3), tmp_path)
     assert job.job.steps == 16
-    assert job.job.checkpoint_every == 16 // PARTS
+    assert job.job.checkpoint_every == math.ceil(16 / PARTS)
     assert job.job.weights == str(tmp_path)
     assert job.job.seed == 7 + 4  # other data than those before, the same as all that begin there
     odd = job_of(topology_of(), trial("train", updates=26), None)

@@ -34,6 +34,11 @@ class Grid:
         return best
 
     @property
+    def groups(self) -> int:
+        """How many all of them have."""
+        return self.expected.groups
+
+    @property
     def loss(self) -> float:
         """That of the best; infinite where all diverge."""
         best = self.best

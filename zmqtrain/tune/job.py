@@ -16,7 +16,7 @@ from zmqtrain.tune.trial import Trial
 #: A probe is stopped when it has made its updates; groups that are faster than others make more of them.
 SPARE = 4
 #: Checkpoints of a training: it can end before its time at each.
-PARTS = 16
+PARTS = 32
 
 
 def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:

@@ -42,16 +42,17 @@ LONGER = 2
 LOWER = 0.1
 #: Momenta that are nearer to each other than this are not told apart.
 APART = 0.1
-#: From which multiple of the target on a lower learning rate may bring the loss there at once.
-CLOSE = 1.5
+#: From which multiple of the target on a lower learning rate may bring the loss there at once; and if training begins within that.
+CLOSE, CLOSER = 1.5, 1.06
 #: By how much nearer the loss must have come before that is tried again.
 NEARER = 0.03
 #: A momentum that is as good as none.
 SMALL = 0.05
 #: Of settings that are tied, how many are tried for longer.
 MOST_TIED = 2
-#: What the cold start may take of the time that there is for searching.
+#: What the cold start may take of the time that there is for searching; and all before the end of training.
 COLD = 0.5
+GRID = 0.85
 
 Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
 
@@ -106,7 +107,8 @@ class Search(Machine):
         Beyond the paper, which tries a tenth each time. The noise of the steps falls with it at once, by a part of the loss that a
         probe shows, and progress is slower from then on: so it is done at the end."""
         target, reason = self._space.target, f"the best of what was tried: {setting}"
-        until = None if target is None else CLOSE * target
+        begin = self._first.get(self._start)
+        until = None if target is None else (CLOSE if begin is None or begin > CLOSE * target else CLOSER) * target
         while True:
             begin = self._first.get(self._start)
             if target is not None and until is not None and begin is not None and begin <= until:
@@ -116,11 +118,11 @@ class Search(Machine):
                     self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {fallen:.4g} at once", lr=lower.lr)
                     setting, until, reason = lower, None, "the learning rate falls, for the target is near"
                 elif fallen is not None:
-                    until = target * begin / min(fallen, (1 - NEARER) * begin)
+                    until = min(target * begin / min(fallen, (1 - NEARER) * begin), (1 - NEARER) * begin)
                     self._decide(
                         "learning rate", f"a tenth would bring the loss to {fallen:.4g}: later, at {until:.4g}", lr=setting.lr
                     )
-                if until is not None and (fallen is None or until > (1 - NEARER) * begin):
+                if until is not None and (fallen is None or until <= target):
                     until = None  # no time to ask again, or nothing to wait for
             outcome = yield from self._train(setting, updates, "train", reason, until=until)
             if outcome.diverged:
@@ -196,21 +198,25 @@ class Search(Machine):
             best, groups = (outcome.loss, setting), more
         return best[1]
 
-    def _climb(self, first: Setting, phase: str, reason: str) -> Generator[Trial, Outcome, Grid]:
-        """Momenta from ``first``'s down, as long as each is clearly better than those before and there is time for more. If that
-        ends at 0, small ones, too."""
+    def _climb(self, first: Setting, phase: str, reason: str, enough: float) -> Generator[Trial, Outcome, Grid]:
+        """Momenta from ``first``'s down, as long as each is clearly better than those before and there is time for more; no further
+        than to a loss that is ``enough``. If that ends at 0, small ones, too."""
         space, found = self._space, Grid(first, self._first.get(self._start), self._space.worse)
         lower = sorted((each for each in space.momenta if each <= first.momentum - APART), reverse=True)
-        yield from self._each(found, (first.momentum, *lower), phase, reason)
+        yield from self._each(found, (first.momentum, *lower), phase, reason, enough)
         if found.best is not None and found.best.momentum == 0 and first.groups > space.groups[0]:
-            yield from self._each(found, sorted(space.fine), "fine grid", "small ones, before 0 counts as the best")
+            yield from self._each(found, sorted(space.fine), "fine grid", "small ones, before 0 counts as the best", enough)
         return found
 
-    def _each(self, found: Grid, momenta: Sequence[float], phase: str, reason: str) -> Generator[Trial, Outcome, None]:
+    def _each(
+        self, found: Grid, momenta: Sequence[float], phase: str, reason: str, enough: float
+    ) -> Generator[Trial, Outcome, None]:
         """As long as each is the best."""
         for momentum in momenta:
+            if found.best is not None and found.loss <= enough and not found.rises:
+                return
             setting = replace(found.expected, momentum=momentum)
-            if found.tried and setting not in self._seen and not self._affords(self._probe(setting, phase, reason)):
+            if found.tried and setting not in self._seen and not self._affords(self._probe(setting, phase, reason), part=GRID):
                 self._enough(f"no more momenta for {setting.groups} groups")
                 return
             found.tried[setting] = yield from self._try(setting, phase, reason)
@@ -245,55 +251,67 @@ class Search(Machine):
         return known
 
     def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, Grid | None]:
-        """The best groups, momentum and learning rate. The heart of algorithm 1, which halves the groups where the best momentum
-        is 0. Beyond it they are halved until that is worse in the same time."""
+        """The best groups, momentum and learning rate: the heart of algorithm 1.
+
+        It halves the groups where the best momentum is 0. Beyond it, they are halved before that until it is worse in the same
+        time, each with the momentum that makes up for them."""
         self._total = max(self._space.momenta)
-        rates, lowered = [rate, rate / 10], 0
-        best: Grid | None = None
-        lowest = math.inf
         while True:
-            found = yield from self._grid(groups, rates)
-            setting = found.best
-            if best is not None and (setting is None or self._worse(found.loss, lowest)):
-                fared = "everything diverges" if setting is None else f"loss {found.loss:.4g} after {lowest:.4g}"
-                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=best.expected.groups)
-                return (yield from self._settle(best))
-            if setting is not None:
+            found = yield from self._halve(groups, [rate, rate / 10])
+            if found is None:
+                return None
+            groups, rate = found.groups, found.expected.lr
+            found = yield from self._grid(groups, [rate, rate / 10])  # all momenta that may help
+            if found.best is None or found.best.momentum > 0:
+                return (yield from self._settle(found))
+            if self._space.fewer(groups) is None or self._total == implicit_momentum(groups - 1):
+                self._decide("momentum", "0 is the best, and fewer groups are no better", groups=groups)
+                return (yield from self._settle(found))
+            self._total = implicit_momentum(groups - 1)
+
+    def _halve(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, Grid | None]:
+        """The best with ever fewer groups, until they are worse in the same time; none where everything diverges.
+
+        Of the first all momenta that may help are tried, of fewer groups only as many as it takes to be no worse."""
+        best: Grid | None = None
+        lowest, lowered = math.inf, 0
+        while True:
+            enough = -math.inf if best is None else (1 + self._space.worse) * lowest
+            found = yield from self._grid(groups, rates, enough)
+            if best is not None and (found.best is None or self._worse(found.loss, lowest)):
+                fared = "everything diverges" if found.best is None else f"loss {found.loss:.4g} after {lowest:.4g}"
+                self._decide("groups", f"{groups} are worse in the same time ({fared})", groups=best.groups)
+                return best
+            if found.best is not None:
                 best, lowest = found, min(lowest, found.loss)
-                if setting.momentum == 0:
-                    self._total = implicit_momentum(groups - 1)
             fewer = self._space.fewer(groups)
-            if fewer is None and best is not None:
-                if setting is not None and setting.momentum == 0:
-                    self._decide("momentum", "0 is the best, and there is nothing left to halve", groups=groups)
-                return (yield from self._settle(best))
             if fewer is not None:
-                if best is not None and not self._affords(self._probe(Setting(fewer, 0.0, rate), "grid", "")):
+                if best is not None and not self._affords(self._probe(Setting(fewer, 0.0, rates[0]), "grid", ""), part=GRID):
                     self._enough(f"{groups} groups it is")
                     return best
                 self._decide("groups", f"{_why(found)}; half of {groups}", groups=fewer)
                 groups = fewer
-            elif lowered < MOST_LOWERED:
+            elif best is not None or lowered == MOST_LOWERED:
+                return best
+            else:
                 lowered += 1
                 rates = [rates[-1] / 10, rates[-1] / 100]
                 self._decide("learning rate", "everything diverges, even with the fewest groups: lower ones", lr=rates[0])
-            else:
-                return None
 
-    def _grid(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, Grid]:
+    def _grid(self, groups: int, rates: Sequence[float], enough: float = -math.inf) -> Generator[Trial, Outcome, Grid]:
         """The momentum that makes up for so many groups and those below it, with the first rate; with lower ones where that gets
-        nowhere."""
+        nowhere. ``enough``: a loss that is good enough."""
         reason = "momentum and learning rate at a fixed number of groups"
         found: Grid | None = None
         for rate in rates:
             best = None if found is None else found.best
             if found is None or best is None:
-                found = yield from self._climb(Setting(groups, self._near(groups), rate), "grid", reason)
+                found = yield from self._climb(Setting(groups, self._near(groups), rate), "grid", reason, enough)
                 continue
             # Fewer groups are the better answer to a loss that rises.
             if not (self._stalled or (found.rises and self._space.fewer(groups) is None)):
                 break
-            lower = yield from self._climb(replace(best, lr=rate), "grid", reason)
+            lower = yield from self._climb(replace(best, lr=rate), "grid", reason, enough)
             if lower.loss <= (1 - LOWER) * found.loss:
                 found = lower
         assert found is not None
@@ -306,7 +324,7 @@ class Search(Machine):
         momentum that makes up for asynchrony needs no such proof."""
         tied = found.tied()[:MOST_TIED]
         trials = [self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER) for setting in tied]
-        if len(tied) < 2 or found.best == found.expected or not self._affords(*trials):
+        if len(tied) < 2 or found.best == found.expected or not self._affords(*trials, part=GRID):
             return found
         self._decide(
             "tie", f"{len(tied)} settings are within {self._space.worse:.0%} or their noise: longer trials", tied=len(tied)
