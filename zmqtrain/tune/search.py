@@ -44,8 +44,10 @@ LOWER = 0.1
 APART = 0.1
 #: From which multiple of the target on a lower learning rate may bring the loss there at once; and if training begins within that.
 CLOSE, CLOSER = 1.5, 1.06
-#: By how much nearer the loss must have come before that is tried again.
-NEARER = 0.03
+#: What a lower learning rate is taken to bring at least: less cannot be seen.
+GAIN = 0.02
+#: By which part of what is left the loss must have come nearer before it is tried again.
+NEARER = 0.2
 #: A momentum that is as good as none.
 SMALL = 0.05
 #: Of settings that are tied, how many are tried for longer.
@@ -118,17 +120,17 @@ class Search(Machine):
                     self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {fallen:.4g} at once", lr=lower.lr)
                     setting, until, reason = lower, None, "the learning rate falls, for the target is near"
                 elif fallen is not None:
-                    until = min(target * begin / min(fallen, (1 - NEARER) * begin), (1 - NEARER) * begin)
+                    until = min(target * begin / min(fallen, (1 - GAIN) * begin), begin - NEARER * (begin - target))
                     self._decide(
                         "learning rate", f"a tenth would bring the loss to {fallen:.4g}: later, at {until:.4g}", lr=setting.lr
                     )
-                if until is not None and (fallen is None or until <= target):
+                if until is not None and (fallen is None or until <= (1 + GAIN) * target):
                     until = None  # no time to ask again, or nothing to wait for
             outcome = yield from self._train(setting, updates, "train", reason, until=until)
             if outcome.diverged:
                 return setting.lr / 10
             updates -= outcome.updates
-            close = until is not None and outcome.end is not None and outcome.end <= (1 + NEARER) * until
+            close = until is not None and outcome.end is not None and outcome.end <= (1 + GAIN) * until
             if not close or updates <= 0 or outcome.drifted or self._end() is not None:
                 return setting.lr
 
