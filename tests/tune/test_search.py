@@ -349,7 +349,7 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     assert before[-1] is None
     assert len(falls) == 2
     reasons = [decision.reason for decision in search.decisions() if decision.what == "learning rate"]
-    assert any("a tenth would bring the loss to" in reason for reason in reasons)
+    assert any("a tenth would bring the loss from" in reason for reason in reasons)
     assert any("at once" in reason for reason in reasons)
     _, plain = solve(SPACE, Falling(UPDATE_S), target=1.0)
     assert plain.setting == Setting(4, 0.6, 0.01)  # which no target is known to

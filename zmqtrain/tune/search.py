@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from zmqtrain.exchange.momentum import acting_like, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
+from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
 from zmqtrain.tune.space import Space
@@ -42,12 +43,6 @@ LONGER = 2
 LOWER = 0.1
 #: Momenta that are nearer to each other than this are not told apart.
 APART = 0.1
-#: From which multiple of the target on a lower learning rate may bring the loss there at once; and if training begins within that.
-CLOSE, CLOSER = 1.5, 1.06
-#: What a lower learning rate is taken to bring at least: less cannot be seen.
-GAIN = 0.02
-#: By which part of what is left the loss must have come nearer before it is tried again.
-NEARER = 0.2
 #: A momentum that is as good as none.
 SMALL = 0.05
 #: Of settings that are tied, how many are tried for longer.
@@ -104,43 +99,37 @@ class Search(Machine):
                 return end
 
     def _long(self, setting: Setting, updates: int) -> Generator[Trial, Outcome, float]:
-        """Training, and the learning rate to go on with. It falls to a tenth as soon as that brings the loss to the target.
-
-        Beyond the paper, which tries a tenth each time. The noise of the steps falls with it at once, by a part of the loss that a
-        probe shows, and progress is slower from then on: so it is done at the end."""
-        target, reason = self._space.target, f"the best of what was tried: {setting}"
-        begin = self._first.get(self._start)
-        until = None if target is None else (CLOSE if begin is None or begin > CLOSE * target else CLOSER) * target
+        """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
+        the target; the paper tries a tenth each time."""
+        reason = f"the best of what was tried: {setting}"
+        fall = Fall(self._space.target, self._first.get(self._start))
         while True:
             begin = self._first.get(self._start)
-            if target is not None and until is not None and begin is not None and begin <= until:
+            if begin is not None and fall.due(begin):
                 lower = replace(setting, lr=setting.lr / 10)
-                fallen = yield from self._falls(lower, begin)
-                if fallen is not None and fallen <= target:
-                    self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {fallen:.4g} at once", lr=lower.lr)
-                    setting, until, reason = lower, None, "the learning rate falls, for the target is near"
-                elif fallen is not None:
-                    until = min(target * begin / min(fallen, (1 - GAIN) * begin), begin - NEARER * (begin - target))
-                    self._decide(
-                        "learning rate", f"a tenth would bring the loss to {fallen:.4g}: later, at {until:.4g}", lr=setting.lr
-                    )
-                if until is not None and (fallen is None or until <= (1 + GAIN) * target):
-                    until = None  # no time to ask again, or nothing to wait for
-            outcome = yield from self._train(setting, updates, "train", reason, until=until)
+                if (yield from self._falls(fall, lower, begin)):
+                    setting, reason = lower, "the learning rate falls, for the target is near"
+            outcome = yield from self._train(setting, updates, "train", reason, until=fall.until)
             if outcome.diverged:
                 return setting.lr / 10
             updates -= outcome.updates
-            close = until is not None and outcome.end is not None and outcome.end <= (1 + GAIN) * until
-            if not close or updates <= 0 or outcome.drifted or self._end() is not None:
+            if not fall.near(outcome.end) or updates <= 0 or outcome.drifted or self._end() is not None:
                 return setting.lr
 
-    def _falls(self, lower: Setting, begin: float) -> Generator[Trial, Outcome, float | None]:
-        """To what loss a lower learning rate brings it at once; none where there is no time to try."""
+    def _falls(self, fall: Fall, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
+        """Whether the learning rate falls now."""
         trial = self._probe(lower, "fall", "whether a lower learning rate reaches the target by now")
         if not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
-            return None
-        return (yield from self._try(lower, trial.phase, trial.reason)).loss
+            fall.stop()
+            return False
+        loss = (yield from self._try(lower, trial.phase, trial.reason)).loss
+        if fall.hear(begin, loss):
+            self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {loss:.4g} at once", lr=lower.lr)
+            return True
+        then = "no sooner than it is reached anyway" if fall.until is None else f"later, at {fall.until:.4g}"
+        self._decide("learning rate", f"a tenth would bring the loss from {begin:.4g} to {loss:.4g}: {then}", lr=10 * lower.lr)
+        return False
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
         """Hardware efficiency of all numbers of groups, and g*."""

@@ -1,0 +1,50 @@
+"""When the learning rate may fall: as soon as a lower one brings the loss to the target.
+
+The noise of the steps falls with it at once, by a part of the loss that a probe shows, and progress is slower from then on. So it
+is done at the end, and asked for no sooner than that is near.
+"""
+
+from __future__ import annotations
+
+#: From which multiple of the target on it may bring the loss there at once; and if training begins within that.
+CLOSE, CLOSER = 1.5, 1.06
+#: What it is taken to bring at least: less cannot be seen.
+GAIN = 0.02
+#: By which part of what is left the loss must have come nearer before it is asked again.
+NEARER = 0.3
+
+
+class Fall:
+    """Says at which loss to ask (with a probe at a lower rate), and hears what came of it."""
+
+    def __init__(self, target: float | None, begin: float | None) -> None:
+        """``target``: the loss to reach; without one it never falls. ``begin``: the loss where training stands."""
+        self.until: float | None = None
+        """The loss at which to ask; none: not at all."""
+        self._target = target
+        if target is not None:
+            self.until = (CLOSE if begin is None or begin > CLOSE * target else CLOSER) * target
+
+    def due(self, loss: float | None) -> bool:
+        """Whether to ask at this loss."""
+        return self.until is not None and loss is not None and loss <= self.until
+
+    def near(self, loss: float | None) -> bool:
+        """Whether training has ended at this loss because of that, give or take its noise."""
+        return self.until is not None and loss is not None and loss <= (1 + GAIN) * self.until
+
+    def hear(self, begin: float, fallen: float) -> bool:
+        """Whether it falls now: from ``begin`` it has come to ``fallen`` at once. If not, ``until`` is when to ask again."""
+        assert self._target is not None
+        if fallen <= self._target:
+            self.until = None
+            return True
+        reaches = self._target * begin / min(fallen, (1 - GAIN) * begin)
+        self.until = min(reaches, begin - NEARER * (begin - self._target))
+        if self.until <= (1 + GAIN) * self._target:
+            self.until = None  # nothing to wait for
+        return False
+
+    def stop(self) -> None:
+        """Do not ask any more."""
+        self.until = None
