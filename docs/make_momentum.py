@@ -19,7 +19,7 @@ import torch
 from make_tuning import file_of
 
 from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
-from zmqtrain.exchange.momentum import acting_like, compensated, implicit_momentum
+from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.topology.load import load_topology
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
@@ -50,7 +50,7 @@ def main() -> int:
     number = 0
     for groups in (4, 8):
         implicit = implicit_momentum(groups - 1)
-        momenta = (MOMENTUM, compensated(MOMENTUM, implicit), acting_like(MOMENTUM, implicit))
+        momenta = (MOMENTUM, max(0.0, MOMENTUM - implicit), compensated(MOMENTUM, implicit))
         for rate in given.rates:
             for seed in given.seeds:
                 job = topology.model_copy(update={"job": topology.job.model_copy(update={"seed": seed}), "tune": tune})

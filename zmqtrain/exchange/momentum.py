@@ -1,16 +1,14 @@
 """Momentum that asynchrony brings by itself, and how the optimizer's own makes up for it.
 
 g asynchronous groups, of which each reads, computes and writes at its own pace, act like a momentum of 1 - 1/g (Mitliagkas et al.
-2016, "Asynchrony begets momentum"); with a mean staleness of s, like s / (1 + s). ``[optimizer] momentum = "auto"`` takes the
-task's momentum as what both are to add up to, and lowers the optimizer's own by the implicit one.
-
-What both act like together is a little less than their sum, since one smooths what the other has smoothed already::
+2016, "Asynchrony begets momentum"); with a mean staleness of s, like s / (1 + s). One smooths what the other has smoothed already,
+so together they act like a little less than their sum::
 
     1 - total = (1 - explicit) (1 - implicit)
 
-That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`). It is not the total that is kept all the same: old
-gradients also make large steps unstable, and at learning rates that suit one group, 0.9 by this formula (0.6 of 4 groups, 0.2 of 8)
-diverges where 0.9 by the sum does not (docs/tuning.md has the figures).
+That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`). ``[optimizer] momentum = "auto"`` takes the task's
+momentum as that total, and lowers the optimizer's own accordingly. To keep the sum instead lowers it further, and takes more
+updates to the same loss (docs/tuning.md has the figures).
 """
 
 from __future__ import annotations
@@ -46,14 +44,8 @@ def total_momentum(explicit: float, implicit: float) -> float:
 
 
 def compensated(target: float, implicit: float) -> float:
-    """The explicit momentum that adds up to ``target`` with the implicit one; 0 where that alone is more."""
-    return max(0.0, target - implicit)
-
-
-def acting_like(target: float, implicit: float) -> float:
-    """The explicit momentum that acts like ``target`` together with the implicit one (`total_momentum`); 0 where that alone is
-    more."""
-    return max(0.0, 1 - (1 - target) / (1 - implicit))
+    """The explicit momentum that acts like ``target`` together with the implicit one; 0 where that alone is more."""
+    return max(0.0, (target - implicit) / (1 - implicit))
 
 
 def explicit_of(group: Mapping[str, Value]) -> float | None:
@@ -110,7 +102,6 @@ class Compensation:
             "target": given,
             "explicit": explicit,
             "implicit": self.implicit,
-            "sum": (explicit or 0.0) + self.implicit,
             "total": total_momentum(explicit or 0.0, self.implicit),
             "compensated": self.on,
         }

@@ -40,7 +40,7 @@ class Optimizer(Section):
         default="auto",
         description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
         "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own "
-        "is lowered by that. task: as the task has it. A number: this, instead of the task's.",
+        "is lowered, so that both together act like it. task: as the task has it. A number: this, instead of the task's.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 

@@ -23,7 +23,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from zmqtrain.exchange.momentum import acting_like, implicit_momentum
+from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
@@ -175,7 +175,9 @@ class Search(Machine):
             if more < 2 * groups:
                 continue
             setting = Setting(more, self._near(more), best[1].lr)
-            trial = self._probe(setting, "groups", "as many groups as still help at first, with the momentum that adds up")
+            trial = self._probe(
+                setting, "groups", "as many groups as still help at first, with the momentum that makes up for them"
+            )
             if not self._affords(trial, part=COLD):
                 self._enough(f"no more than {groups} groups at first")
                 break
@@ -220,7 +222,7 @@ class Search(Machine):
     def _near(self, groups: int) -> float:
         """The momentum that acts with the implicit one of so many groups like what is wanted in all: the largest momentum of one
         group, or less where more groups could do without any."""
-        momentum = round(acting_like(self._total, implicit_momentum(groups - 1)), 3)
+        momentum = round(compensated(self._total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
     def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
