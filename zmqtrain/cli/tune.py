@@ -202,7 +202,8 @@ class Tuning:
             if isinstance(trial, Done):
                 return trial
             runs.elapsed_s = sum(max(outcome.whole_s, outcome.seconds) for _, outcome in machine.trials)
-            self._shown.begins(trial)
+            if not runs.shows(trial):
+                self._shown.begins(trial)
             try:
                 outcome = runs.run(trial)
             finally:

@@ -57,9 +57,12 @@ class JobRuns:
         """Whether the job has been trained to its end."""
         return bool(self._progress()["through"])
 
+    def shows(self, trial: Trial) -> bool:
+        return _is_job(trial)
+
     def run(self, trial: Trial) -> Outcome:
         """Raises what `LaunchedRuns.run` does, and `JobError`."""
-        if trial.phase != "train":
+        if not _is_job(trial):
             return self.probes.run(trial)
         hearing = Hearing(trial, regrouped(self.probes.topology, trial.setting.groups).compute.group_size)
         code, whole_s = self._train(trial.number, self._job(trial), hearing)
@@ -197,6 +200,11 @@ class Watching:
             self._halted = True
             self.view.note(f"stopping: {self.hearing.stop}")
             self.halt(self.hearing.stop)
+
+
+def _is_job(trial: Trial) -> bool:
+    """Training with what was found, and not the little that comes before."""
+    return trial.phase == "train"
 
 
 def _read(file: Path) -> dict[str, Any]:

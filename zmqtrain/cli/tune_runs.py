@@ -42,6 +42,10 @@ class Runs(Protocol):
         """Start it, hear how it goes, and end it. Raises what went wrong (not that it diverged), and ``KeyboardInterrupt``."""
         ...
 
+    def shows(self, trial: Trial) -> bool:
+        """Whether people see how it goes."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Folders:
@@ -102,6 +106,9 @@ class SimulatedRuns:
         _require_sound(trial, result.ending.status, error, hearing)
         return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
 
+    def shows(self, trial: Trial) -> bool:
+        return False
+
 
 @dataclass(slots=True)
 class LaunchedRuns:
@@ -131,6 +138,9 @@ class LaunchedRuns:
         error = _error(directory.path)
         _require_sound(trial, "failed" if code else "done", error, hearing, directory.path)
         return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
+
+    def shows(self, trial: Trial) -> bool:
+        return False
 
 
 @dataclass(slots=True)

@@ -38,7 +38,8 @@ class Shown:
     def begins(self, trial: Trial) -> None:
         """A trial begins. On a terminal a line says so, until it is over: starting its processes takes a while."""
         if not self._json and self._console.is_terminal:
-            self._status = self._console.status(f"trial {trial.number}: {trial.phase}, {trial.setting}, {trial.updates} updates")
+            narrow = Console()  # as the terminal is, so that the line can be taken away again
+            self._status = narrow.status(f"trial {trial.number}: {trial.phase}, {trial.setting}, {trial.updates} updates")
             self._status.start()
 
     def ends(self) -> None:
