@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tune.landscape import Landscape
+from zmqtrain.cli.runs import run_status
 from zmqtrain.cli.tune import How, names_of, run_tune
 from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
@@ -105,6 +106,10 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
         summary["groups"], summary["momentum"], summary["lr"]
     )  # fmt: skip
     assert (folder / "omnivore.svg").read_text().startswith("<svg")
+    assert f"zmqtrain launch {folder / 'tuned.toml'} trains with what was found" in shown
+    assert "with starting and ending)" in shown
+    assert run_status(str(folder)) == 0
+    assert "status done  steps " in capsys.readouterr().out
 
 
 def test_a_search_that_was_interrupted_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,13 @@ from zmqtrain.tune.job import space_of
 from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.plot import curves_svg, trials_svg
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Setting
+from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
 from zmqtrain.world import wall_s
 
 M = TypeVar("M", bound=Machine)
+
+#: Emulated updates may take so many times as long as predicted: predictions have errors, too.
+LATE = 1.5
 
 NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
 
@@ -91,7 +95,8 @@ def run_tune(
             return SimulatedRuns(topology, folders, data_path)
         return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), emulation)
 
-    tuning = Tuning(topology, space, directory, shown)
+    dilation = None if measured or emulation is None else emulation.dilation.factor
+    tuning = Tuning(topology, space, directory, shown, dilation=dilation)
     try:
         if how.curves:
             tuning.curves(runs_of("curves"))
@@ -141,8 +146,12 @@ def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Sp
 class Tuning:
     """One command's strategies, one after another."""
 
-    def __init__(self, topology: Topology, space: Space, directory: RunDirectory, shown: Shown) -> None:
+    def __init__(
+        self, topology: Topology, space: Space, directory: RunDirectory, shown: Shown, *, dilation: float | None = None
+    ) -> None:
+        """``dilation``: of an emulation whose times are all modelled, so that nothing may take longer than predicted."""
         self._topology, self._space, self._directory, self._shown = topology, space, directory, shown
+        self._dilation = dilation
         self._rows: list[dict[str, Any]] = []
 
     @property
@@ -169,7 +178,7 @@ class Tuning:
 
     def compare(self, summary: Mapping[str, Any] | None = None) -> None:
         """All strategies in one table, and in summary.json, beside what else there is to say."""
-        values = summary or {"status": "done", "seconds": sum(row["seconds"] for row in self._rows)}
+        values = summary or self._summary(sum(row["updates"] for row in self._rows), sum(row["seconds"] for row in self._rows))
         self._directory.write_json("summary.json", {**values, "strategies": self._rows})
         self._shown.compare(self._rows)
 
@@ -179,9 +188,14 @@ class Tuning:
         machine = self.resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
         self.drive("curves", machine, runs)
         rows = list(penalties(machine.points()))
-        self._directory.write_json("summary.json", {"curves": rows})
+        updates, seconds = sum(row["updates"] or 0 for row in rows), sum(row["seconds"] or 0.0 for row in rows)
+        self._directory.write_json("summary.json", {**self._summary(updates, seconds), "curves": rows})
         self._directory.write("curves.svg", curves_svg(f"{self._topology.job.name}: time to the target", rows))
         self._shown.curves(rows)
+
+    def _summary(self, updates: int, seconds: float) -> dict[str, Any]:
+        """What commands say of any run."""
+        return {"status": "done", "exit_code": self.exit_code, "steps": updates, "seconds": seconds}
 
     def resumed(self, name: str, machine: M) -> M:
         """The machine as far as an earlier command has come in this folder."""
@@ -209,9 +223,22 @@ class Tuning:
             finally:
                 self._shown.ends()
             machine.result(trial, outcome)
+            self._warn_if_late(trial, outcome)
             self._event(name, "trial", trial.reason, {**trial.to_value(), "outcome": outcome.to_value()})
             self._shown.trial(name, trial, outcome)
             self._directory.write_json(f"{name}.json", machine.to_value())
+
+    def _warn_if_late(self, trial: Trial, outcome: Outcome) -> None:
+        """Once."""
+        if self._dilation is None or not outcome.updates:
+            return
+        late = outcome.update_s / self._space.update_s[trial.setting.groups]
+        if late > LATE:
+            more = math.ceil(2 * late * self._dilation)
+            self._shown.note(
+                f"      updates take {late:.1f} times as long as predicted: is this machine too slow? --dilation {more}"
+            )
+            self._dilation = None
 
     def decide(self, name: str, decision: Decision) -> None:
         """Something was decided: keep and show it."""

@@ -77,6 +77,8 @@ def launch_tuned(
         status = "done" if code == 0 else status
     except JobError as error:
         code = error.code
+        if code >= ConnectivityError.exit_code:  # worth another try
+            shown.note(again(directory.path))
     except KeyboardInterrupt:
         status, code = "interrupted", INTERRUPTED
         shown.note(f"interrupted; {again(directory.path)}")
