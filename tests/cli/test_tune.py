@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tune.landscape import Landscape
+from zmqtrain.cli.runs import run_status
 from zmqtrain.cli.tune import How, names_of, run_tune
 from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
@@ -105,6 +106,10 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
         summary["groups"], summary["momentum"], summary["lr"]
     )  # fmt: skip
     assert (folder / "omnivore.svg").read_text().startswith("<svg")
+    assert f"zmqtrain launch {folder / 'tuned.toml'} trains with what was found" in shown
+    assert "with starting and ending)" in shown
+    assert run_status(str(folder)) == 0
+    assert "status done  steps " in capsys.readouterr().out
 
 
 def test_a_search_that_was_interrupted_goes_on(
@@ -177,8 +182,52 @@ def test_a_trial_that_diverges_is_cut_early(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_tasks_own_error_comes_out(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ZmqTrainError, match=r"a trial failed: TaskError: .*no loss today"):
+    with pytest.raises(TaskError, match=r"a trial failed: TaskError: .*no loss today") as raised:
         run_tune(file, How(simulate=True), run_dir=tmp_path / "run", settings=["job.args={ fails = true }"])
+    assert raised.value.exit_code == 3
+    assert "trial 0 (learning rate): 1 group(s), momentum 0.6, learning rate 0.1" in str(raised.value)
+    assert "work.py" in str(raised.value)  # where in the person's own code
+
+
+def test_a_host_that_is_lost_in_a_trial(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = '\n[[faults]]\nkind = "kill"\ntarget = "h2"\nat = 0.3\n'
+    file.write_text(file.read_text() + fault)
+    with pytest.raises(ZmqTrainError, match=r"a trial failed: HostLostError: .*h2") as raised:
+        run_tune(file, How(simulate=True), run_dir=tmp_path / "run")
+    assert raised.value.exit_code >= 128  # worth another try
+    assert f"the same command with --resume {tmp_path / 'run'} goes on" in capsys.readouterr().out
+
+
+def test_a_host_that_becomes_slow_leads_to_another_search(file: Path, tmp_path: Path) -> None:
+    """The fault comes in the middle of training. That ends at a checkpoint; the search goes on from there, and so does training."""
+    fault = '[[faults]]\nkind = "slow"\ntarget = "h1"\nfactor = 8.0\nat = 4.0\n'
+    text = file.read_text().replace("h[1-5]", "h[1-3]").replace("1 Gbit/s", "1 Mbit/s").replace("groups = 4", "groups = 2")
+    file.write_text(f"{text}{fault}")
+    settings = [
+        "learning_rates=[0.03]",
+        "momenta=[0.6]",
+        "probe=8",
+        "period=500",
+        "cold=0",
+        "time_limit='200 s'",
+        "target_loss=0.27",
+    ]
+    folder = tmp_path / "run"
+    assert run_tune(file, How(simulate=True), run_dir=folder, settings=[f"tune.{each}" for each in settings]) == 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (at,) = (index for index, event in enumerate(events) if event["kind"] == "drift")
+    reason = events[at]["values"]["reason"]
+    assert reason.startswith("the staleness of group 0 went from 1.0 to ")
+    assert reason.endswith("beside the others it has become slower")
+    ended = events[at - 1]["values"]
+    assert (ended["kind"], ended["outcome"]["drifted"]) == ("train", reason)
+    assert ended["outcome"]["updates"] < ended["updates"]
+    after = [event["values"] for event in events[at:] if event["kind"] == "trial"]
+    assert [trial["start"] for trial in after] == [ended["number"]] * len(after)
+    assert [trial["kind"] for trial in after] == ["probe"] * (len(after) - 1) + ["train"]
+    assert len(after) > 1
+    assert after[-1]["outcome"]["first"] < 1.3 * ended["outcome"]["loss"]  # with what was learned before
+    assert events[-1]["values"]["reached"]
 
 
 def test_bad_input(file: Path, tmp_path: Path) -> None:
@@ -193,6 +242,14 @@ def test_bad_input(file: Path, tmp_path: Path) -> None:
     assert names_of([]) == ("omnivore",)
     with pytest.raises(TaskError, match="train_data is empty"):
         run_tune(file, How(simulate=True), settings=["job.args={ count = 0 }"])
+    with pytest.raises(UsageError, match=r"computes nothing, and a search needs losses: set \[simulation\] payload"):
+        run_tune(file, How(simulate=True), settings=["simulation.payload=phantom"])
+    with pytest.raises(UsageError, match=r"there is no search in it"):
+        run_tune(file, How(simulate=True, resume=tmp_path))
+    steps = tmp_path / "steps.toml"
+    steps.write_text(file.read_text() + '\n[[faults]]\nkind = "kill"\ntarget = "h2"\nstep = 3\n')
+    with pytest.raises(UsageError, match=r'give "at" instead of "step"'):
+        run_tune(steps, How(simulate=True))
     empty = tmp_path / "empty.toml"
     empty.write_text("[job]\n")
     with pytest.raises(UsageError, match="names no task"):

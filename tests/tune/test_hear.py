@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -104,17 +105,39 @@ def test_training_that_has_come_close_enough_ends_at_its_next_checkpoint() -> No
     for number in range(60):
         hearing.hear(step(float(number), 3.0 - 0.05 * number))
         if number == 20:
-            hearing.hear({"kind": "checkpoint", "values": {}})
-            hearing.hear({"kind": "checkpoint", "values": {}})
+            hearing.hear({"kind": "checkpoint", "step": 10, "values": {}})
+            hearing.hear({"kind": "checkpoint", "step": 10, "values": {}})
             assert hearing.stop is None  # a checkpoint, but not close enough
     assert hearing.stop is None
     for _ in range(2):
-        hearing.hear({"kind": "checkpoint", "values": {}})
+        hearing.hear({"kind": "checkpoint", "step": 30, "values": {}})
     assert hearing.stop == "the loss has come to 1.5"
     outcome = hearing.outcome()
     assert outcome.drifted is None
     assert outcome.reached is None
     assert outcome.end == pytest.approx(3.0 - 0.05 * 49.5)  # the mean of the last 20
+
+
+def test_drift_that_has_passed_at_the_checkpoint_is_none() -> None:
+    hearing = Hearing(trial("train", updates=10_000, groups=4), 1)
+    for number in range(LEAST + 1000):
+        hearing.hear(step(float(number), 2.0, staleness=9.0 if 300 < number < 500 else 3.0))
+    for _ in range(4):
+        hearing.hear({"kind": "checkpoint", "values": {}})
+    assert hearing.stop is None
+    assert hearing.outcome().drifted is None
+
+
+def test_a_checkpoint_is_one_when_all_workers_have_kept_theirs() -> None:
+    """Groups come to its step at different times; a fast one may have kept the next one before."""
+    hearing = Hearing(trial("train", updates=10_000, groups=2), 1)
+    for number in range(LEAST + 10):
+        hearing.hear(step(float(number), 2.0, staleness=9.0))
+    for number, rank in ((50, 0), (100, 0), (150, 0)):
+        hearing.hear({"kind": "checkpoint", "step": number, "values": {}}, rank)
+    assert hearing.stop is None
+    hearing.hear({"kind": "checkpoint", "step": 50, "values": {}}, 1)
+    assert hearing.stop is not None
 
 
 def test_probes_do_not_drift() -> None:
@@ -132,3 +155,26 @@ def test_what_counts_as_drift() -> None:
     assert all(one.step(0.0) is None for _ in range(300))
     assert all(one.fitted(value) is None for value in (0.85, 0.2, 0.9, 0.95, 0.5, 0.9))  # single fits are noisy
     assert one.fitted(0.5) == "the fitted momentum went from 0.85 to 0.50"
+
+
+def test_a_group_that_becomes_slow_is_drift() -> None:
+    """It takes eight times as long as the three others: of 25 updates one is its own. The mean of all stays 3."""
+    drift = Drift(4, 0.6)
+    assert all(drift.step(3.0, turn % 4) is None for turn in range(400))
+    slow = [drift.step(24.0, 3) if turn % 25 == 24 else drift.step(2.125, turn % 3) for turn in range(25 * 12)]
+    told = next(index for index, each in enumerate(slow) if each is not None)
+    assert slow[told] == "the staleness of group 3 went from 3.0 to 5.8: beside the others it has become slower"
+    assert told + 1 == 4 * 25  # it has made four steps since
+    back = [drift.step(3.0, turn % 4) for turn in range(400)]
+    assert back[-1] is None  # it is as it was
+
+
+def test_groups_that_take_irregular_times_are_no_drift() -> None:
+    """Exponentially distributed times: what a group sees while it computes varies as much as it is."""
+    chance = random.Random(1)
+    drift = Drift(8, 0.2)
+    ends, begun = [chance.expovariate(1.0) for _ in range(8)], [0] * 8
+    for updates in range(20_000):
+        group = min(range(8), key=lambda each: ends[each])
+        assert drift.step(float(updates - begun[group]), group) is None
+        begun[group], ends[group] = updates + 1, ends[group] + chance.expovariate(1.0)

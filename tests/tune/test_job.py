@@ -12,7 +12,7 @@ from zmqtrain.errors import TopologyError, UsageError
 from zmqtrain.plan.efficiency import Measured, Paper
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-from zmqtrain.tune.job import PARTS, SPARE, job_of, space_of
+from zmqtrain.tune.job import LIMIT_S, PARTS, SPARE, job_of, space_for, space_of
 from zmqtrain.tune.trial import Setting, Trial
 
 
@@ -67,6 +67,19 @@ def test_the_space_of_a_file() -> None:
     assert space_of(topology_of(), Paper(4, 8.0, 0.1, 1.0), measured=False).saturation == 4
     unknown = space_of(topology_of(), Measured(4, lambda size: 0.0, 0.0))
     assert set(unknown.update_s.values()) == {1.0}
+
+
+def test_the_space_of_a_job() -> None:
+    """A search may take a tenth of search and training together; measuring has taken a part of that."""
+    space = space_of(topology_of(tune={"share": 0.1}), Paper(4, 8.0, 0.1, 1.0))
+    assert space.limit_s == LIMIT_S
+    measured = {1: 4.0, 2: 2.0, 4: 2.0}
+    found = space_for(space, measured, job_s=900.0, spent_s=20.0)
+    assert (found.update_s, found.saturation) == (measured, 2)
+    assert found.share * found.limit_s == pytest.approx(100.0 - 20.0)
+    assert found.rates == space.rates
+    assert space_for(space, measured, job_s=None).limit_s == LIMIT_S
+    assert 0 < space_for(space, measured, job_s=9.0, spent_s=20.0).limit_s < 1e-6
 
 
 def test_no_space() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.report.page import page
 from zmqtrain.observe.report.read import read_run
-from zmqtrain.observe.run_directory import find_run
+from zmqtrain.observe.run_directory import find_run, training_of
 from zmqtrain.observe.strict_json import dumps
 
 
 def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: bool = False) -> int:
     """Write the page, by default ``report.html`` in the first run's directory; with ``json_lines`` print its data instead."""
     paths = [find_run(name) for name in names]
-    runs = [read_run(path) for path in paths]
+    runs = [{**read_run(training_of(path)), "name": path.name} for path in paths]
     if json_lines:
         for run in runs:
             print(dumps(run))

@@ -14,7 +14,7 @@ import psutil
 from zmqtrain.errors import HostLostError, SshError, UsageError
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
-from zmqtrain.observe.run_directory import find_run, log_name
+from zmqtrain.observe.run_directory import find_run, log_name, training_of
 
 #: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
 LOOK_S, MOST_LOOKS = 1.0, 300
@@ -30,8 +30,8 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
     status = {"run": str(path), "status": "running" if process else "lost", "pid": process.pid if process else None}
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
-        status |= {key: values[key] for key in ("status", "steps", "samples", "seconds", "eval")}
-    elif (last := _last_step(path)) is not None:
+        status |= {key: values.get(key) for key in ("status", "steps", "samples", "seconds", "eval")}
+    elif (last := _last_step(training_of(path))) is not None:
         status |= last
     if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:
         # The launcher is in the job, on another machine; a job that was preempted is there again.
@@ -83,7 +83,7 @@ def _stop_job(path: Path, job: str) -> int:
 
 def run_logs(name: str, role: str | None = None) -> int:
     """Print what roles have printed: all of them, or one (``worker/3``). Raises `UsageError`."""
-    path = find_run(name)
+    path = training_of(find_run(name))
     files = sorted((path / "logs").glob("*.log"))
     if role is not None:
         files = [file for file in files if file.stem == log_name(role)]

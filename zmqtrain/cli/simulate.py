@@ -20,7 +20,7 @@ from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
-from zmqtrain.simulate.run import Options, resolved, simulate, trains
+from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -56,7 +56,7 @@ def run_simulate(
         )
     if topology.compute.auto_groups:
         raise UsageError(f'{file} has groups = "auto": zmqtrain tune {file} --simulate finds the number')
-    if topology.job.task is not None and trains(topology):
+    if topology.job.task is not None and topology.trains:
         find_task(topology.job.task, (".", *topology.job.python_path))
     if topology.compute.profile is not None:
         Profile.load(topology.compute.profile)

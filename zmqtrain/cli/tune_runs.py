@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from zmqtrain.errors import NonFiniteLossError, ZmqTrainError
+from zmqtrain.errors import ConnectivityError, HostLostError, NonFiniteLossError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.launcher.run import INTERRUPTED, Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.simulate.faults import faults_of, later
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -24,13 +26,24 @@ from zmqtrain.tune.job import job_of
 from zmqtrain.tune.trial import Outcome, Trial
 
 _NOT_FINITE = NonFiniteLossError.__name__
+#: What a trial's failure is raised as, by its exit code.
+ERRORS: Mapping[int, type[ZmqTrainError]] = {
+    each.exit_code: each for each in (UsageError, TaskError, ConnectivityError, HostLostError)
+}
 
 
 class Runs(Protocol):
     """Makes a run of a trial."""
 
+    elapsed_s: float
+    """What all trials before have taken, in the time of the world. For whoever drives to say."""
+
     def run(self, trial: Trial) -> Outcome:
         """Start it, hear how it goes, and end it. Raises what went wrong (not that it diverged), and ``KeyboardInterrupt``."""
+        ...
+
+    def shows(self, trial: Trial) -> bool:
+        """Whether people see how it goes."""
         ...
 
 
@@ -44,6 +57,12 @@ class Folders:
         """A trial's."""
         return self.path / f"{number:03d}"
 
+    def emptied(self, number: int) -> Path:
+        """A trial's, without what an interrupted one may have left there."""
+        folder = self.of(number)
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
     def weights(self, trial: Trial) -> Path | None:
         """Where it begins."""
         return None if trial.start is None else self.of(trial.start) / "checkpoints"
@@ -51,11 +70,12 @@ class Folders:
 
 @dataclass(slots=True)
 class SimulatedRuns:
-    """Implements `Runs` on virtual time."""
+    """Implements `Runs` on virtual time. The file's faults come when the search and training are so old in all."""
 
     topology: Topology
     folders: Folders
     data_path: str | None
+    elapsed_s: float = 0.0
 
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
@@ -70,16 +90,24 @@ class SimulatedRuns:
             if hearing.stop is not None and halt:
                 halt.pop()(hearing.stop)
 
-        checkpoints = self.folders.of(trial.number) / "checkpoints"
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoints = self.folders.emptied(trial.number) / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        faults = later(faults_of(self.topology), self.elapsed_s)
         options = Options(
-            faults=(), data_path=self.data_path, checkpoints=checkpoints, on_report=hear, on_begin=lambda stop: halt.append(stop)
+            faults=faults,
+            data_path=self.data_path,
+            checkpoints=checkpoints,
+            on_report=hear,
+            on_begin=lambda stop: halt.append(stop),
         )
         result = simulate(resolved(topology, topology.job.seed), options=options)
         gc.collect()  # models and data of all workers, which are in cycles: nothing else would make Python look for them
         error = result.ending.error or {}
-        _require_sound(result.ending.status, error, hearing)
+        _require_sound(trial, result.ending.status, error, hearing)
         return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
+
+    def shows(self, trial: Trial) -> bool:
+        return False
 
 
 @dataclass(slots=True)
@@ -92,12 +120,13 @@ class LaunchedRuns:
     folder: str
     """That relative paths in the file begin at."""
     emulation: Emulation | None = None
+    elapsed_s: float = 0.0
 
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
         tune = topology.tune
         hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
-        directory = RunDirectory.create(topology.job.name, exact=self.folders.of(trial.number))
+        directory = RunDirectory.create(topology.job.name, exact=self.folders.emptied(trial.number))
         directory.write("topology.toml", topology.to_toml())
         description = RunDescription(topology, place(topology), self.folder, self.data_path)
         view = _Listener(hearing)
@@ -107,8 +136,11 @@ class LaunchedRuns:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         error = _error(directory.path)
-        _require_sound("failed" if code else "done", error, hearing)
+        _require_sound(trial, "failed" if code else "done", error, hearing, directory.path)
         return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
+
+    def shows(self, trial: Trial) -> bool:
+        return False
 
 
 @dataclass(slots=True)
@@ -151,8 +183,15 @@ async def timed(life: Awaitable[int]) -> tuple[int, float]:
     return await life, clock() - start
 
 
-def _require_sound(status: str, error: Mapping[str, Any], hearing: Hearing) -> None:
-    """Raise unless the run is done, was stopped on purpose, or diverged."""
+def _require_sound(trial: Trial, status: str, error: Mapping[str, Any], hearing: Hearing, folder: Path | None = None) -> None:
+    """Raise unless the run is done, was stopped on purpose, or diverged: an error with the exit code that the run had."""
     if status in ("done", "stopped") or hearing.stop is not None or error.get("type") == _NOT_FINITE:
         return
-    raise ZmqTrainError(f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}")
+    lines = [f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}"]
+    lines.append(f"  trial {trial.number} ({trial.phase}): {trial.setting}")
+    if folder is not None:
+        lines.append(f"  what its processes printed: {folder / 'logs'}")
+    if error.get("shown"):
+        lines.append(str(error["shown"]).rstrip())
+    code = int(error.get("exit_code") or ZmqTrainError.exit_code)
+    raise ERRORS.get(code, ZmqTrainError)("\n".join(lines))

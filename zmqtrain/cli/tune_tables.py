@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from zmqtrain.observe.strict_json import dumps
@@ -23,6 +24,7 @@ class Shown:
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines
         self._console = Console(width=max(140, Console().width), highlight=False)
+        self._status: Status | None = None
 
     def begin(self, topology: Topology, space: Space, folder: Path) -> None:
         """What is searched."""
@@ -33,8 +35,21 @@ class Shown:
         self._print(f"{topology.job.name}: {topology.compute.workers} workers as {', '.join(map(str, space.groups))} groups")
         return self._print(f"predicted time of an update by groups: {speeds}; everything about it: {folder}")
 
+    def begins(self, trial: Trial) -> None:
+        """A trial begins. On a terminal a line says so, until it is over: starting its processes takes a while."""
+        if not self._json and self._console.is_terminal:
+            narrow = Console()  # as the terminal is, so that the line can be taken away again
+            self._status = narrow.status(f"trial {trial.number}: {trial.phase}, {trial.setting}, {trial.updates} updates")
+            self._status.start()
+
+    def ends(self) -> None:
+        """It is over, one way or another."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     def trial(self, name: str, trial: Trial, outcome: Outcome) -> None:
-        """A trial is over."""
+        """What came of a trial."""
         if self._json:
             return self._line({"row": "trial", "strategy": name, **trial.to_value(), "outcome": outcome.to_value()})
         loss = "diverged" if outcome.diverged else f"loss {outcome.loss:.4f}"
@@ -42,7 +57,8 @@ class Shown:
         told = f"g {setting.groups:<3d} momentum {setting.momentum:<5.3g} lr {setting.lr:<8.3g}"
         staleness = "" if outcome.staleness is None else f"  staleness {outcome.staleness:.1f}"
         took = f"{outcome.updates:6d} updates in {shown(outcome.seconds):>9s}"
-        return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}")
+        around = f"  ({shown(outcome.spent_s)} with starting and ending)" if outcome.around_s > outcome.seconds else ""
+        return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}{around}")
 
     def decision(self, name: str, decision: Decision) -> None:
         """Something was decided."""
@@ -57,7 +73,7 @@ class Shown:
 
     def compare(self, rows: Sequence[dict[str, Any]]) -> None:
         """All strategies in one table."""
-        if self._json:
+        if self._json or not rows:
             return
         headings = ("strategy", ">groups", ">momentum", ">lr", ">trials", ">searched", ">of the time", ">in all", ">loss", "")
         table = _table(*headings)
@@ -75,6 +91,10 @@ class Shown:
                 row["reason"],
             )
         self._console.print(table)
+        for row in rows:
+            if row["around_s"] > row["search_s"] / 2:
+                spent = f"{shown(row['around_s'])} of the {shown(row['search_s'])} searched"
+                self._print(f"{row['strategy']}: {spent} went into starting and ending runs, which counts less the longer a job is")
 
     def curves(self, rows: Sequence[dict[str, Any]]) -> None:
         """The trade-off over groups."""

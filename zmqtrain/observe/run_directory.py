@@ -12,6 +12,8 @@ from zmqtrain.observe.trace import Trace
 
 #: A run's number has at least three digits, so that a listing is in order.
 _DIGITS = 3
+#: In the directory of a launch that tunes itself: a link to the run that trains, or has trained last.
+TRAINING = "training"
 
 
 class RunDirectory:
@@ -123,6 +125,12 @@ def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
             return path
     known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:]) or "none"
     raise UsageError(f"there is no run {name}; the latest in {parent.absolute()}: {known}")
+
+
+def training_of(path: Path) -> Path:
+    """The run that trains, of a run that tunes itself; any other run is that itself."""
+    training = path / TRAINING
+    return training.resolve() if training.is_dir() else path
 
 
 def _next(parent: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from zmqtrain.topology.placement import Placement
@@ -23,6 +23,8 @@ FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", 
 WEIGHTS: dict[FaultKind, int] = {"drop": 6, "pause": 4, "slow": 4, "partition": 4, "kill": 2, "restart": 1, "corrupt": 1}
 #: At most so many faults in a random schedule: what follows from one should be over, now and then, before the next.
 MOST_RANDOM = 4
+#: What goes on after it has come.
+_LASTING: frozenset[FaultKind] = frozenset({"pause", "partition", "slow"})
 #: A new process under an old name comes this much later, where nothing else is said.
 RESTART_S = 1.0
 
@@ -140,6 +142,25 @@ def faults_of(topology: Topology) -> tuple[Fault, ...]:
         )
         for fault in topology.faults
     )
+
+
+def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
+    """What is left of a schedule for a run that begins so many seconds later: what comes still, and what lasts. Of those that go by
+    steps none: they are of another run."""
+    healed = max(
+        (fault.at for fault in faults if fault.kind == "heal" and fault.at is not None and fault.at <= seconds), default=-1.0
+    )
+    left = []
+    for fault in faults:
+        if fault.at is None:
+            continue
+        if fault.at >= seconds:
+            left.append(replace(fault, at=fault.at - seconds))
+        elif fault.kind in _LASTING and not (fault.kind == "partition" and fault.at < healed):
+            lasts = None if fault.lasts is None else fault.at + fault.lasts - seconds
+            if lasts is None or lasts > 0:
+                left.append(replace(fault, at=0.0, lasts=lasts))
+    return tuple(left)
 
 
 def random_faults(placement: Placement, ladder: Ladder, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:

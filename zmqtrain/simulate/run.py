@@ -107,20 +107,13 @@ def resolved(topology: Topology, seed: int) -> Topology:
     """The topology with this seed, and with the payload that a simulation takes by default."""
     payload = topology.simulation.payload
     if payload is None:
-        payload = "real" if trains(topology) else "phantom"
+        payload = "real" if topology.trains else "phantom"
     return topology.model_copy(
         update={
             "job": topology.job.model_copy(update={"seed": seed}),
             "simulation": topology.simulation.model_copy(update={"payload": payload}),
         }
     )
-
-
-def trains(topology: Topology) -> bool:
-    """Whether torch computes, rather than that only the time of it passes."""
-    if topology.job.task is None:
-        return False
-    return topology.compute.device != "modelled" or topology.simulation.payload == "real"
 
 
 class Simulation:
@@ -190,7 +183,7 @@ class Simulation:
                 token="",
                 coordinator=endpoint.address,
                 task=options.task,
-                make_device=_torch_device if trains(topology) else None,
+                make_device=_torch_device if topology.trains else None,
                 witness=self._hear(injector),
             )
             collecting = asyncio.create_task(collector.run(), name="collect checkpoints")
@@ -263,4 +256,4 @@ class Simulation:
 def _torch_device(context: RoleContext) -> Device:
     from zmqtrain.simulate.torch_device import SimulatedTorch
 
-    return SimulatedTorch.of(context)
+    return SimulatedTorch(context)

@@ -1,68 +1,33 @@
 """Torch in simulated time: the arithmetic is real, the time that it takes is a profile's.
 
-Time passes layer by layer, so a forward waits for a layer's parameters, and a bucket leaves during backward, at the moments at
-which they would on the real device. Without a profile the device is a nominal one: `NOMINAL_FLOPS`, two operations a parameter and
-sample in the forward and twice as many in the backward. Data is fetched, and servers update, in no time.
+Data is fetched, and servers update, in no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zmqtrain.data.background import AtOnce, Background, Condition
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.train.device.base import Staging
-from zmqtrain.train.device.noise import Noise
-from zmqtrain.train.device.profile import Profile
-from zmqtrain.train.phases import Phase
-
-#: Operations a second of the nominal device, about one core's.
-NOMINAL_FLOPS = 20e9
+from zmqtrain.train.device.charged import ChargedTorch
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """How long a layer takes (and those without parameters behind it), in seconds: a sample, or a whole batch of any size."""
+class SimulatedTorch(ChargedTorch):
+    """Implements `zmqtrain.train.device.base.Device`. Made in the worker's process."""
 
-    forward_s: float
-    backward_s: float
-
-    def part(self, share: float) -> LayerTime:
-        """Of a share of the layer."""
-        return LayerTime(self.forward_s * share, self.backward_s * share)
-
-
-class SimulatedTorch:
-    """Implements `zmqtrain.train.device.base.Device`. Made by `of`, in the worker's process."""
-
-    def __init__(self, profile: Profile | None, tempo: Callable[[int], float], micro_batches: int) -> None:
-        """``tempo(step)``: how many times as long work takes that begins now."""
+    def __init__(self, context: RoleContext) -> None:
+        super().__init__(context)
         self.torch_device = torch.device("cpu")
         self.staging: Staging | None = None
-        self._profile, self._tempo, self._micro_batches = profile, tempo, micro_batches
         self._thread = LockstepThread("zmqtrain-compute", lambda: torch.set_num_threads(1))
         self._loop = self._thread._loop
-        self._samples = 0
-        self._forwards = 0
-
-    @classmethod
-    def of(cls, context: RoleContext) -> SimulatedTorch:
-        """The device of a worker, as its topology describes it. Raises `UsageError` where its profile cannot be used."""
-        topology, rank = context.topology, context.role.index
-        compute, seed = topology.compute, topology.job.seed
-        profile = None if compute.profile is None else Profile.load(compute.profile)
-        noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
-        return cls(profile, lambda step: noise.factor(seed, rank, step) * context.slowdown(), compute.accumulate)
 
     def clock(self) -> float:
         return self._loop.time()
@@ -73,108 +38,11 @@ class SimulatedTorch:
     def condition(self) -> Condition:
         return self._thread.condition()
 
+    def spend(self, seconds: float) -> None:
+        self._thread.spend(seconds)
+
     async def run(self, function: Callable[[], T]) -> T:
         return await self._thread.submit(function)
 
     async def close(self, timeout_s: float) -> None:
         await self._thread.close(timeout_s)
-
-    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Charge the time of this model's layers, and of the optimizer's steps. Raises `UsageError` where the profile is of another
-        model."""
-        modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-        sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        all_sizes = dict(model.sizes) if isinstance(model, Phase | ParallelModel) else sizes  # a profile is of the whole model
-        times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
-        # A divided layer takes as much of the time as it has of the parameters.
-        layers = [
-            _ChargedLayer(self, module, times[name].part(sizes[name] / all_sizes[name]))
-            for name, module in modules.items()
-            if name in times
-        ]
-        share = sum(sizes.values()) / sum(all_sizes.values())
-        update_s = 0.0 if self._profile is None else self._profile.update_s * share
-
-        def begins(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._begin(arguments, training=module.training)
-            for layer in layers:
-                layer.begin()
-
-        def ends(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            for layer in layers:  # those that are used without being called
-                layer.forward()
-
-        model.register_forward_pre_hook(begins)
-        model.register_forward_hook(ends)
-        whole = _numel(optimizer)
-
-        def updated(part: Optimizer, *_: object) -> None:  # all parameters, or a bucket's
-            self._thread.spend(update_s * self._tempo(self._step) * _numel(part) / whole)
-
-        optimizer.register_step_post_hook(updated)
-
-    def charge(self, seconds: float) -> None:
-        """In the compute thread: work of this length, for each sample where the profile's times are a sample's."""
-        samples = self._samples if self._profile is None or self._profile.batch_size else 1
-        self._thread.spend(seconds * samples * self._tempo(self._step))
-
-    @property
-    def _step(self) -> int:
-        return max(0, self._forwards - 1) // self._micro_batches
-
-    def _begin(self, arguments: tuple[Any, ...], *, training: bool) -> None:
-        """The model's forward begins. Batches come first: the first dimension of the first tensor counts samples."""
-        self._forwards += training
-        first = next((argument for argument in arguments if isinstance(argument, Tensor) and argument.dim()), None)
-        self._samples = 1 if first is None else first.shape[0]
-
-
-class _ChargedLayer:
-    """A module with parameters of its own, and whether its time has been charged."""
-
-    def __init__(self, device: SimulatedTorch, module: nn.Module, time: LayerTime) -> None:
-        self._device, self._time = device, time
-        self._forward_due = self._backward_due = False
-        module.register_forward_hook(lambda *_: self.forward())
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                # Before the replica's own hook, which hands buckets over: the gradient is there when its time has passed.
-                parameter.register_post_accumulate_grad_hook(lambda _: self._backward())  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        self._forward_due = self._backward_due = True
-
-    def forward(self) -> None:
-        if self._forward_due:
-            self._forward_due = False
-            self._device.charge(self._time.forward_s)
-
-    def _backward(self) -> None:
-        if self._backward_due:
-            self._backward_due = False
-            self._device.charge(self._time.backward_s)
-
-
-def _numel(optimizer: Optimizer) -> int:
-    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _nominal(sizes: dict[str, int]) -> dict[str, LayerTime]:
-    return {name: LayerTime(2 * numel / NOMINAL_FLOPS, 4 * numel / NOMINAL_FLOPS) for name, numel in sizes.items()}
-
-
-def _of_profile(profile: Profile, sizes: dict[str, int]) -> dict[str, LayerTime]:
-    """Times of the layers with parameters; the others' count with the one before (the first ones' with the one behind)."""
-    profile.check_model(sizes)
-    batch = profile.batch_size or 1
-    sums: dict[str, list[float]] = {}
-    current: str | None = None
-    early = [0.0, 0.0]
-    for layer in profile.layers:
-        if layer.numel:
-            current = layer.name
-            sums[current], early = [early[0], early[1]], [0.0, 0.0]
-        into = early if current is None else sums[current]
-        into[0] += layer.forward_s
-        into[1] += layer.backward_s
-    return {name: LayerTime(forward_s / batch, backward_s / batch) for name, (forward_s, backward_s) in sums.items()}

@@ -101,7 +101,8 @@ class Compute(Section):
     device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
         default="auto",
         description="Where workers compute. auto: the host's devices in turn, else CUDA where the machine has it, else the CPU. "
-        "modelled: no arithmetic, but the time that `profile` gives.",
+        'modelled: no arithmetic, but the time that `profile` gives; with a task and `[simulation] payload = "real"` arithmetic, '
+        "too, in that time (on this CPU: emulate with a dilation that leaves enough time for it).",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",

@@ -91,6 +91,13 @@ class Topology(Section):
         return self.exchange.fc_servers if self.exchange.merged_fc else 0
 
     @property
+    def trains(self) -> bool:
+        """Whether torch computes, rather than that only the time of it passes."""
+        if self.job.task is None:
+            return False
+        return self.compute.device != "modelled" or self.simulation.payload == "real"
+
+    @property
     def elastic(self) -> bool:
         """Whether the run goes on without workers that are lost."""
         can = self.exchange.kind == "gossip" and self.compute.group_size == 1

@@ -20,7 +20,11 @@ class Tune(Section):
         default=None, ge=-1e30, lt=1e30, description="Done when the training loss, smoothed over `smooth` updates, is at most this."
     )
     smooth: int = Field(default=20, ge=1, le=MOST, description="Updates over which the loss is smoothed before it counts.")
-    time_limit: VirtualTime = Field(default=3600.0, description="Search and training together, in the time of the run's world.")
+    time_limit: VirtualTime | None = Field(
+        default=None,
+        description="Search and training together, in the time of the run's world. Left out: an hour; in a launch with "
+        '`groups = "auto"` as long as the job takes, by the speeds that are measured first.',
+    )
     momenta: Annotated[tuple[Momentum, ...], BeforeValidator(_tuple)] = Field(
         default=(0.0, 0.3, 0.6, 0.9), min_length=1, description="The optimizer's own momenta to choose from."
     )

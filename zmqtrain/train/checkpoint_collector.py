@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from zmqtrain.topology.placement import Placement
     from zmqtrain.topology.schema import Topology
 
-#: Checkpoints of so many steps may be incomplete at once (groups run apart); beyond that the oldest is given up.
+#: Checkpoints of so many steps may be incomplete at once (groups run apart). Beyond that the second is given up: the oldest is the
+#: one that the slowest group comes to next, and without it none would ever be complete where a group stays behind.
 MOST_INCOMPLETE = 8
 
 
@@ -110,7 +111,7 @@ class CheckpointCollector:
             return
         try:
             await asyncio.to_thread(self._write, step, name, payload)
-            self._give_up_oldest()
+            self._give_up_second()
             if step in self._incoming and name in self._incoming[step].written:
                 if self._incoming[step].written == self._expected:
                     await self._commit(step)
@@ -137,9 +138,9 @@ class CheckpointCollector:
             incoming.writer.add(part.close())
             incoming.written.add(name)
 
-    def _give_up_oldest(self) -> None:
+    def _give_up_second(self) -> None:
         while len(self._incoming) > MOST_INCOMPLETE:
-            step = min(self._incoming)
+            step = sorted(self._incoming)[1]
             incoming = self._incoming.pop(step)
             incoming.discard()
             self._given_up.add(step)

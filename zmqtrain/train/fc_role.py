@@ -36,18 +36,15 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
     `PeerLostError`, ...
     """
     role = context.role
-    if role.device == "modelled" and context.make_device is None:
+    if role.device == "modelled" and context.make_device is None and not context.topology.trains:
         from zmqtrain.train.modelled_head import ModelledHead
 
         await _serve(context, ModelledHead.of(context), 0)
         return
-    from zmqtrain.train.device.make import make_device
+    from zmqtrain.train.device.make import device_of
     from zmqtrain.train.merged import make_fc_fabric
 
-    if context.make_device is not None:
-        device = context.make_device(role)
-    else:
-        device = make_device(role.device, local_rank=role.local_rank, threads=role.threads)
+    device = device_of(context, local_rank=role.local_rank)
     fabric = make_fc_fabric(context, device)
     try:
         timeout_s = context.ladder.barrier_s

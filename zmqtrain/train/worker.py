@@ -38,18 +38,14 @@ async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
 async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
     """What this worker computes: the task on its device, or a model of one."""
     role = context.role
-    if role.device == "modelled" and context.make_device is None:
+    if role.device == "modelled" and context.make_device is None and not context.topology.trains:
         from zmqtrain.train.modelled_work import ModelledWork
 
         return ModelledWork(context, members)
-    from zmqtrain.train.device.make import make_device
+    from zmqtrain.train.device.make import device_of
     from zmqtrain.train.torch_work import TorchWork
 
-    if context.make_device is not None:
-        device = context.make_device(role)
-    else:
-        keep = context.topology.compute.keep_memory
-        device = make_device(role.device, local_rank=role.slot, threads=role.threads, keep=keep)
+    device = device_of(context, local_rank=role.slot, keep=context.topology.compute.keep_memory)
     try:
         return await TorchWork.build(context, device, members, task)
     except BaseException:

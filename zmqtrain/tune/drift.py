@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import islice
+from statistics import fmean, median, stdev
 
 #: Steps whose staleness counts, and how many there must be.
 WINDOW, LEAST = 400, 100
+#: A group's first steps, with which its latest are compared: few of them, since one that has become slow makes few, or many.
+FIRST, LATEST = 60, (30, 100)
+#: How many standard errors their means must differ by, at least: what a group sees varies as much as it is, where times vary much.
+ERRORS = 9.0
 #: How far measured momentum may go from what it was at first: fits of a thousand updates are no nearer.
 MOMENTUM = 0.25
 #: Fits of which the median counts, at first and now.
@@ -17,35 +23,77 @@ STALENESS, UPDATES = 0.5, 1.0
 
 
 @dataclass(slots=True)
+class _Group:
+    """A group's staleness at first, and now."""
+
+    first: list[float] = field(default_factory=list)
+    now: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST[-1]))
+
+    def add(self, staleness: float) -> tuple[float, float] | None:
+        """What it was and is in the mean, where that is not the same any more."""
+        if len(self.first) < FIRST:
+            self.first.append(staleness)
+            return None
+        self.now.append(staleness)
+        was, spread = fmean(self.first), stdev(self.first)
+        for count in LATEST:
+            if len(self.now) < count:
+                break
+            now = fmean(islice(reversed(self.now), count))
+            error = spread * math.sqrt(1 / len(self.first) + 1 / count)
+            if abs(now - was) > max(STALENESS * was + UPDATES, ERRORS * error):
+                return was, now
+        return None
+
+
+@dataclass(slots=True)
 class Drift:
-    """Watches one training. Groups are taken to be equally fast."""
+    """Watches one training. What it finds may pass again: `reason` is how things are now."""
 
     groups: int
     explicit: float
     """The optimizer's own momentum."""
     _staleness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _of: dict[int, _Group] = field(default_factory=dict)
     _first: list[float] = field(default_factory=list)
     _fits: deque[float] = field(default_factory=lambda: deque(maxlen=FITS))
+    _found: dict[int | str, str | None] = field(default_factory=dict)  # group, or what all have together -> what is wrong
 
-    def step(self, staleness: float | None) -> str | None:
-        """A step's mean staleness. Returns why to tune again, if there is a reason."""
+    @property
+    def reason(self) -> str | None:
+        """Why to tune again, if there is a reason."""
+        return next((found for found in self._found.values() if found is not None), None)
+
+    def step(self, staleness: float | None, group: int = 0) -> str | None:
+        """A step's mean staleness. Returns the reason.
+
+        As long as each group has one gradient under way, the mean of all is g - 1 whatever their speeds. One that becomes slow
+        shows in its own: others make more updates while it computes."""
         if staleness is None:
-            return None
+            return self.reason
+        changed = self._of.setdefault(group, _Group()).add(staleness)
+        self._found[group] = None
+        if changed is not None:
+            was, now = changed
+            slower = "slower" if now > was else "faster"
+            said = f"the staleness of group {group} went from {was:.1f} to {now:.1f}: beside the others it has become {slower}"
+            self._found[group] = said
         self._staleness.append(staleness)
-        if len(self._staleness) < LEAST:
-            return None
-        mean, expected = sum(self._staleness) / len(self._staleness), self.groups - 1
-        if abs(mean - expected) <= STALENESS * expected + UPDATES:
-            return None
-        return f"staleness is {mean:.2f} in the mean, not {expected} as of {self.groups} groups that are equally fast"
+        if len(self._staleness) >= LEAST:
+            mean, expected = fmean(self._staleness), self.groups - 1
+            said = f"staleness is {mean:.2f} in the mean, not {expected} as of {self.groups} groups that compute all the time"
+            self._found["mean"] = said if abs(mean - expected) > STALENESS * expected + UPDATES else None
+        return self.reason
 
     def fitted(self, momentum: float) -> str | None:
-        """The momentum in all that servers have fitted: compared with what they fitted first, since a fit has errors of its own."""
+        """The momentum in all that servers have fitted: compared with what they fitted first, since a fit has errors of its own.
+        Returns the reason."""
         if len(self._first) < FITS:
             self._first.append(momentum)
-            return None
+            return self.reason
         self._fits.append(momentum)
-        first, now = median(self._first), median(self._fits)
-        if len(self._fits) < FITS or abs(now - first) <= MOMENTUM:
-            return None
-        return f"the fitted momentum went from {first:.2f} to {now:.2f}"
+        if len(self._fits) == FITS:
+            first, now = median(self._first), median(self._fits)
+            said = f"the fitted momentum went from {first:.2f} to {now:.2f}"
+            self._found["momentum"] = said if abs(now - first) > MOMENTUM else None
+        return self.reason

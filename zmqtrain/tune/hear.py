@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -36,7 +37,7 @@ class Hearing:
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
         self._close = False  # its smoothed loss has come to where the trial is to end
-        self._kept = 0  # parts of checkpoints that are on disk
+        self._kept: Counter[object] = Counter()  # step of a checkpoint -> workers whose part of it is kept
         self.stop: str | None = None
         """Why the run should end, once there is a reason."""
 
@@ -52,13 +53,16 @@ class Hearing:
             self._step(rank or 0, event, values)
         elif event.get("kind") == "momentum" and isinstance(values.get("fitted"), float):
             self._momentum = values["fitted"]
-            if self._drift is not None and self._drifted is None:
-                self._drifted = self._drift.fitted(values["fitted"])
+            if self._drift is not None:
+                self._drift.fitted(values["fitted"])
         elif event.get("kind") == "checkpoint":
-            self._kept += 1
-            whole = self._kept % (self._size * self._trial.setting.groups) == 0
-            if whole and self.stop is None and (self._close or self._drifted is not None):
-                self.stop = self._drifted or f"the loss has come to {self._trial.until:.4g}"
+            step = event.get("step")
+            self._kept[step] += 1
+            whole = self._kept[step] == self._size * self._trial.setting.groups
+            reason = None if self._drift is None else self._drift.reason
+            if whole and self.stop is None and (self._close or reason is not None):
+                self._drifted = reason
+                self.stop = reason or f"the loss has come to {self._trial.until:.4g}"
         elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
             self._momentum = values["momentum"]
 
@@ -94,8 +98,8 @@ class Hearing:
         staleness = values.get("staleness")
         if isinstance(staleness, int | float):
             self._staleness.append(float(staleness))
-            if self._drift is not None and self._drifted is None:
-                self._drifted = self._drift.step(float(staleness))
+            if self._drift is not None:
+                self._drift.step(float(staleness), rank // self._size)
         key = rank // self._size, int(event.get("step") or 0)
         told = self._open.setdefault(key, [])
         told.append((time, loss))

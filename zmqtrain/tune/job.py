@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from zmqtrain.tune.trial import Trial
 SPARE = 4
 #: Checkpoints of a training: it can end before its time at each.
 PARTS = 32
+#: Seconds of search and training together, where neither the file nor the job says more.
+LIMIT_S = 3600.0
 
 
 def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:
@@ -70,7 +74,17 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
         period=tune.period,
         cold=tune.cold,
         share=tune.share,
-        limit_s=tune.time_limit,
+        limit_s=LIMIT_S if tune.time_limit is None else tune.time_limit,
         smooth=tune.smooth,
         target=tune.target_loss,
     )
+
+
+def space_for(space: Space, update_s: Mapping[int, float], *, job_s: float | None, spent_s: float = 0.0) -> Space:
+    """The space of a search whose speeds have been measured, for a job that takes so long (none: as long as the space allows).
+
+    Searching may take ``share`` of search and training together. ``spent_s`` of that has gone into measuring."""
+    limit_s = space.limit_s if job_s is None else job_s / (1 - space.share)
+    # A search looks at its share alone to see what it may take. Nothing would be left of a limit of 0.
+    saturation = fewest(update_s)
+    return replace(space, update_s=dict(update_s), saturation=saturation, limit_s=max(limit_s - spent_s / space.share, 1e-9))

@@ -16,12 +16,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 def trials_svg(title: str, trials: Sequence[tuple[Trial, Outcome]]) -> str:
     """Loss over time: a bar from each trial's first loss to its last, as wide as it took; training is filled. Colours are numbers
-    of groups."""
+    of groups. Before a bar is the time that starting and ending its run took."""
     bars = []
     time = 0.0
     for trial, outcome in trials:
-        bars.append((time, time + outcome.seconds, trial, outcome))
-        time += outcome.seconds
+        begin = time + max(0.0, outcome.spent_s - outcome.seconds)
+        time += outcome.spent_s
+        bars.append((min(begin, time), time, trial, outcome))
     losses = [loss for _, _, _, outcome in bars for loss in (outcome.first, outcome.loss) if math.isfinite(loss)]
     low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
     high = high if high > low else low + 1.0
@@ -45,10 +46,11 @@ def trials_svg(title: str, trials: Sequence[tuple[Trial, Outcome]]) -> str:
         )
         if outcome.diverged:
             parts.append(_text(x + width / 2, min(ends) - 3, "x", "middle"))
-    parts += _legend([(f"{each} group(s)", COLOURS[place % len(COLOURS)]) for place, each in enumerate(groups)])
+    parts += _legend([(_groups(each), COLOURS[place % len(COLOURS)]) for place, each in enumerate(groups)])
     parts.append(_text(WIDTH - RIGHT + 12, TOP + 18 * len(groups) + 12, "filled: training", "start"))
     parts.append(_text(WIDTH - RIGHT + 12, TOP + 18 * len(groups) + 30, "x: diverged", "start"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, f"time: {time:.4g} s in all; loss upwards", "middle"))
+    said = f"time: {time:.4g} s in all, of which {sum(end - begin for begin, end, _, _ in bars):.4g} s in steps; loss upwards"
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, said, "middle"))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -77,6 +79,10 @@ def curves_svg(title: str, rows: Sequence[dict[str, Any]]) -> str:
     parts += _legend([(text, COLOURS[place]) for place, text in enumerate(names.values())])
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "compute groups", "middle"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _groups(number: int) -> str:
+    return "1 group" if number == 1 else f"{number} groups"
 
 
 def _head(title: str) -> str:

@@ -91,6 +91,11 @@ class Outcome:
         return max(self.whole_s, self.seconds) - after_s
 
     @property
+    def around_s(self) -> float:
+        """What starting and ending the run cost."""
+        return max(0.0, self.whole_s - self.seconds)
+
+    @property
     def update_s(self) -> float:
         """Hardware efficiency as measured."""
         return self.seconds / self.updates if self.updates else 0.0

@@ -5,9 +5,22 @@ from __future__ import annotations
 import torch
 
 from zmqtrain.errors import UsageError
+from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.device.memory_kept import keep_memory
+
+
+def device_of(context: RoleContext, *, local_rank: int, keep: bool = False) -> Device:
+    """The device of a role that computes with torch. Raises `UsageError` where it is not there."""
+    role = context.role
+    if context.make_device is not None:
+        return context.make_device(role)
+    if role.device == "modelled":
+        from zmqtrain.train.device.paced import PacedTorch
+
+        return PacedTorch(context)
+    return make_device(role.device, local_rank=local_rank, threads=role.threads, keep=keep)
 
 
 def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool = False) -> Device:

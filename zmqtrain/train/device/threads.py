@@ -11,17 +11,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zmqtrain.data.background import Background, BackgroundThread, Condition
+from zmqtrain.net.loop import dilation_of
 
 
 class RealThreads:
     """The part of `zmqtrain.train.device.base.Device` that is the same for all real devices."""
 
     def __init__(self) -> None:
+        self._dilation = 1.0
         try:
-            self.clock: Callable[[], float] = asyncio.get_running_loop().time
-            """Seconds; the loop's clock, so that a dilated world sees its own. May be read in any thread."""
+            loop = asyncio.get_running_loop()
         except RuntimeError:  # made outside of any loop
-            self.clock = time.monotonic
+            self.clock: Callable[[], float] = time.monotonic
+            """Seconds; the loop's clock, so that a dilated world sees its own. May be read in any thread."""
+        else:
+            self.clock, self._dilation = loop.time, dilation_of(loop)
 
     def background(self, name: str) -> Background:
         """A thread for something beside the arithmetic."""
@@ -30,6 +34,11 @@ class RealThreads:
     def condition(self) -> Condition:
         """Something that the compute thread can wait at."""
         return threading.Condition()
+
+    def sleep(self, seconds: float) -> None:
+        """Not on the loop's thread: wait for so many of the clock's seconds; not at all where they are over already."""
+        if seconds > 0:
+            time.sleep(seconds * self._dilation)
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Arithmetic takes the time that it takes."""

@@ -1,0 +1,219 @@
+"""The job of a launch with ``groups = "auto"``: its trainings, each a run of its own, and how far they have come together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.cli.tune import tuned
+from zmqtrain.cli.tune_runs import LaunchedRuns, diverged_as, timed
+from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.loop import run
+from zmqtrain.observe.live import View, make_view
+from zmqtrain.observe.run_directory import TRAINING, RunDirectory
+from zmqtrain.plan.regroup import regrouped
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint import find_checkpoints, find_latest
+from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.trial import Outcome, Setting, Trial
+
+#: How far the job has come, in the folder of its trainings.
+PROGRESS = "progress.json"
+#: Checkpoints of a job that asks for none: there is nothing else to go on from after Ctrl-C, or where it is tuned again.
+PARTS = 10
+#: What all trainings have together, in the summary.
+SUMS = ("samples", "seconds", "training_seconds", "bytes_sent")
+
+
+class JobError(Exception):
+    """The job's own run has failed, and said why."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        super().__init__(f"exit code {code}")
+
+
+@dataclass(slots=True)
+class JobRuns:
+    """Implements `zmqtrain.cli.tune_runs.Runs`: probes as others do, and the job itself as the training that is asked for."""
+
+    probes: LaunchedRuns
+    path: Path
+    """The whole launch's."""
+    json_lines: bool
+    updates: int | None
+    """The job's, by all groups together; none where it ends by a metric."""
+    elapsed_s: float = 0.0
+
+    @property
+    def through(self) -> bool:
+        """Whether the job has been trained to its end."""
+        return bool(self._progress()["through"])
+
+    def shows(self, trial: Trial) -> bool:
+        return _is_job(trial)
+
+    def run(self, trial: Trial) -> Outcome:
+        """Raises what `LaunchedRuns.run` does, and `JobError`."""
+        if not _is_job(trial):
+            return self.probes.run(trial)
+        hearing = Hearing(trial, regrouped(self.probes.topology, trial.setting.groups).compute.group_size)
+        code, whole_s = self._train(trial.number, self._job(trial), hearing)
+        folder = self.probes.folders.of(trial.number)
+        diverged = diverged_as(folder) or hearing.diverged
+        if code and not diverged:
+            raise JobError(code)
+        return hearing.outcome(whole_s=whole_s, diverged=diverged, finished=self.through)
+
+    def train_rest(self, trial: Trial) -> None:
+        """What is left of the job, with nobody watching. Raises `JobError`."""
+        code, _ = self._train(trial.number, self._job(trial), None)
+        if code:
+            raise JobError(code)
+
+    def train_plainly(self, groups: int) -> None:
+        """The job as the file describes it, with so many groups. Raises `JobError`."""
+        topology = regrouped(self.probes.topology, groups)
+        job = topology.job.model_copy(update=lengths(topology, groups, self.updates))
+        code, _ = self._train(0, topology.model_copy(update={"job": job}), None)
+        if code:
+            raise JobError(code)
+
+    def summary(self, status: str, code: int) -> dict[str, Any]:
+        """That of the last training, with what all of them have done together. ``status`` counts where there was none."""
+        trainings = [self.probes.folders.of(number) for number in self._progress()["trainings"]]
+        found = [_read(folder / "summary.json") for folder in trainings]
+        values = {"status": status, "exit_code": code, "steps": 0, "samples": 0, "seconds": 0.0, "eval": {}}
+        if found and found[-1]:
+            values |= found[-1] | {name: sum(each.get(name, 0) for each in found) for name in SUMS}
+        return values | {"trainings": [str(folder.relative_to(self.path)) for folder in trainings]}
+
+    def _job(self, trial: Trial) -> Topology:
+        left = None if self.updates is None else max(1, self.updates - self._progress()["updates"])
+        topology = job_with(self.probes.topology, trial, left)
+        weights = self.probes.folders.weights(trial)
+        if weights is None:
+            return topology
+        return topology.model_copy(update={"job": topology.job.model_copy(update={"weights": str(weights)})})
+
+    def _train(self, number: int, topology: Topology, hearing: Hearing | None) -> tuple[int, float]:
+        """Go on with the run in the trial's folder if it was begun, else begin it. Returns its exit code and its time."""
+        folder, emulation = self.probes.folders.of(number), self.probes.emulation
+        goes_on = bool(find_checkpoints(folder / "checkpoints"))
+        if goes_on:
+            directory = RunDirectory.go_on(folder)
+        else:
+            directory = RunDirectory.create(topology.job.name, exact=self.probes.folders.emptied(number))
+        directory.write("topology.toml", topology.to_toml())
+        progress = self._progress()
+        if number not in progress["trainings"]:
+            progress["trainings"].append(number)
+            self._note(progress)
+        _point(self.path / TRAINING, folder)
+        placement = place(topology)
+        groups = {role.peer: role.group for role in placement.workers}
+        view = make_view(groups, json_lines=self.json_lines, every_steps=topology.observe.progress_every)
+        resume = str(folder) if goes_on else None
+        description = RunDescription(topology, placement, self.probes.folder, self.probes.data_path, resume=resume)
+        watching = None if hearing is None else Watching(view, hearing)
+        launch = Launch(description, directory, watching or view, emulation=emulation)
+        if watching is not None:
+            watching.halt = launch.halt
+        code, whole_s = run(timed(launch.run()), dilation=None if emulation is None else emulation.dilation)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        status = _read(folder / "summary.json").get("status")
+        if status == "done":
+            progress["through"] = True
+        elif status == "stopped" and not (hearing is not None and hearing.diverged):
+            progress["updates"] += int(find_latest(directory.checkpoints).name.removeprefix("step-")) * topology.compute.groups
+        self._note(progress)
+        return code, whole_s
+
+    def _progress(self) -> dict[str, Any]:
+        return {"updates": 0, "trainings": [], "through": False} | _read(self.probes.folders.path / PROGRESS)
+
+    def _note(self, progress: Mapping[str, Any]) -> None:
+        (self.probes.folders.path / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+
+
+def job_with(topology: Topology, trial: Trial, updates: int | None) -> Topology:
+    """The file's job with what was found, for so many updates of all groups together (none: as long as the file says)."""
+    job = tuned(topology, trial.setting)
+    changes = {
+        "seed": topology.job.seed + (0 if trial.start is None else trial.start + 1),
+        **lengths(topology, trial.setting.groups, updates),
+    }
+    return job.model_copy(update={"job": job.job.model_copy(update=changes)})
+
+
+def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, Any]:
+    """The fields of ``[job]`` by which so many groups make so many updates together, with checkpoints on the way."""
+    fields: dict[str, Any] = {}
+    period = topology.tune.period
+    if updates is not None:
+        fields |= {"steps": max(1, math.ceil(updates / groups)), "epochs": None}
+        period = min(period, updates // PARTS)
+    if not topology.job.checkpoint_every:
+        fields["checkpoint_every"] = max(1, period // groups)
+    return fields
+
+
+def rest(machine_trials: list[tuple[Trial, Outcome]], setting: Setting, reason: str) -> Trial:
+    """Training from where the last one has ended that did not diverge."""
+    sound = [trial.number for trial, outcome in machine_trials if trial.kind == "train" and not outcome.diverged]
+    return Trial(len(machine_trials), setting, 1, "train", "train", reason, sound[-1] if sound else None)
+
+
+@dataclass(slots=True)
+class Watching:
+    """Implements `zmqtrain.observe.live.View`: shows the run, and stops it where its setting is no longer right."""
+
+    view: View
+    hearing: Hearing
+    halt: Callable[[str], None] = field(default=lambda _: None)
+    _halted: bool = False
+
+    def begin(self, title: str) -> None:
+        self.view.begin(title)
+
+    def note(self, text: str) -> None:
+        self.view.note(text)
+
+    def log(self, peer: str, text: str) -> None:
+        self.view.log(peer, text)
+
+    def end(self) -> None:
+        self.view.end()
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        self.view.event(event, now)
+        self.hearing.hear(event, event.get("rank"))
+        if self.hearing.stop is not None and not self._halted:
+            self._halted = True
+            self.view.note(f"stopping: {self.hearing.stop}")
+            self.halt(self.hearing.stop)
+
+
+def _is_job(trial: Trial) -> bool:
+    """Training with what was found, and not the little that comes before."""
+    return trial.phase == "train"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def _point(link: Path, folder: Path) -> None:
+    """Let the link lead to the folder; nobody ever sees none."""
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
+    os.replace(temporary, link)
