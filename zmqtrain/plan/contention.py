@@ -39,12 +39,24 @@ class Fc:
     """A merged FC server, between a group's forward and its backward."""
 
     seconds: float
+    """Of its turn."""
     nbytes: float
     """Of activations, and as many of their gradients."""
     own_byte_s: float
     """Seconds of a byte where nobody else is in the way."""
     latency_s: float = 0.0
     """Of a message."""
+    tell_s: float = 0.0
+    """Where nobody else is in the way: before that, the first of several FC servers passes the batch on."""
+    exchange_s: float = 0.0
+    """The same: after that, what they send each other."""
+    update_s: float = 0.0
+    """After the answer, until the next one's turn."""
+
+    @property
+    def path_s(self) -> float:
+        """Where nobody else is in the way."""
+        return self.tell_s + self.seconds + self.exchange_s + 2 * (self.nbytes * self.own_byte_s + self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +169,33 @@ class _Group:
         cluster = self._cluster
         yield cluster.fc_into.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
         yield self._queues.sleep(fc.latency_s)
-        yield from cluster.fc.taken(0, self._queues.sleep(fc.seconds))
+        yield self._turn(fc)
         yield cluster.fc_out.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
         yield self._queues.sleep(fc.latency_s)
+
+    def _turn(self, fc: Fc) -> Begin:
+        """Over when it answers. It is the next one's turn only after the update."""
+        cluster, queues = self._cluster, self._queues
+
+        def begin(go_on: Callable[[], None]) -> None:
+            def answered(over: Callable[[], None]) -> None:
+                go_on()
+                queues.at(fc.update_s, over)
+
+            def carried(card: Card, seconds: float) -> Generator[Begin, None, None]:
+                yield card.carry(seconds, 1.0, 1.0)
+
+            def turn() -> Generator[Begin, None, None]:
+                if fc.tell_s:
+                    yield from carried(cluster.fc_out, fc.tell_s)
+                yield queues.sleep(fc.seconds)
+                if fc.exchange_s:
+                    yield queues.together([carried(card, fc.exchange_s) for card in (cluster.fc_into, cluster.fc_out)])
+                yield answered
+
+            queues.start(cluster.fc.taken(0, queues.together([turn()])))
+
+        return begin
 
     def _exchange(self, number: int) -> Generator[Begin, None, None]:
         """A bucket's way. Of several that wait, the one goes first that the next forward needs first: the last in order."""

@@ -82,13 +82,13 @@ def parameter_bytes(placement: Placement, nbytes: float, bucket_bytes: float) ->
 
 
 def activation_bytes(placement: Placement, group: int, nbytes: float) -> dict[str, float]:
-    """What each host's card carries of a group's activations, ``nbytes``, on their way to the FC servers; as much comes back."""
+    """What each host's card carries of a group's activations, ``nbytes``, on their way to the (first) FC server; as much comes
+    back."""
     cards: defaultdict[str, float] = defaultdict(float)
+    first = placement.fc_roles[0].host
     for peer in placement.group_members(group):
         host = placement.role(peer).host
-        for server in placement.fc_roles:
-            if server.host != host:
-                share = nbytes / placement.group_size / len(placement.fc_roles)
-                cards[host] += share
-                cards[server.host] += share
+        if host != first:
+            cards[host] += nbytes / placement.group_size
+            cards[first] += nbytes / placement.group_size
     return dict(cards)
