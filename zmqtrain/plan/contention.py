@@ -82,12 +82,17 @@ class Work:
 Factor = Callable[[random.Random], float]
 
 
-def update_s(works: Sequence[Work], shared: Shared, factor: Factor) -> float:
-    """Seconds between updates, of groups with these steps."""
-    events = sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
+def update_s(works: Sequence[Work], shared: Shared, factor: Factor, depth: int = 1) -> float:
+    """Seconds between updates, of groups with these steps. ``depth``: so many of each, on the same slots by turns."""
+    events = depth * sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, EVENTS // max(1, events)))
     cluster = _Cluster(shared)
-    groups = [_Group(cluster, work, random.Random(f"contention/{number}"), factor) for number, work in enumerate(works)]
+    slots = [Line(cluster.queues) for _ in works]
+    groups = [
+        _Group(cluster, work, slots[number], random.Random(f"contention/{number + turn * len(works)}"), factor)
+        for turn in range(depth)
+        for number, work in enumerate(works)
+    ]
     for group in groups:
         cluster.queues.start(group.live(rounds))
     cluster.queues.run()
@@ -113,8 +118,8 @@ class _Cluster:
 
 
 class _Group:
-    def __init__(self, cluster: _Cluster, work: Work, chance: random.Random, factor: Factor) -> None:
-        self._cluster, self._work, self._chance, self._factor = cluster, work, chance, factor
+    def __init__(self, cluster: _Cluster, work: Work, slot: Line, chance: random.Random, factor: Factor) -> None:
+        self._cluster, self._work, self._slot, self._chance, self._factor = cluster, work, slot, chance, factor
         self._queues = cluster.queues
         self._sizes = work.sizes()
         self._there = [True] * len(work.buckets)
@@ -129,17 +134,20 @@ class _Group:
         completes = {min(layers): number for number, layers in enumerate(work.buckets)}
         for _ in range(rounds):
             factor, seconds = self._factor(self._chance), 0.0
+            yield self._slot.take()
             for number in range(len(work.buckets)) if not work.overlap else ():
-                yield self._until_there(number)
+                yield from self._parameters(number)
             for index, load in enumerate(work.loads):
                 if index in bucket_of and not self._there[bucket_of[index]]:
                     yield queues.sleep(seconds)
                     seconds = 0.0
-                    yield self._until_there(bucket_of[index])
+                    yield from self._parameters(bucket_of[index])
                 seconds += load.forward_s * factor
             yield queues.sleep(seconds)
             if work.fc is not None:
+                self._slot.give()
                 yield from self._fully_connected(work.fc)
+                yield self._slot.take()
             seconds, ready = 0.0, []
             for index in reversed(range(len(work.loads))):
                 seconds += work.loads[index].backward_s * factor
@@ -154,7 +162,15 @@ class _Group:
             for number in ready:
                 self._there[number] = False
                 queues.start(self._exchange(number))
+            self._slot.give()
             self.ends.append(queues.now)
+
+    def _parameters(self, number: int) -> Generator[Begin, None, None]:
+        """Wait for a bucket's; others on the slot go on meanwhile."""
+        if not self._there[number]:
+            self._slot.give()
+            yield self._until_there(number)
+            yield self._slot.take()
 
     def _until_there(self, number: int) -> Begin:
         def begin(go_on: Callable[[], None]) -> None:

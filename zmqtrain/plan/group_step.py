@@ -145,11 +145,11 @@ class OurRuntime:
         """What others in the way add to the path."""
         if step.groups == 1 and step.depth == 1:
             return 0.0
-        if step.depth > 1 or step.groups > MOST_GROUPS:
+        if step.under_way > MOST_GROUPS:
             shared_s = [each.seconds for each in step.stations if each.shared] if self.variation.varies else []
             return wait_s(step.path_s, step.under_way, shared_s)
-        apart_s = update_s(works, shared, lambda chance: self.variation.draw(chance, step.group_size))
-        return max(0.0, apart_s * step.groups - step.path_s)
+        apart_s = update_s(works, shared, lambda chance: self.variation.draw(chance, step.group_size), step.depth)
+        return max(0.0, apart_s * step.under_way - step.path_s)
 
 
 def _paths(works: Sequence[Work], longest: float) -> list[float]:

@@ -56,10 +56,8 @@ class Traffic:
         return 2 * self.ring_out[host] + exchanged, 2 * self.ring_in[host] + exchanged
 
     def way(self, link: Link, update_byte_s: float, piece_bytes: float) -> BucketWay:
-        """A group's exchange, alone on the network."""
+        """A group's exchange, alone on the network. That a worker's card carries all of these limits throughput, not a bucket."""
         ring = max([*self.ring_out.values(), *self.ring_in.values()], default=0.0)
-        if ring:  # the same cards carry what goes to the servers and comes from there
-            ring += max(self.push_out.values(), default=0.0) / 2
         push = max([*self.push_out.values(), *self.push_in.values()], default=0.0)
         latency_s = 2 * (1 + self.hops) * link.alpha_s
         return BucketWay(ring * link.byte_s, push * link.byte_s, update_byte_s, push * link.byte_s, latency_s, piece_bytes)
