@@ -7,7 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.bench.efficiency import _FIGURE, _GROUPS, BATCH, FC_S, PAPER, paper_profile, predicted_of, simulated_s
+from zmqtrain.cli.bench.efficiency import (
+    _FIGURE,
+    _GROUPS,
+    BATCH,
+    DATA,
+    FC_S,
+    OVER,
+    PAPER,
+    SETTLED,
+    STEPS,
+    WORKERS,
+    paper_profile,
+    predicted_of,
+    simulated_s,
+    update_s,
+)  # fmt: skip
+from zmqtrain.cli.bench.run import run_bench
+from zmqtrain.errors import UsageError
 from zmqtrain.plan.efficiency import divisors, efficiencies
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.train.device.parts import split_profile
@@ -39,3 +56,33 @@ def test_all_numbers_of_groups_are_predicted() -> None:
         ]
         assert all(each.seconds > 0 for each in found)
         assert found[-1].seconds < found[0].seconds
+
+
+def test_parts_that_there_are_not() -> None:
+    with pytest.raises(UsageError, match="no part 'speed'; there are figure, uneven, lenet"):
+        run_bench("efficiency", parts=["speed"])
+    with pytest.raises(UsageError, match="no part 'speed'; there are emulated, simulated"):
+        run_bench("merged", parts=["speed"])
+    with pytest.raises(UsageError, match="bench net has no --part"):
+        run_bench("net", parts=["lenet"])
+    with pytest.raises(UsageError, match="bench merged has no --workers"):
+        run_bench("merged", workers=[8])
+
+
+def test_what_is_measured_begins_when_groups_have_found_their_turns() -> None:
+    """Two workers' steps take 2 s at first, and 1 s from the tenth of 40 on."""
+    ends = [2.0 * min(step, 10) + max(0, step - 10) for step in range(40) for _ in range(2)]
+    assert update_s(ends, 1, begin=SETTLED, end=OVER) == pytest.approx(0.5)
+    assert update_s(ends, 2, begin=SETTLED, end=OVER) == pytest.approx(1.0)
+    assert update_s(ends, 1, begin=0.0, end=OVER) > 0.55
+    assert SETTLED * STEPS > 20
+
+
+def test_the_data_is_enough_for_the_most_groups() -> None:
+    assert (
+        max(WORKERS)
+        * parse_topology(
+            _GROUPS.format(steps=1, workers=8, groups=8, size=1, profile="lenet", dilation=2, merged="false")
+        ).compute.batch_size
+        <= DATA
+    )

@@ -84,3 +84,18 @@ def test_the_law_of_a_merged_fc_server(groups: int) -> None:
     """With constant times and a free network: HE(g) = max(t_fc, (t_conv + t_fc) / g)."""
     work = Work(LOADS, BUCKETS, BucketWay(), Fc(3.0, 10.0, 0.0))
     assert update_s([work] * groups, Shared(), once) == pytest.approx(max(3.0, (12.0 + 3.0) / groups), rel=0.02)
+
+
+@pytest.mark.parametrize(("depth", "seconds"), [(1, 15.0), (2, 12.0), (3, 12.0)])
+def test_groups_on_the_same_slots_compute_while_others_wait(depth: int, seconds: float) -> None:
+    """t_conv = 12 and t_fc = 3, on one slot: their sum with one group, the larger of both with two."""
+    work = Work(LOADS, BUCKETS, BucketWay(), Fc(3.0, 10.0, 0.0))
+    assert update_s([work], Shared(), once, depth) == pytest.approx(seconds, rel=0.02)
+
+
+def test_the_next_turn_begins_after_the_update_and_the_answer_before() -> None:
+    fc = Fc(3.0, 10.0, 0.0, tell_s=1.0, exchange_s=2.0, update_s=4.0)
+    assert fc.path_s == 6.0
+    alone, two = (update_s([Work(LOADS, BUCKETS, BucketWay(), fc)] * groups, Shared(), once) for groups in (1, 8))
+    assert alone == pytest.approx(12.0 + 6.0)
+    assert two == pytest.approx(6.0 + 4.0, rel=0.05)

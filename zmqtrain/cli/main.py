@@ -301,7 +301,15 @@ def bench(
     ] = None,
     mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
     parts: Annotated[
-        list[str] | None, typer.Option("--part", help="cluster: launch, links, ddp or accuracy alone. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--part",
+            help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
+            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. May be repeated.",
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="efficiency: predict and measure with 2, 4 or 8 workers alone. May be repeated.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
 ) -> None:
@@ -318,6 +326,7 @@ def bench(
             mpi_python=mpi_python,
             mpi_script=mpi_script,
             parts=parts or (),
+            workers=workers or (),
             data=data,
         )
     )

@@ -151,7 +151,7 @@ def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
         for row in rows:
             print(dumps(row))
     else:
-        tables.groups(topology.compute.workers, topology.compute.batch_size, rows)
+        tables.groups(topology.compute.batch_size, rows)
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

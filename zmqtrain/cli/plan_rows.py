@@ -169,7 +169,7 @@ def sweep_row(point: Point) -> dict[str, Any]:
 
 
 def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[str, Any]]:
-    """Hardware efficiency of each number of groups."""
+    """Hardware efficiency of each number of groups, counted as in a topology file: those on the same slots are several."""
     if not found:
         return
     best, saturates = min(each.seconds for each in found), saturation(found)
@@ -177,8 +177,9 @@ def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[
         yield {
             "row": "groups",
             "variant": variant,
-            "groups": each.groups,
+            "groups": each.step.under_way,
             "group_size": each.group_size,
+            "pipeline": each.step.depth,
             "update_s": each.seconds,
             "penalty": each.seconds / best if best else 1.0,
             "group_step_s": each.group_step_s,

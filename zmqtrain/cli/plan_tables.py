@@ -31,7 +31,7 @@ _VARIANTS = {
     "as it is": "asynchronous, as the file has it",
     "unmerged": "without an FC server",
     "merged": "with the fully connected phase on a server of its own",
-    "pipelined": "the same, two batches of each group under way",
+    "pipelined": "the same, while others' batches are at that server",
 }
 
 
@@ -170,15 +170,16 @@ class Tables:
             self._print(f"\n[bold]{title}[/]")
             self._console.print(table)
 
-    def groups(self, workers: int, batch: int, rows: Sequence[dict[str, Any]]) -> None:
+    def groups(self, batch: int, rows: Sequence[dict[str, Any]]) -> None:
         """Hardware efficiency of the numbers of groups, a table for each variant."""
         for name in dict.fromkeys(row["variant"] for row in rows):
+            mine = [row for row in rows if row["variant"] == name]
             table = _table(
                 *(">groups", ">workers each", ">an update", ">beside the best"),
                 *(">a group's step", ">computes", ">network", ">others"),
                 *(">staleness", ">implicit momentum", "limited by", ""),
             )
-            for row in [each for each in rows if each["variant"] == name]:
+            for row in mine:
                 table.add_row(
                     str(row["groups"]),
                     str(row["group_size"]),
@@ -191,8 +192,7 @@ class Tables:
                     row["bottleneck"],
                     "g*: more are no faster" if row["saturation"] else "",
                 )
-            what = _VARIANTS.get(name, name)
-            self._print(f"\n[bold]{workers} workers in groups, each with batches of {batch}: {what}[/]")
+            self._print(f"\n[bold]{_who(mine[0])}, each with batches of {batch}: {_VARIANTS.get(name, name)}[/]")
             self._console.print(table)
 
     def _print(self, text: str) -> None:
@@ -202,6 +202,15 @@ class Tables:
         self._console.print(table)
         if layers > MOST_LAYERS:
             self._print(f"and {layers - MOST_LAYERS} more layers (all with --json)")
+
+
+def _who(row: dict[str, Any]) -> str:
+    """Whom a table of groups is about, by any of its rows."""
+    pipeline = row["pipeline"]
+    slots = row["groups"] // pipeline * row["group_size"]
+    if pipeline == 1:
+        return f"{slots} workers in groups"
+    return f"{slots} slots, {pipeline} groups on each that take turns (pipeline = {pipeline})"
 
 
 def _table(*headings: str) -> Table:

@@ -39,12 +39,24 @@ class Fc:
     """A merged FC server, between a group's forward and its backward."""
 
     seconds: float
+    """Of its turn."""
     nbytes: float
     """Of activations, and as many of their gradients."""
     own_byte_s: float
     """Seconds of a byte where nobody else is in the way."""
     latency_s: float = 0.0
     """Of a message."""
+    tell_s: float = 0.0
+    """Where nobody else is in the way: before that, the first of several FC servers passes the batch on."""
+    exchange_s: float = 0.0
+    """The same: after that, what they send each other."""
+    update_s: float = 0.0
+    """After the answer, until the next one's turn."""
+
+    @property
+    def path_s(self) -> float:
+        """Where nobody else is in the way."""
+        return self.tell_s + self.seconds + self.exchange_s + 2 * (self.nbytes * self.own_byte_s + self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +82,17 @@ class Work:
 Factor = Callable[[random.Random], float]
 
 
-def update_s(works: Sequence[Work], shared: Shared, factor: Factor) -> float:
-    """Seconds between updates, of groups with these steps."""
-    events = sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
+def update_s(works: Sequence[Work], shared: Shared, factor: Factor, depth: int = 1) -> float:
+    """Seconds between updates, of groups with these steps. ``depth``: so many of each, on the same slots by turns."""
+    events = depth * sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, EVENTS // max(1, events)))
     cluster = _Cluster(shared)
-    groups = [_Group(cluster, work, random.Random(f"contention/{number}"), factor) for number, work in enumerate(works)]
+    slots = [Line(cluster.queues) for _ in works]
+    groups = [
+        _Group(cluster, work, slots[number], random.Random(f"contention/{number + turn * len(works)}"), factor)
+        for turn in range(depth)
+        for number, work in enumerate(works)
+    ]
     for group in groups:
         cluster.queues.start(group.live(rounds))
     cluster.queues.run()
@@ -101,8 +118,8 @@ class _Cluster:
 
 
 class _Group:
-    def __init__(self, cluster: _Cluster, work: Work, chance: random.Random, factor: Factor) -> None:
-        self._cluster, self._work, self._chance, self._factor = cluster, work, chance, factor
+    def __init__(self, cluster: _Cluster, work: Work, slot: Line, chance: random.Random, factor: Factor) -> None:
+        self._cluster, self._work, self._slot, self._chance, self._factor = cluster, work, slot, chance, factor
         self._queues = cluster.queues
         self._sizes = work.sizes()
         self._there = [True] * len(work.buckets)
@@ -117,17 +134,20 @@ class _Group:
         completes = {min(layers): number for number, layers in enumerate(work.buckets)}
         for _ in range(rounds):
             factor, seconds = self._factor(self._chance), 0.0
+            yield self._slot.take()
             for number in range(len(work.buckets)) if not work.overlap else ():
-                yield self._until_there(number)
+                yield from self._parameters(number)
             for index, load in enumerate(work.loads):
                 if index in bucket_of and not self._there[bucket_of[index]]:
                     yield queues.sleep(seconds)
                     seconds = 0.0
-                    yield self._until_there(bucket_of[index])
+                    yield from self._parameters(bucket_of[index])
                 seconds += load.forward_s * factor
             yield queues.sleep(seconds)
             if work.fc is not None:
+                self._slot.give()
                 yield from self._fully_connected(work.fc)
+                yield self._slot.take()
             seconds, ready = 0.0, []
             for index in reversed(range(len(work.loads))):
                 seconds += work.loads[index].backward_s * factor
@@ -142,7 +162,15 @@ class _Group:
             for number in ready:
                 self._there[number] = False
                 queues.start(self._exchange(number))
+            self._slot.give()
             self.ends.append(queues.now)
+
+    def _parameters(self, number: int) -> Generator[Begin, None, None]:
+        """Wait for a bucket's; others on the slot go on meanwhile."""
+        if not self._there[number]:
+            self._slot.give()
+            yield self._until_there(number)
+            yield self._slot.take()
 
     def _until_there(self, number: int) -> Begin:
         def begin(go_on: Callable[[], None]) -> None:
@@ -157,9 +185,33 @@ class _Group:
         cluster = self._cluster
         yield cluster.fc_into.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
         yield self._queues.sleep(fc.latency_s)
-        yield from cluster.fc.taken(0, self._queues.sleep(fc.seconds))
+        yield self._turn(fc)
         yield cluster.fc_out.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
         yield self._queues.sleep(fc.latency_s)
+
+    def _turn(self, fc: Fc) -> Begin:
+        """Over when it answers. It is the next one's turn only after the update."""
+        cluster, queues = self._cluster, self._queues
+
+        def begin(go_on: Callable[[], None]) -> None:
+            def answered(over: Callable[[], None]) -> None:
+                go_on()
+                queues.at(fc.update_s, over)
+
+            def carried(card: Card, seconds: float) -> Generator[Begin, None, None]:
+                yield card.carry(seconds, 1.0, 1.0)
+
+            def turn() -> Generator[Begin, None, None]:
+                if fc.tell_s:
+                    yield from carried(cluster.fc_out, fc.tell_s)
+                yield queues.sleep(fc.seconds)
+                if fc.exchange_s:
+                    yield queues.together([carried(card, fc.exchange_s) for card in (cluster.fc_into, cluster.fc_out)])
+                yield answered
+
+            queues.start(cluster.fc.taken(0, queues.together([turn()])))
+
+        return begin
 
     def _exchange(self, number: int) -> Generator[Begin, None, None]:
         """A bucket's way. Of several that wait, the one goes first that the next forward needs first: the last in order."""

@@ -62,9 +62,15 @@ class GroupStep:
     """What others in the way add to the path, in the mean."""
 
     @property
+    def under_way(self) -> int:
+        """Batches at once, of all groups together. Of several on the same machines each belongs to a group that takes turns there
+        (``[compute] pipeline``): so many are what a topology file calls groups."""
+        return self.groups * self.depth
+
+    @property
     def staleness(self) -> float:
         """Updates by others between a read and its write, in the mean: all other batches that are under way."""
-        return self.groups * self.depth - 1
+        return self.under_way - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,8 @@ class Efficiency:
 
     @property
     def group_step_s(self) -> float:
-        """How long a group's step takes, waiting included: all groups together make an update every `seconds`."""
-        return self.seconds * self.step.groups
+        """How long a batch takes, waiting included: all that are under way together make an update every `seconds`."""
+        return self.seconds * self.step.under_way
 
 
 class Model(Protocol):
@@ -107,7 +113,7 @@ def efficiency(step: GroupStep) -> Efficiency:
     """The law above, with the name of the term that is largest (of equal ones: a shared station, then a group's own)."""
     terms = [(station.seconds, station.name) for station in step.stations if station.shared]
     terms += [(station.seconds / step.groups, station.name) for station in step.stations if not station.shared]
-    terms.append(((step.path_s + step.wait_s) / (step.groups * step.depth), PATH))
+    terms.append(((step.path_s + step.wait_s) / step.under_way, PATH))
     seconds, name = max(terms, key=lambda term: term[0])
     if name == PATH and step.wait_s:
         busiest = max((station for station in step.stations if station.shared), key=lambda each: each.seconds, default=None)

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from zmqtrain.plan.cluster import worker_speeds
 from zmqtrain.plan.contention import Fc, Shared, Work, update_s
 from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
+from zmqtrain.plan.fc_turn import FcTurn, MergedFc
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.overlapped import LayerLoad, buckets_of, cycle_s
@@ -45,17 +47,6 @@ def loads_of(layers: Sequence[LayerShape], *, flops_per_s: float, word_bytes: in
         forward_s = layer.forward_s or guess
         loads.append(LayerLoad(layer.name, layer.weights * word_bytes, forward_s, layer.backward_s or 2 * forward_s))
     return tuple(loads)
-
-
-@dataclass(frozen=True, slots=True)
-class MergedFc:
-    """A server that computes all layers from ``split`` on, for all groups."""
-
-    split: int
-    fc_s: float
-    """t_fc: its time for a group's batch."""
-    activation_bytes: float = 0.0
-    """Of a batch at the split: they travel there, and their gradient back."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,8 @@ class OurRuntime:
         usual = nbytes / max(1, len(buckets))
         piece_bytes = topology.exchange.split_bytes * compute.group_size
         way = Traffic.of(placement, 0, usual).way(self.link, self.update_byte_s / topology.servers, piece_bytes)
-        fc = None if merged is None else self._fc(merged, placement)
+        turn = None if merged is None else FcTurn.of(merged, placement, self.link)
+        fc = None if merged is None or turn is None else self._fc(merged, turn, placement)
         each_s = self.lasts(compute.batch_size / compute.group_size)
         slownesses = _slownesses(topology, placement)
         works = [
@@ -100,12 +92,12 @@ class OurRuntime:
         longest = self.variation.slowest_of(compute.group_size)
         compute_s = _together([longest * sum(each.forward_s + each.backward_s for each in work.loads) for work in works])
         path_s = _together(_paths(works, longest))
-        exposed_s = path_s - compute_s - (0.0 if fc is None else fc.seconds)
+        exposed_s = path_s - compute_s - (0.0 if turn is None else turn.compute_s)
         cards = parameter_bytes(placement, nbytes, usual)
         serving = {role.host for role in placement.server_roles}
         shared = Shared(max(cards[host] for host in serving) * self.link.byte_s / groups / nbytes if nbytes else 0.0)
-        if merged is not None:
-            shared = self._with_fc(shared, placement, cards, merged.activation_bytes)
+        if merged is not None and turn is not None:
+            shared = self._with_fc(shared, placement, cards, merged.activation_bytes, turn)
             serving |= {role.host for role in placement.fc_roles}
         others = max((cards[host] for host in placement.hosts if host not in serving), default=0.0)
         stations = [
@@ -114,26 +106,38 @@ class OurRuntime:
             Station("the servers' arithmetic", nbytes / topology.servers * self.update_byte_s),
             Station("the workers' network cards", others * self.link.byte_s, shared=False),
         ]
-        if merged is not None:
-            stations.append(Station(FC_SERVER, merged.fc_s))
+        if turn is not None:
+            stations.append(Station(FC_SERVER, turn.whole_s(self.link)))
         stations = [each for each in stations if each.seconds > 0]
         found = GroupStep(groups, compute.group_size, path_s, tuple(stations), self.depth, compute_s=compute_s, exposed_s=exposed_s)
         return replace(found, wait_s=self._wait_s(found, works, shared))
 
-    def _fc(self, merged: MergedFc, placement: Placement) -> Fc:
+    def _fc(self, merged: MergedFc, turn: FcTurn, placement: Placement) -> Fc:
         """What a group has of the FC server, and of the way there."""
         each = activation_bytes(placement, 0, merged.activation_bytes)
         busiest = max(each.values(), default=0.0) / merged.activation_bytes if merged.activation_bytes else 0.0
-        return Fc(merged.fc_s, merged.activation_bytes, busiest * self.link.byte_s, self.link.alpha_s)
+        byte_s = self.link.byte_s
+        return Fc(
+            turn.compute_s + turn.latency_s,
+            merged.activation_bytes,
+            busiest * byte_s,
+            self.link.alpha_s,
+            tell_s=turn.tell_bytes * byte_s,
+            exchange_s=turn.exchange_bytes * byte_s,
+            update_s=turn.update_s,
+        )
 
-    def _with_fc(self, shared: Shared, placement: Placement, cards: dict[str, float], nbytes: float) -> Shared:
+    def _with_fc(self, shared: Shared, placement: Placement, cards: dict[str, float], nbytes: float, turn: FcTurn) -> Shared:
         """Activations on the cards beside parameters: added to ``cards``."""
-        there = {role.host for role in placement.fc_roles}
+        first, there = placement.fc_roles[0].host, {role.host for role in placement.fc_roles}
         busiest = 0.0
         for group in range(placement.groups):
-            for host, carried in activation_bytes(placement, group, nbytes).items():
-                cards[host] += carried
-                busiest = max(busiest, carried) if host in there else busiest
+            carried = activation_bytes(placement, group, nbytes)
+            for host, part in carried.items():
+                cards[host] += part
+            for host, part in turn.cards:
+                cards[host] += part
+            busiest = max(busiest, carried.get(first, 0.0))
         one_card = bool(there & {role.host for role in placement.server_roles})
         return replace(shared, fc_card_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_card=one_card)
 
@@ -141,11 +145,11 @@ class OurRuntime:
         """What others in the way add to the path."""
         if step.groups == 1 and step.depth == 1:
             return 0.0
-        if step.depth > 1 or step.groups > MOST_GROUPS:
+        if step.under_way > MOST_GROUPS:
             shared_s = [each.seconds for each in step.stations if each.shared] if self.variation.varies else []
-            return wait_s(step.path_s, step.groups * step.depth, shared_s)
-        apart_s = update_s(works, shared, lambda chance: self.variation.draw(chance, step.group_size))
-        return max(0.0, apart_s * step.groups - step.path_s)
+            return wait_s(step.path_s, step.under_way, shared_s)
+        apart_s = update_s(works, shared, lambda chance: self.variation.draw(chance, step.group_size), step.depth)
+        return max(0.0, apart_s * step.under_way - step.path_s)
 
 
 def _paths(works: Sequence[Work], longest: float) -> list[float]:
@@ -156,7 +160,7 @@ def _paths(works: Sequence[Work], longest: float) -> list[float]:
         if compute_s not in known:
             loads = [each.scaled(longest) for each in work.loads]
             known[compute_s] = cycle_s(loads, work.way, work.buckets, overlap=work.overlap) + (
-                0.0 if work.fc is None else work.fc.seconds + 2 * (work.fc.nbytes * work.fc.own_byte_s + work.fc.latency_s)
+                0.0 if work.fc is None else work.fc.path_s
             )
     return [known[sum(each.forward_s + each.backward_s for each in work.loads)] for work in works]
 
@@ -187,8 +191,9 @@ def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurR
     (`merged`), also with two batches of each group under way (`pipelined`), or without one (`unmerged`); the former two only for
     models with such a phase.
 
-    A merged server is taken to be as fast as a worker. Groups that take turns on the same slots (`[compute] pipeline`) count as one
-    with so many batches under way. Raises `UsageError` where the job's profile cannot be used.
+    A merged server, or each of several that divide its layers, is taken to be as fast as a worker. Groups that take turns on the
+    same slots (`[compute] pipeline`) count as one with so many batches under way. Raises `UsageError` where the profile cannot be
+    used.
     """
     depth, topology = topology.compute.pipeline, without_pipeline(topology)
     settings, compute = topology.plan, topology.compute
@@ -200,8 +205,12 @@ def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurR
     split = split_of(layers, topology.exchange.split)
     if 0 < split < len(layers):
         fc_s = sum(each.forward_s + each.backward_s for each in loads[split:]) * growth.fc(compute.batch_size)
-        nbytes = layers[split].numel_in * settings.word_bytes * compute.batch_size
-        merged = replace(plain, merged=MergedFc(split, fc_s, nbytes), lasts=growth.conv)
+        sample_bytes = settings.word_bytes * compute.batch_size
+        between = tuple(
+            prod(layers[place - 1].outputs) * sample_bytes for place in range(split + 1, len(layers)) if layers[place].weights
+        )
+        fc = MergedFc(split, fc_s, layers[split].numel_in * sample_bytes, between, growth.fc_update_s)
+        merged = replace(plain, merged=fc, lasts=growth.conv)
         found |= {"merged": merged, "pipelined": replace(merged, depth=max(2, depth))}
     mine = "unmerged"
     if topology.fc_servers and "merged" in found:

@@ -81,8 +81,16 @@ class Line:
 
     def taken(self, rank: int, work: Begin) -> Life:
         """Wait for it, and have it for as long as the work takes."""
-        yield lambda go_on: self._come(rank, go_on)
+        yield self.take(rank)
         yield work
+        self.give()
+
+    def take(self, rank: int = 0) -> Begin:
+        """Wait for it, and have it until it is given back."""
+        return lambda go_on: self._come(rank, go_on)
+
+    def give(self) -> None:
+        """Let the next one have it."""
         self._busy = False
         if self._waiting:
             self._busy = True

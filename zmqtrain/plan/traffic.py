@@ -56,10 +56,8 @@ class Traffic:
         return 2 * self.ring_out[host] + exchanged, 2 * self.ring_in[host] + exchanged
 
     def way(self, link: Link, update_byte_s: float, piece_bytes: float) -> BucketWay:
-        """A group's exchange, alone on the network."""
+        """A group's exchange, alone on the network. That a worker's card carries all of these limits throughput, not a bucket."""
         ring = max([*self.ring_out.values(), *self.ring_in.values()], default=0.0)
-        if ring:  # the same cards carry what goes to the servers and comes from there
-            ring += max(self.push_out.values(), default=0.0) / 2
         push = max([*self.push_out.values(), *self.push_in.values()], default=0.0)
         latency_s = 2 * (1 + self.hops) * link.alpha_s
         return BucketWay(ring * link.byte_s, push * link.byte_s, update_byte_s, push * link.byte_s, latency_s, piece_bytes)
@@ -82,13 +80,13 @@ def parameter_bytes(placement: Placement, nbytes: float, bucket_bytes: float) ->
 
 
 def activation_bytes(placement: Placement, group: int, nbytes: float) -> dict[str, float]:
-    """What each host's card carries of a group's activations, ``nbytes``, on their way to the FC servers; as much comes back."""
+    """What each host's card carries of a group's activations, ``nbytes``, on their way to the (first) FC server; as much comes
+    back."""
     cards: defaultdict[str, float] = defaultdict(float)
+    first = placement.fc_roles[0].host
     for peer in placement.group_members(group):
         host = placement.role(peer).host
-        for server in placement.fc_roles:
-            if server.host != host:
-                share = nbytes / placement.group_size / len(placement.fc_roles)
-                cards[host] += share
-                cards[server.host] += share
+        if host != first:
+            cards[host] += nbytes / placement.group_size
+            cards[first] += nbytes / placement.group_size
     return dict(cards)

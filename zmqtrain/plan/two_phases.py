@@ -51,6 +51,8 @@ class Growth:
     whole: Lasts = in_proportion
     conv: Lasts = in_proportion
     fc: Lasts = in_proportion
+    fc_update_s: float = 0.0
+    """The optimizer's time for the parameters of the fully connected phase."""
 
     @classmethod
     def of(cls, topology: Topology, samples: int) -> Growth:
@@ -63,7 +65,7 @@ class Growth:
             conv, fc = split_profile(profile, topology.exchange.split)
         except UsageError:  # it is not known which layers that would be
             return cls(whole, whole, whole)
-        return cls(whole, _lasts(conv, profile, samples), _lasts(fc, profile, samples))
+        return cls(whole, _lasts(conv, profile, samples), _lasts(fc, profile, samples), fc.update_s)
 
 
 def _lasts(part: Profile, profile: Profile, samples: int) -> Lasts:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from zmqtrain.cli.bench.models import cifarnet, lenet
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
 from zmqtrain.plan.group_step import AS_IT_IS, variants
 from zmqtrain.plan.setup import source_of
@@ -27,12 +27,20 @@ from zmqtrain.topology.schema import Topology
 
 Case: TypeAlias = dict[str, Any]
 
+#: What there is, in this order: `--part`.
+PARTS = ("figure", "uneven", "lenet", "lenet-merged", "cifarnet", "cifarnet-merged")
 WORKERS = (2, 4, 8)
-STEPS = 30
+#: Groups that begin together send together at first, and take turns at the servers' card only after some 15 steps. What is measured
+#: begins after more than that, as a share of a run.
+STEPS, SETTLED, OVER = 60, 0.4, 0.9
+#: What emulated cards let through at once, 2 ms of their rate, is a sixteenth of that as reported; what ten processes need of two
+#: processors a third.
 DILATION = 16.0
 SHAPES = {"LeNet": (lenet, (1, 28, 28)), "CIFARNet": (cifarnet, (3, 32, 32))}
 #: Samples of which the share of the peak is told.
 SAMPLES = 64
+#: Of the data that profiles are made of: a step of the most groups.
+DATA = 8 * 128
 
 #: Workers and the server on hosts of their own. Times vary as little as a processor's do.
 _GROUPS = """
@@ -119,17 +127,25 @@ hosts = [{{ name = "slow", slowdown = 2.0 }}]
 
 
 def bench_efficiency(
-    *, workers: Sequence[int] = WORKERS, steps: int = STEPS, dilation: float = DILATION, networks: Sequence[str] = tuple(SHAPES)
+    *, parts: Sequence[str] = PARTS, workers: Sequence[int] = WORKERS, steps: int = STEPS, dilation: float = DILATION
 ) -> Iterator[Case]:
-    """A case for each number of groups, and for the others. The ratio is measured by predicted, or as the case says."""
+    """A case for each number of groups, and for the others. The ratio is measured by predicted, or as the case says.
+
+    Raises `UsageError` for a part that there is not."""
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise UsageError(f"bench efficiency has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        yield from _figure(folder)
-        yield _uneven(folder)
-        for network in networks:
+        if "figure" in parts:
+            yield from _figure(folder)
+        if "uneven" in parts:
+            yield _uneven(folder)
+        for network in SHAPES:
+            ways = [part.endswith("-merged") for part in PARTS if part in parts and part.split("-")[0] == network.lower()]
             profile = folder / f"{network}.json"
-            yield from _measured(network, profile)
-            for merged in (False, True):
+            if ways:
+                yield from _measured(network, profile)
+            for merged in ways:
                 yield from _all_groups(network, profile, merged, workers, steps, dilation)
 
 
@@ -170,13 +186,13 @@ def simulated_s(topology: Topology) -> float:
     ending = simulate(topology, options=options).ending
     if ending.status != "done":
         raise ZmqTrainError(f"the simulated run ended so: {ending.error}")
-    return _update_s(ends, topology.compute.group_size)
+    return update_s(ends, topology.compute.group_size)
 
 
-def _update_s(ends: list[float], size: int) -> float:
-    """In the second and third quarter of a run, from when each worker's steps ended."""
+def update_s(ends: list[float], size: int, *, begin: float = 0.25, end: float = 0.75) -> float:
+    """Between these shares of a run, from when each worker's steps ended."""
     ends.sort()
-    first, last = ends[len(ends) // 4], ends[3 * len(ends) // 4]
+    first, last = ends[int(begin * len(ends))], ends[int(end * len(ends))]
     return (last - first) * size / sum(first < each <= last for each in ends)
 
 
@@ -185,7 +201,7 @@ def _uneven(folder: Path) -> Case:
     rates = {}
     for parts in ("even", "measured"):
         ends = _launched(_UNEVEN.format(parts=parts), folder / f"uneven-{parts}")
-        rates[parts] = 64 / _update_s(ends, 2)
+        rates[parts] = 64 / update_s(ends, 2)
     case = _case("two hosts, one half as fast: measured parts", rates["measured"], "samples/s", rates["even"])
     return {**case, "peer": "even parts"}
 
@@ -204,7 +220,7 @@ def _measured(network: str, profile: Path) -> Iterator[Case]:
     keep_memory()
     model, shape = SHAPES[network]
     seeded = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(512, *shape, generator=seeded), torch.randint(0, 10, (512,), generator=seeded))
+    data = TensorDataset(torch.randn(DATA, *shape, generator=seeded), torch.randint(0, 10, (DATA,), generator=seeded))
     task = Task(
         model=model,
         loss=nn.functional.cross_entropy,
@@ -229,7 +245,8 @@ def _all_groups(network: str, profile: Path, merged: bool, workers: Sequence[int
             values = {"steps": steps, "workers": number, "groups": groups, "size": number // groups, "profile": profile}
             text = _GROUPS.format(**values, merged=str(merged).lower(), dilation=dilation)
             predicted = predicted_of(parse_topology(text))
-            measured_s = _update_s(_launched(text, folder_of(profile, number, groups, merged)), number // groups)
+            ends = _launched(text, folder_of(profile, number, groups, merged))
+            measured_s = update_s(ends, number // groups, begin=SETTLED, end=OVER)
             errors.append(abs(predicted.seconds / measured_s - 1))
             case = f"{network}, {way}, {number} workers in {groups} group(s): an update, {predicted.bottleneck}"
             yield _case(case, measured_s * 1e3, "ms", predicted.seconds * 1e3)

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from zmqtrain.errors import SimulationError, ZmqTrainError
+from zmqtrain.errors import SimulationError, UsageError, ZmqTrainError
 
 #: One result: bench, case, value, unit, peer, peer_value, ratio.
 Case: TypeAlias = dict[str, str | float | None]
 
+#: What there is, in this order: `--part`.
+PARTS = ("emulated", "simulated", "staleness", "pipelining")
 WORKERS = 8
 #: Numbers of groups that the workers are divided into.
 SIMULATED = (1, 2, 4, 8)
@@ -102,18 +104,27 @@ class Measured:
     """Mean, of the FC server."""
 
 
-def bench_merged(*, simulated: Sequence[int] = SIMULATED, emulated: Sequence[int] = EMULATED, steps: int = STEPS) -> Iterator[Case]:
-    """A case for the time of a step and one for its bytes, at each number of groups; then staleness and pipelining."""
-    for groups in emulated:
+def bench_merged(*, parts: Sequence[str] = PARTS, steps: int = STEPS) -> Iterator[Case]:
+    """A case for the time of a step and one for its bytes, at each number of groups; then staleness and pipelining.
+
+    Raises `UsageError` for a part that there is not."""
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise UsageError(f"bench merged has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    for groups in EMULATED if "emulated" in parts else ():
         yield from _compared(f"{groups} groups, emulated", *(launched(Setting(groups, way), steps) for way in (True, False)))
-    for groups in simulated:
+    for groups in SIMULATED if "simulated" in parts else ():
         yield from _compared(f"{groups} groups, simulated", *(run_simulated(Setting(groups, way), steps) for way in (True, False)))
-    for groups in simulated[1:]:
+    for groups in SIMULATED[1:] if "staleness" in parts else ():
         found = run_simulated(Setting(groups, True, noise=0.1), LONG)
         assert found.staleness is not None
         assert found.fc_staleness is not None
         yield _stated(f"staleness of the convolutions, {groups} groups, simulated", found.staleness, "groups - 1", groups - 1)
         yield _stated(f"staleness of the fully connected layers, {groups} groups, simulated", found.fc_staleness, "none", 0)
+    if "pipelining" in parts:
+        yield from _pipelining(steps)
+
+
+def _pipelining(steps: int) -> Iterator[Case]:
     alone = run_simulated(Setting(1, True), 2 * steps)
     apart = run_simulated(Setting(2, True), 2 * steps)
     piped = run_simulated(Setting(2, True, workers=2 * WORKERS, pipeline=2), 2 * steps)

@@ -16,6 +16,8 @@ NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency",
 )  # fmt: skip
+#: Those of which parts may be run alone.
+DIVIDED = ("cluster", "efficiency", "merged")
 
 
 def run_bench(
@@ -28,18 +30,22 @@ def run_bench(
     mpi_python: str | None = None,
     mpi_script: str | None = None,
     parts: Sequence[str] = (),
+    workers: Sequence[int] = (),
     data: str | None = None,
 ) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
-    ``encrypted``: for ``net``, what encryption costs. ``parts``: for ``cluster``, some of its cases; ``data``: where MNIST is."""
+    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
+    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is."""
     if encrypted and name != "net":
         raise UsageError(f"bench {name} has no --encrypted: bench net has")
-    if parts and name != "cluster":
-        raise UsageError(f"bench {name} has no --part: bench cluster has")
+    if parts and name not in DIVIDED:
+        raise UsageError(f"bench {name} has no --part: bench {', '.join(DIVIDED)} have")
+    if workers and name != "efficiency":
+        raise UsageError(f"bench {name} has no --workers: bench efficiency has")
     cases = (
-        _cluster(parts, data)
-        if name == "cluster"
+        _in_parts(name, parts, workers, data)
+        if name in DIVIDED
         else _cases("net --encrypted" if encrypted else name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
     )
     if json_lines:
@@ -65,10 +71,19 @@ def run_bench(
     return 0
 
 
-def _cluster(parts: Sequence[str], data: str | None) -> Iterator[dict[str, Any]]:
-    from zmqtrain.cli.bench.cluster import PARTS, bench_cluster
+def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[dict[str, Any]]:
+    """Of those that have parts: these, or all."""
+    if name == "cluster":
+        from zmqtrain.cli.bench import cluster
 
-    return bench_cluster(parts or PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
+        return cluster.bench_cluster(parts or cluster.PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
+    if name == "merged":
+        from zmqtrain.cli.bench import merged
+
+        return merged.bench_merged(parts=parts or merged.PARTS)
+    from zmqtrain.cli.bench import efficiency
+
+    return efficiency.bench_efficiency(parts=parts or efficiency.PARTS, workers=workers or efficiency.WORKERS)
 
 
 #: A peer's Python, and the script that times it.
@@ -116,18 +131,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
         from zmqtrain.cli.bench.host import bench_host
 
         return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
-    if name == "merged":
-        from zmqtrain.cli.bench.merged import bench_merged
-
-        return iter(bench_merged())
     if name == "parallel":
         from zmqtrain.cli.bench.parallel import bench_parallel
 
         return iter(bench_parallel())
-    if name == "efficiency":
-        from zmqtrain.cli.bench.efficiency import bench_efficiency
-
-        return iter(bench_efficiency())
     raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
 
 
