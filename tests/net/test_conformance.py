@@ -382,6 +382,35 @@ async def test_close_delivers_what_was_sent_and_ends_all_waits(world: World) -> 
         await b.send("a", ("y",), tensor(1))
 
 
+async def test_who_has_finished_is_no_loss(world: World) -> None:
+    a, b = await world.pair()
+    losses: list[str] = []
+    b.on_lost(lambda peer, _: losses.append(peer))
+    waiting = asyncio.create_task(b.receive("a", ("never",)))
+    for n in range(5):
+        await a.send("b", ("x", n), tensor(n, 20_000))
+    await a.finish(timeout=5.0)
+    assert a.statistics()["inflight_bytes"] == 0
+    await a.close()
+    with pytest.raises(PeerLostError, match="has finished"):
+        await waiting  # who waits for it all the same must know
+    with pytest.raises(PeerLostError, match="has finished"):
+        await b.send("a", ("y",), tensor(1))
+    for n in range(5):
+        assert content(await b.receive("a", ("x", n))) == n
+    assert losses == []
+
+
+async def test_to_finish_does_not_wait_for_room(world: World) -> None:
+    """Nobody asks for the message, so that it could last for ever."""
+    a, b = await world.pair(window_bytes=64 * KIB, drain_s=0.05)
+    await a.send("b", ("x",), tensor(1, 60_000))
+    await a.send("b", ("x",), tensor(2, 1_000_000))
+    await a.finish(timeout=5.0)
+    assert a.statistics()["queued_bytes"] > 0
+    assert content(await b.receive("a", ("x",))) == 1
+
+
 async def test_traffic_is_counted_by_peer(world: World) -> None:
     a, b = await world.pair()
     await a.send("b", ("x",), tensor(1, 5000))

@@ -16,6 +16,7 @@ from enum import Enum
 
 from zmqtrain.arena.arena import Block
 from zmqtrain.errors import WireError
+from zmqtrain.net import ending as endings
 from zmqtrain.net.credit import Allowance, Window
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
@@ -226,10 +227,10 @@ class Link:
         notices, self._notices = self._notices, []
         return notices
 
-    def say_bye(self) -> None:
+    def say_bye(self, *, finished: bool) -> None:
         """Take leave; first tell how far the peer's pieces came, since it listens no more afterwards."""
         self._announce()
-        self._notice(CONTROL, Header(BYE))
+        self._notice(CONTROL, Header(BYE, meta=finished))
 
     def _announce(self) -> None:
         self.ack_due = self.ack_urgent = False
@@ -242,13 +243,23 @@ class Link:
         """Whether everything that was to be sent has arrived."""
         return not self.outbox and not any(sending.unacknowledged for sending in self.sending)
 
+    @property
+    def delivering(self) -> bool:
+        """Whether anything is on its way to the peer, rather than kept back until the peer has room for it."""
+        if self.state is not State.OPEN:
+            return bool(self.outbox)
+        return any(
+            sending.unacknowledged or self.outbox.next(lane, credit=self.allowances[lane].open) is not None
+            for lane, sending in enumerate(self.sending)
+        )
+
     def _notice(self, lane: int, header: Header) -> None:
         self._notices.append((lane, encode_header(header)))
 
     # What comes in
 
-    def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> bool:
-        """One message of the peer; ``size`` is its header's. Returns whether the peer takes its leave.
+    def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> Ending | None:
+        """One message of the peer; ``size`` is its header's. Returns the link's end where the peer takes its leave.
 
         Raises `WireError` for what a peer of ours never sends.
         """
@@ -268,7 +279,7 @@ class Link:
                 self._ask_again(lane)
             elif verdict is Verdict.REPEATED:
                 self.ack_due = True
-            return False
+            return None
         self.ack_due = True
         self._unannounced_bytes += size + len(body)
         self._unannounced_pieces += 1
@@ -282,7 +293,7 @@ class Link:
             or self.windows[lane].due
         ):
             self.ack_urgent = True
-        return False
+        return None
 
     @property
     def _shares(self) -> bool:
@@ -378,7 +389,7 @@ class Link:
     def _ask_again(self, lane: int) -> None:
         self._notice(CONTROL, Header(RESUME, sequence=self.receiving[lane].expected, meta=lane))
 
-    def _noticed(self, lane: int, header: Header, now: float) -> bool:
+    def _noticed(self, lane: int, header: Header, now: float) -> Ending | None:
         if header.kind == PROBE:
             self.ack_due = self.ack_urgent = True
             if self.receiving[lane].probed(header.sequence):
@@ -395,7 +406,9 @@ class Link:
             for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
                 self.allowances[at].grant(limit)
                 self._acknowledge(at, upto, now)
-        return header.kind == BYE
+        elif header.kind == BYE:
+            return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
+        return None
 
     def _acknowledge(self, lane: int, upto: int, now: float) -> None:
         done = self.sending[lane].acknowledge(upto)

@@ -142,6 +142,9 @@ class Node:
         ]
         return [*received, *topics, *(f"room for {message.tag}" for message in self._sends), *self._desk.waits()]
 
+    async def finish(self, *, timeout: float) -> None:
+        await self._board.finish(timeout)
+
     async def close(self) -> None:
         if self._closed is not None:
             await asyncio.shield(self._closed)
@@ -198,7 +201,7 @@ class Node:
             raise self._closing.error(what)
 
     def _lost(self, peer: PeerId, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
-        """A peer is lost: everybody who waits for it learns it."""
+        """A peer is lost, or has left: everybody who waits for it learns it."""
         for ticket in tickets:
             future = self._waits.get(ticket)
             if future is not None and not future.done():
@@ -210,7 +213,7 @@ class Node:
             if message.on_released is not None:
                 message.on_released()
         self._desk.lose(peer, ending.error)
-        if self._closing is None:
+        if ending.loss and self._closing is None:
             for callback in self._callbacks:
                 try:
                     callback(peer, ending.reason)

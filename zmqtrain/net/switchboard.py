@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from zmqtrain.errors import WireError
+from zmqtrain.errors import PeerTimeoutError, WireError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.address import without_key
 from zmqtrain.net.doorman import Doorman
@@ -65,7 +65,8 @@ class Switchboard:
         self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
-        self._idle: asyncio.Event | None = None
+        self._moved: asyncio.Event | None = None  # of those who wait for something to arrive
+        self._finished = False
         self._shut = False
 
     # What the node asks for
@@ -150,22 +151,37 @@ class Switchboard:
             "links": len(self._links),
         }
 
+    async def finish(self, patience_s: float) -> None:
+        """Wait for what is on its way: see `zmqtrain.net.endpoint.Endpoint.finish`."""
+        arrived = self._arrived()
+        try:
+            async with asyncio.timeout(patience_s) as limit:
+                while any(link.delivering for link in self._links.values()):
+                    await self._next_move()
+                    if arrived != (arrived := self._arrived()):
+                        limit.reschedule(self._loop.time() + patience_s)
+        except TimeoutError:
+            late = ", ".join(link.peer for link in self._links.values() if link.delivering)
+            if late:  # else all has come while this waited for its turn
+                raise PeerTimeoutError(late, f"what {self._peer} has sent to arrive there", patience_s) from None
+        self._finished = True
+
     async def close(self, ending: Ending) -> None:
         """Drain, take leave, end all links, close the transport."""
-        self._idle = asyncio.Event()
         for link in self._links.values():
             self.touch(link)
-        self._check_idle()
         try:
             async with asyncio.timeout(self._settings.drain_s):
-                await self._idle.wait()
+                while not all(link.idle for link in self._links.values()):
+                    await self._next_move()
         except TimeoutError:
             left = [link.peer for link in self._links.values() if not link.idle]
-            log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
+            if left:
+                log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
         finally:
             for link in list(self._links.values()):
                 if link.state is State.OPEN:
-                    link.say_bye()
+                    link.say_bye(finished=self._finished)
                     self._send_notices(link)
                 self._end(link, ending)
             self._shut = True
@@ -191,7 +207,7 @@ class Switchboard:
                 return
             body = frames[1] if len(frames) == 2 else b""
             before = link.receiving[lane].expected
-            leaves = link.receive(lane, header, len(frames[0]), body, self._loop.time())
+            farewell = link.receive(lane, header, len(frames[0]), body, self._loop.time())
         except WireError as error:
             self._counters["garbage"] += 1
             log.warning("%s closes the link to %s: %s", self._peer, link.peer, error)
@@ -201,8 +217,8 @@ class Switchboard:
             self._counters["bytes_received"] += len(frames[0]) + len(body)
             self._received[link.peer] += len(frames[0]) + len(body)
             self._counters["messages_received"] += 1
-        if leaves:
-            self._end(link, endings.lost(link.peer, "it has closed its endpoint"))
+        if farewell is not None:
+            self._end(link, farewell)
             return
         self.touch(link)
 
@@ -398,7 +414,7 @@ class Switchboard:
             self._transport.post(remote.address, encode_greeting(refusal))
         tickets = self._mailbox.lose(link.peer)
         self._on_lost(link.peer, ending, messages, tickets)
-        self._check_idle()
+        self._tell_waiters()
 
     # What goes out
 
@@ -417,7 +433,7 @@ class Switchboard:
                     self._ack_handle = self._loop.call_later(self._settings.ack_s, self._send_acks)
             if link.state is not State.CLOSED:
                 self._arm(link)
-        self._check_idle()
+        self._tell_waiters()
 
     def _pump(self, link: Link, now: float) -> None:
         for lane in LANES:
@@ -444,9 +460,19 @@ class Switchboard:
         for lane, header in link.take_notices():
             self._transport.send(link.peer, lane, (header,), 0)
 
-    def _check_idle(self) -> None:
-        if self._idle is not None and all(link.idle for link in self._links.values()):
-            self._idle.set()
+    async def _next_move(self) -> None:
+        """Until something may have arrived, or a link has ended."""
+        self._moved = self._moved or asyncio.Event()
+        await self._moved.wait()
+
+    def _tell_waiters(self) -> None:
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
+
+    def _arrived(self) -> tuple[tuple[PeerId, int], ...]:
+        """How far all links are: another value means progress."""
+        return tuple((link.peer, sum(sending.arrived for sending in link.sending)) for link in self._links.values())
 
     # Time
 
