@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.flood import bench_flood
 from zmqtrain.cli.bench.processes import Place, run_processes
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
@@ -59,8 +60,8 @@ def bench_encrypted(
     tensors: int = TENSORS,
     rounds: int = ROUNDS,
     trips: int = TRIPS,
-    flood: Callable[[], Iterator[dict[str, Any]]] = bench_flood,
-) -> Iterator[dict[str, Any]]:
+    flood: Callable[[], Iterator[Case]] = bench_flood,
+) -> Iterator[Case]:
     """Goodput and round trips, encrypted beside plain: through 1 Gbit/s between two network namespaces, where this machine has them
     (else a line says why not), and over loopback. Medians of ``rounds`` turns. Then what `bench_flood` measures."""
     for both in (False, True):
@@ -75,7 +76,7 @@ def bench_encrypted(
     results = run_processes([(LEFT, plan), (RIGHT, plan)], _measure)
     yield _goodput("goodput over loopback", plan, results)
     encrypted, plain = (1e6 * statistics.median(results[0].trips[kind]) for kind in reversed(KINDS))
-    yield _case("request and answer, encrypted", encrypted, "us", "in plain text", plain, plain / encrypted)
+    yield case_of("net", "request and answer, encrypted", encrypted, "us", "in plain text", plain)
     yield from flood()
 
 
@@ -92,16 +93,12 @@ async def _in_namespaces(plan: Plan) -> list[Measured]:
         await namespaces.close()
 
 
-def _goodput(case: str, plan: Plan, results: list[Measured]) -> dict[str, Any]:
+def _goodput(case: str, plan: Plan, results: list[Measured]) -> Case:
     """By the receiver's time; where both receive, by the slower one's in each round."""
     mbit = 8e-6 * plan.tensor_bytes * plan.tensors
     times = {kind: [max(pair) for pair in zip(*(one.moves[kind] for one in results), strict=True)] for kind in KINDS}
     plain, encrypted = (mbit / statistics.median(times[kind]) for kind in KINDS)
-    return _case(f"{case}, encrypted", encrypted, "Mbit/s", "in plain text", plain, encrypted / plain)
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None) -> dict[str, Any]:
-    return {"bench": "net", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
+    return case_of("net", f"{case}, encrypted", encrypted, "Mbit/s", "in plain text", plain, "value/peer")
 
 
 async def _measure(node: Node, plan: Plan) -> Measured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -65,7 +65,7 @@ def run_bench(
     return 0
 
 
-def _cluster(parts: Sequence[str], data: str | None) -> Iterator[dict[str, Any]]:
+def _cluster(parts: Sequence[str], data: str | None) -> Iterator[Mapping[str, Any]]:
     from zmqtrain.cli.bench.cluster import PARTS, bench_cluster
 
     return bench_cluster(parts or PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
@@ -75,7 +75,7 @@ def _cluster(parts: Sequence[str], data: str | None) -> Iterator[dict[str, Any]]
 _Peer: TypeAlias = tuple[str | None, str | None]
 
 
-def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
+def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
     if name == "net":
         from zmqtrain.cli.bench.net import bench_net
 
