@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import Place, run_processes
+from zmqtrain.cli.bench.processes import Place, run_processes, together
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation, ShapingKind, emulated
 from zmqtrain.net.loop import Dilation
@@ -29,7 +29,6 @@ from zmqtrain.net.shaping import Shaping
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 from zmqtrain.wire.tensor import TensorPayload
-from zmqtrain.wire.value import ValuePayload
 
 BANDWIDTHS = (100e6, 1e9, 5e9)
 LATENCY_S = 200e-6
@@ -173,14 +172,14 @@ async def _measure(node: Node, plan: Plan) -> Measured:
         return None
 
     node.serve("answer", answer)
-    await _together(node, other, "begin")
+    await together(node, other, "begin")
     trips: list[float] = []
     if node.peer == LEFT:
         for _ in range(plan.trips):
             start = clock()
             await node.request(RIGHT, "answer", timeout=WAIT_S)
             trips.append(clock() - start)
-    await _together(node, other, "transfer")
+    await together(node, other, "transfer")
     payload = TensorPayload.of(np.ones(plan.tensor_bytes // 4, np.float32))
     arrivals: list[float] = []
     for index in range(plan.tensors):
@@ -190,14 +189,8 @@ async def _measure(node: Node, plan: Plan) -> Measured:
             async with asyncio.timeout(WAIT_S):
                 await node.receive(other, ("tensor", index), into=payload)
             arrivals.append(clock())
-    await _together(node, other, "end")
+    await together(node, other, "end")
     return Measured(arrivals[-1] - arrivals[0] if arrivals else 0.0, trips)
-
-
-async def _together(node: Node, other: str, name: str) -> None:
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 def _launch(topology: str, way: ShapingKind) -> float | None:

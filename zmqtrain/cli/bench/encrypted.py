@@ -17,7 +17,7 @@ import numpy as np
 
 from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.flood import bench_flood
-from zmqtrain.cli.bench.processes import Place, run_processes
+from zmqtrain.cli.bench.processes import Place, run_processes, together
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.membership.environment import ENCRYPTED_IO_THREADS
 from zmqtrain.net.curve import Identity
@@ -112,31 +112,25 @@ async def _measure(node: Node, plan: Plan) -> Measured:
         array = np.ones(plan.tensor_bytes // 4, np.float32)
         for turn in range(-1, plan.rounds):  # the first is to warm up
             for kind in KINDS if turn % 2 else reversed(KINDS):
-                await _together(node, other, f"{kind} {turn}")
+                await together(node, other, f"{kind} {turn}")
                 seconds = await _move(nodes[kind], other, plan, turn, array)
                 if turn >= 0:
                     measured.moves[kind].append(seconds)
         for one in nodes.values():
             one.serve("trip", _answer)
-        await _together(node, other, "trips")
+        await together(node, other, "trips")
         if node.peer == LEFT:
             for _ in range(plan.trips):
                 for kind, one in nodes.items():
                     start = time.perf_counter()
                     await one.request(other, "trip", timeout=WAIT_S)
                     measured.trips[kind].append(time.perf_counter() - start)
-        await _together(node, other, "end")
+        await together(node, other, "end")
         return measured
 
 
 async def _answer(_caller: str) -> None:
     return None
-
-
-async def _together(node: Node, other: str, name: str) -> None:
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 async def _move(node: Node, other: str, plan: Plan, turn: int, array: np.ndarray[Any, Any]) -> float:

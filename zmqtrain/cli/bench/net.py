@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 
 from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import run_processes
+from zmqtrain.cli.bench.processes import run_processes, together
 from zmqtrain.net.node import Node
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -67,34 +67,28 @@ def bench_net(
 
 
 async def _measure(node: Node, plan: Plan) -> Measured:
+    other = RIGHT if node.peer == LEFT else LEFT
     measured = Measured([], [], [], [], 0.0)
     moves = await _Moves.meet(node, plan)
     try:
         for turn in range(-1, plan.rounds):  # the first is to warm up
             for name in ("ours", "bare", "chunked") if turn % 2 else ("chunked", "bare", "ours"):
-                await _together(node, f"{name} {turn}")
+                await together(node, other, f"{name} {turn}")
                 seconds = await getattr(moves, name)(turn)
                 if turn >= 0:
                     getattr(measured, name).append(seconds)
     finally:
         moves.close()
-    await _together(node, "trips")
+    await together(node, other, "trips")
     if node.peer == LEFT:
         for _ in range(plan.trips):
             start = time.perf_counter()
             await node.request(RIGHT, "together", "trip", timeout=WAIT_S)
             measured.trips.append(time.perf_counter() - start)
-    await _together(node, "small")
+    await together(node, other, "small")
     seconds = await _small(node, plan.small)
-    await _together(node, "end")
+    await together(node, other, "end")
     return Measured(measured.ours, measured.bare, measured.chunked, measured.trips, seconds)
-
-
-async def _together(node: Node, name: str) -> None:
-    other = RIGHT if node.peer == LEFT else LEFT
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 async def _small(node: Node, count: int) -> float:
