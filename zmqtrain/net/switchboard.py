@@ -11,6 +11,7 @@ from zmqtrain.errors import PeerTimeoutError, WireError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.address import without_key
 from zmqtrain.net.doorman import Doorman
+from zmqtrain.net.drain import Drain
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
@@ -49,6 +50,7 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self._process = random_bits(63) | 1
         self._links: dict[PeerId, Link] = {}
+        self._drain = Drain(self._links)
         self._routes: dict[bytes, Link] = {}
         self._gone: dict[PeerId, Ending] = {}
         self._addresses: dict[PeerId, str] = {}
@@ -65,7 +67,6 @@ class Switchboard:
         self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
-        self._moved: asyncio.Event | None = None  # of those who wait for something to arrive
         self._finished = False
         self._shut = False
 
@@ -153,17 +154,9 @@ class Switchboard:
 
     async def finish(self, patience_s: float) -> None:
         """Wait for what is on its way: see `zmqtrain.net.endpoint.Endpoint.finish`."""
-        arrived = self._arrived()
-        try:
-            async with asyncio.timeout(patience_s) as limit:
-                while any(link.delivering for link in self._links.values()):
-                    await self._next_move()
-                    if arrived != (arrived := self._arrived()):
-                        limit.reschedule(self._loop.time() + patience_s)
-        except TimeoutError:
-            late = ", ".join(link.peer for link in self._links.values() if link.delivering)
-            if late:  # else all has come while this waited for its turn
-                raise PeerTimeoutError(late, f"what {self._peer} has sent to arrive there", patience_s) from None
+        late = await self._drain.on_its_way_arrived(patience_s)
+        if late:
+            raise PeerTimeoutError(", ".join(late), f"what {self._peer} has sent to arrive there", patience_s)
         self._finished = True
 
     async def close(self, ending: Ending) -> None:
@@ -171,11 +164,7 @@ class Switchboard:
         for link in self._links.values():
             self.touch(link)
         try:
-            async with asyncio.timeout(self._settings.drain_s):
-                while not all(link.idle for link in self._links.values()):
-                    await self._next_move()
-        except TimeoutError:
-            left = [link.peer for link in self._links.values() if not link.idle]
+            left = await self._drain.all_arrived(self._settings.drain_s)
             if left:
                 log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
         finally:
@@ -331,24 +320,12 @@ class Switchboard:
     def _greeted(self, route: bytes, hello: Hello) -> None:
         peer = hello.peer
         link = self._links.get(peer)
-        if hello.version != WIRE_VERSION:
-            text = f"wire version {hello.version} meets {WIRE_VERSION}: install the same zmqtrain release on all hosts"
-            self._refuse(hello, "version", text)
-            if hello.token == self._settings.token and (link is None or link.state is State.GREETING):
+        objection = self._doorman.objection(hello, route, self._peer, self._settings)
+        if objection is not None:
+            self._refuse(hello, *objection)
+            same_run = hello.token == self._settings.token
+            if hello.version != WIRE_VERSION and same_run and (link is None or link.state is State.GREETING):
                 self.forget(peer, endings.other_version(peer, hello.version))
-            return
-        if hello.token != self._settings.token:
-            self._refuse(hello, "token", "it has another run token")
-            return
-        if hello.to != self._peer or peer == self._peer:
-            self._refuse(hello, "protocol", f"this is {self._peer}, not {hello.to}")
-            return
-        if self._settings.identity is not None and not self._settings.identity.believes(peer, hello.address):
-            self._refuse(hello, "protocol", "it greets from an address with another key than the run's members were told")
-            return
-        buried = self._doorman.buried(route)
-        if buried is not None:
-            self._refuse(hello, "lost", buried)
             return
         if link is not None and link.remote is not None and link.remote.session != hello.session:
             if hello.known not in (0, link.session):
@@ -414,7 +391,7 @@ class Switchboard:
             self._transport.post(remote.address, encode_greeting(refusal))
         tickets = self._mailbox.lose(link.peer)
         self._on_lost(link.peer, ending, messages, tickets)
-        self._tell_waiters()
+        self._drain.moved()
 
     # What goes out
 
@@ -433,7 +410,7 @@ class Switchboard:
                     self._ack_handle = self._loop.call_later(self._settings.ack_s, self._send_acks)
             if link.state is not State.CLOSED:
                 self._arm(link)
-        self._tell_waiters()
+        self._drain.moved()
 
     def _pump(self, link: Link, now: float) -> None:
         for lane in LANES:
@@ -459,20 +436,6 @@ class Switchboard:
     def _send_notices(self, link: Link) -> None:
         for lane, header in link.take_notices():
             self._transport.send(link.peer, lane, (header,), 0)
-
-    async def _next_move(self) -> None:
-        """Until something may have arrived, or a link has ended."""
-        self._moved = self._moved or asyncio.Event()
-        await self._moved.wait()
-
-    def _tell_waiters(self) -> None:
-        if self._moved is not None:
-            self._moved.set()
-            self._moved = None
-
-    def _arrived(self) -> tuple[tuple[PeerId, int], ...]:
-        """How far all links are: another value means progress."""
-        return tuple((link.peer, sum(sending.arrived for sending in link.sending)) for link in self._links.values())
 
     # Time
 
