@@ -23,10 +23,11 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello
 from zmqtrain.net.incoming import Buffer, Incoming
 from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
-from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
+from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import LASTING, SHARED, SharedBodies
+from zmqtrain.net.wants import UNWANT, WANT, Wants
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -35,8 +36,6 @@ LANES = (CONTROL, BULK)
 ACK = "ack"
 PROBE = "probe"
 RESUME = "resume"
-WANT = "want"
-UNWANT = "unwant"
 BYE = "bye"
 _UNNUMBERED = frozenset({ACK, PROBE, RESUME, BYE})
 
@@ -68,6 +67,7 @@ class Link:
         self.receiving = (ReceiveLane(), ReceiveLane())
         self.allowances = (Allowance(), Allowance())
         self.windows = (Window(settings.control_window_bytes), Window(settings.window_bytes))
+        self.wants = Wants(peer, mailbox, self.windows, self.outbox, self.sending[CONTROL])
         self.ack_due = False
         """Whether the peer should hear soon how far its pieces came, or what it may send."""
         self.ack_urgent = False
@@ -284,7 +284,7 @@ class Link:
         self._unannounced_bytes += size + len(body)
         self._unannounced_pieces += 1
         if header.kind in (WANT, UNWANT):
-            self._wanted(header)
+            self.wants.heard(header)
         else:
             self._piece(lane, header, size, body, borrowed)
         if (
@@ -327,62 +327,9 @@ class Link:
         incoming.add(body, length, size + length, beyond=beyond, borrowed=borrowed)
         if incoming.complete:
             del self._open[header.message]
-            self._completed(incoming)
+            self.wants.completed(incoming)
         if not beyond and self.windows[lane].crowded:
-            self.crowd()
-
-    def _completed(self, incoming: Incoming) -> None:
-        owner = self.mailbox.complete(incoming)
-        if isinstance(owner, Ticket):
-            if owner.wanted and not incoming.wanted:
-                self._tell(UNWANT, incoming.tag)
-        elif isinstance(owner, Shelf) and self.peer in owner.wanted:
-            owner.wanted.discard(self.peer)
-            if not incoming.wanted:
-                self._tell(UNWANT, (owner.topic,), topic=True)
-
-    # Wants: what somebody here waits for must not be kept out by what nobody asked for
-
-    @property
-    def crowded(self) -> bool:
-        return any(window.crowded for window in self.windows)
-
-    def crowd(self) -> None:
-        """A window is filling up with what nobody asked for: ask for everything that somebody waits for."""
-        for ticket in self.mailbox.pending(self.peer):
-            self.want(ticket)
-        for shelf in self.mailbox.shelves.values():
-            self.want_topic(shelf)
-
-    def want(self, ticket: Ticket) -> None:
-        if not ticket.wanted and self.crowded:
-            ticket.wanted = True
-            self._tell(WANT, ticket.key[1])
-
-    def want_topic(self, shelf: Shelf) -> None:
-        if shelf.waiting and not shelf.ready and self.peer not in shelf.wanted and self.crowded:
-            shelf.wanted.add(self.peer)
-            self._tell(WANT, (shelf.topic,), topic=True)
-
-    def unwant(self, ticket: Ticket) -> None:
-        """The receive was cancelled."""
-        if ticket.wanted and not (ticket.incoming is not None and ticket.incoming.wanted):
-            self._tell(UNWANT, ticket.key[1])
-
-    def _tell(self, kind: str, tag: tuple[str | int, ...], *, topic: bool = False) -> None:
-        """Numbered, since it is a change and not a total, but without credit."""
-        sending = self.sending[CONTROL]
-        encoded = encode_header(Header(kind, tag, sending.next_sequence, meta=topic))
-        sending.add((encoded,), len(encoded), None)
-
-    def _wanted(self, header: Header) -> None:
-        if not header.tag:
-            raise WireError("a want of nothing")
-        key = str(header.tag[0]) if header.meta else header.tag
-        if header.kind == WANT:
-            self.outbox.want(key)
-        else:
-            self.outbox.unwant(key)
+            self.wants.crowd()
 
     # Acknowledgements, probes and leave
 

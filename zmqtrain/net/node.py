@@ -86,7 +86,7 @@ class Node:
             except ZmqTrainError:
                 self._mailbox.cancel(ticket)
                 raise
-            link.want(ticket)
+            link.wants.want(ticket)
             self._board.touch(link)
             self._board.consumed(source)  # what had come of it in part
             self._waits[ticket] = future
@@ -96,7 +96,7 @@ class Node:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._mailbox.put_back(future.result())
                 else:
-                    link.unwant(ticket)
+                    link.wants.unwant(ticket)
                     self._mailbox.cancel(ticket)
                 self._board.touch(link)
                 raise
@@ -193,7 +193,7 @@ class Node:
 
     def _want_topic(self, subscription: TopicSubscription) -> None:
         for link in self._board.links():
-            link.want_topic(subscription.shelf)
+            link.wants.want_topic(subscription.shelf)
             self._board.touch(link)
 
     def _check_open(self, what: str) -> None:

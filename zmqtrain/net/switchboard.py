@@ -15,13 +15,14 @@ from zmqtrain.net.drain import Drain
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
+from zmqtrain.net.intruder_log import IntruderLog
 from zmqtrain.net.link import LANES, Link, State
 from zmqtrain.net.mailbox import Mailbox, Ticket
 from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import SharedBodies
 from zmqtrain.net.transport import Frames, Transport
-from zmqtrain.net.trouble import Intruders, Intrusion, Trouble, Troubles
+from zmqtrain.net.trouble import Intrusion, Trouble, Troubles
 from zmqtrain.wire.message import WIRE_VERSION, decode_header
 from zmqtrain.world import random_bits
 
@@ -56,15 +57,13 @@ class Switchboard:
         self._addresses: dict[PeerId, str] = {}
         self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
         self._doorman = Doorman()
-        self._troubles, self._intruders = Troubles(), Intruders()
-        self._pardoned = 0  # callers that may come and go without a word
+        self._troubles, self._intruders = Troubles(), IntruderLog(peer)
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
         self._received: Counter[PeerId] = Counter()
         self._dirty: dict[Link, None] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
-        self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
         self._finished = False
@@ -142,7 +141,7 @@ class Switchboard:
             "garbage": 0,
             "stray": 0,
             "refused": 0,
-            "intruders": 0,
+            "intruders": self._intruders.count,
             "lost": 0,
             **self._counters,
             "queued_bytes": sum(link.outbox.queued_bytes for link in links),
@@ -174,7 +173,7 @@ class Switchboard:
                     self._send_notices(link)
                 self._end(link, ending)
             self._shut = True
-            self._tell_of_intruders()
+            self._intruders.tell()
             for handle in (self._flush_handle, self._ack_handle, self._timer):
                 if handle is not None:
                     handle.cancel()
@@ -237,24 +236,10 @@ class Switchboard:
 
     def pardon(self, count: int) -> None:
         """So many callers will only try whether they get through, and break off before they say anything."""
-        self._pardoned += count
+        self._intruders.pardon(count)
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
-        if intrusion is Intrusion.NO_KEY and self._pardoned:
-            self._pardoned -= 1
-            return
-        self._counters["intruders"] += 1
         self._intruders.note(intrusion, origin)
-        if self._telling is None:
-            self._telling = self._loop.call_at(self._intruders.due(self._loop.time()), self._tell_of_intruders)
-
-    def _tell_of_intruders(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        told = self._intruders.tell(self._loop.time())
-        if told is not None:
-            log.warning("%s: %s", self._peer, told)
 
     # Greeting
 
