@@ -167,7 +167,7 @@ def test_bad_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         run_plan(file, given=tmp_path / "none.json")
     with pytest.raises(UsageError, match=r"no grid of 61 processes divides any layer for a batch of 2"):
         run_plan(file, processes="61", batches="2")
-    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1.0 MiB"):
+    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1 MiB"):
         run_plan(file, settings=["plan.memory=1 MiB"], batches="4096")
     with pytest.raises(TaskError, match=r"cannot be traced: the forward of Sequential raised RuntimeError"):
         run_plan(file, settings=["job.args={ fails = true }"])

@@ -66,6 +66,22 @@ async def test_what_needs_no_lost_member_any_more_still_ends_well() -> None:
         assert await outcomes(calls) == [None] * 3
 
 
+async def test_a_member_that_has_done_its_part_and_leaves_is_no_loss() -> None:
+    """Down the tree from 0 to 1, and by way of 2, which comes late, to 3."""
+    async with endpoints(4) as nodes:
+        groups = group_of(nodes, loss_grace_s=0.01)
+        payloads = [ones(1000) for _ in groups]
+        calls = [asyncio.create_task(broadcast(groups[rank], payloads[rank], ("x",))) for rank in (0, 1, 3)]
+        await outcomes(calls[:2])
+        for node in nodes[:2]:
+            await node.finish(timeout=5.0)
+            await node.close()
+        await asyncio.sleep(0.03)  # beyond the grace time that there would be after a loss
+        assert not calls[2].done()
+        await broadcast(groups[2], payloads[2], ("x",))
+        assert await outcomes(calls) == [None] * 3
+
+
 async def test_without_progress_for_the_timeout_the_member_waited_for_is_named() -> None:
     async with endpoints(3) as nodes:
         groups = group_of(nodes, timeout_s=0.02)

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests.launcher.family import Family
+
 #: Longest wait for anything, below pytest's own limit.
 PATIENCE_S = 40.0
 
@@ -38,15 +40,14 @@ class Launched:
         ]
         for reader in self._readers:
             reader.start()
-        self._known: set[psutil.Process] = {psutil.Process(self._process.pid)}
+        self._family = Family()
+        self._family.add(self._process.pid)
 
     def __enter__(self) -> Launched:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        for process in self.processes():
-            if process.is_running():
-                process.kill()
+        self._family.kill()
         self._process.wait()
         self._finish_reading()
 
@@ -69,12 +70,7 @@ class Launched:
 
     def processes(self) -> set[psutil.Process]:
         """Every process of the launch that was seen so far."""
-        for process in list(self._known):
-            try:
-                self._known.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
-        return self._known
+        return self._family.seen()
 
     @property
     def pid(self) -> int:
@@ -98,8 +94,7 @@ class Launched:
         except subprocess.TimeoutExpired:
             alive = [process.cmdline() for process in self.processes() if process.is_running()]
             raise AssertionError(f"it does not end; {alive} are still there\n{self!r}") from None
-        _, alive = psutil.wait_procs(self._known, timeout=PATIENCE_S)
-        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+        self._family.all_gone(PATIENCE_S)
         self._finish_reading()
         left = [path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
         assert not left, "files left behind"  # but for torch's own cache, which is empty and stays

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.membership.test_roster import LADDER, Table, members
+from tests.membership.table import LADDER, Table, members
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
 from zmqtrain.membership.state import State
 from zmqtrain.membership.view import View

@@ -8,92 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError, UsageError, ZmqTrainError
-from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Note, Outcome, Push, Refuse
-from zmqtrain.membership.barrier import LONGEST_NAME, MOST_BARRIERS, name_some
-from zmqtrain.membership.roster import MOST_OBSERVERS, Roster
+from tests.membership.table import LADDER, Table, members
+from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError, UsageError
+from zmqtrain.membership.actions import Note
+from zmqtrain.membership.barrier import name_some
+from zmqtrain.membership.roster import MOST_OBSERVERS
 from zmqtrain.membership.state import TRANSITIONS, State
 from zmqtrain.membership.view import Member, View
-from zmqtrain.topology.timeouts import Ladder
-
-LADDER = Ladder.of(60.0)
-
-
-def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool = True) -> list[Member]:
-    """Workers and servers in turn on hosts ``h0``, ``h1``, ..."""
-    found = [Member(f"agent/h{number}", "", f"h{number}", "agent", -1) for number in range(hosts if agents else 0)]
-    found += [Member(f"worker/{n}", "", f"h{n % hosts}", "worker", n, 0, n) for n in range(workers)]
-    found += [Member(f"server/{n}", "", f"h{n % hosts}", "server", n) for n in range(servers)]
-    return found
-
-
-class Table:
-    """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
-
-    def __init__(self, expected: list[Member], *, elastic: bool = False) -> None:
-        self.roster, self.expected, self.now = Roster(expected, LADDER, now=0.0, elastic=elastic), expected, 0.0
-        self.answers: dict[int, Any] = {}
-        self.told: list[tuple[str, str]] = []
-        self.dropped: list[str] = []
-        self.outcome: Outcome | None = None
-        self._ticket = 0
-
-    def take(self, actions: list[Action]) -> list[Action]:
-        for action in actions:
-            assert action.reason
-            match action:
-                case Answer(ticket, value):
-                    assert ticket not in self.answers
-                    self.answers[ticket] = value
-                case Refuse(ticket, error):
-                    assert ticket not in self.answers
-                    self.answers[ticket] = error
-                case Discard(ticket, reason):
-                    assert ticket not in self.answers
-                    self.answers[ticket] = reason
-                case Push(to, what, _):
-                    self.told.append((to, what))
-                case Drop(peer):
-                    self.dropped.append(peer)
-                case End(outcome):
-                    assert self.outcome is None
-                    self.outcome = outcome
-        return actions
-
-    def ask(self, what: str, *args: Any) -> int:
-        self._ticket += 1
-        self.take(getattr(self.roster, f"handle_{what}")(*args, self._ticket, self.now))
-        return self._ticket
-
-    def join(self, peer: str, incarnation: int = 1) -> int:
-        return self.ask("join", peer, incarnation, f"tcp://{peer}")
-
-    def join_all(self) -> list[int]:
-        return [self.join(member.peer) for member in self.expected]
-
-    def advance(self, seconds: float, alive: list[str] | None = None, hosts: tuple[str, ...] = ("h0",)) -> None:
-        """Time goes by; every heartbeat the agents of ``hosts`` vouch for ``alive`` (all roles, if not given)."""
-        roles = [member.peer for member in self.expected if member.is_role] if alive is None else alive
-        end = self.now + seconds
-        while self.now < end:
-            self.now = min(end, self.now + LADDER.heartbeat_s)
-            for host in hosts:
-                self.take(self.roster.handle_heartbeat(f"agent/{host}", roles, self.now))
-            deadline = self.roster.next_deadline()
-            if deadline is not None and deadline <= self.now:
-                self.take(self.roster.tick(self.now))
-
-    def leave(self, peer: str) -> None:
-        self.take(self.roster.handle_leave(peer, self.now))
-
-    def exited(
-        self, peer: str, code: int, report: dict[str, Any] | None = None, *, stopped: bool = False, agent: str = "agent/h0"
-    ) -> None:
-        self.take(self.roster.handle_exited(agent, peer, code, report, stopped=stopped, now=self.now))
-
-    def error(self, ticket: int) -> ZmqTrainError:
-        assert isinstance(self.answers[ticket], ZmqTrainError)
-        return self.answers[ticket]
 
 
 def test_roles_wait_for_the_complete_view_and_agents_do_not() -> None:
@@ -384,65 +305,6 @@ def test_a_host_whose_agent_ended_before_it_joined() -> None:
     assert "lost the host h1: its agent ended with code 1" in table.roster.failures[0].reason
     assert table.take(table.roster.handle_host_ended("h1", "again", table.now)) == []
     assert table.take(table.roster.handle_host_ended("h9", "unknown", table.now)) == []
-
-
-def test_a_barrier_opens_when_all_are_there() -> None:
-    table = Table(members(workers=3))
-    table.join_all()
-    for _ in range(2):
-        tickets = [table.ask("barrier", f"worker/{n}", "epoch", None) for n in range(2)]
-        other = table.ask("barrier", "worker/0", "other", ["worker/0", "server/0"])
-        assert not set(tickets) & set(table.answers)
-        tickets.append(table.ask("barrier", "worker/2", "epoch", None))
-        assert all(table.answers[ticket] is None for ticket in tickets)
-        assert other not in table.answers
-        table.ask("barrier", "server/0", "other", ["server/0", "worker/0"])
-        assert table.answers[other] is None
-
-
-def test_a_barrier_that_takes_too_long_names_who_is_missing() -> None:
-    table = Table(members(workers=3))
-    table.join_all()
-    ticket = table.ask("barrier", "worker/1", "epoch", None)
-    table.advance(LADDER.barrier_s - 1)
-    assert ticket not in table.answers
-    table.advance(1)
-    assert "worker/0, worker/2 did not answer within 600 s while waiting for the barrier 'epoch'" in str(table.error(ticket))
-
-
-def test_a_barrier_with_a_dead_member_fails_naming_it() -> None:
-    table = Table(members(workers=3))
-    table.join_all()
-    before = table.ask("barrier", "worker/0", "epoch", None)
-    table.exited("worker/2", -11)
-    after = table.ask("barrier", "worker/1", "epoch", None)
-    for ticket in (before, after):
-        assert "lost worker/2 while waiting for the barrier 'epoch': worker/2 on h0 was killed by SIGSEGV" in str(
-            table.error(ticket)
-        )
-
-
-def test_barriers_that_cannot_be() -> None:
-    table = Table(members(workers=2))
-    early = table.ask("barrier", "worker/0", "epoch", None)
-    assert isinstance(table.error(early), ProtocolError)
-    table.join("worker/0")
-    assert "must wait until everybody has joined" in str(table.error(table.ask("barrier", "worker/0", "epoch", None)))
-    table.join_all()
-    refused = {
-        "not part of this run": ("worker/0", "a", ["worker/0", "worker/9"]),
-        "without being one of its members": ("worker/0", "a", ["worker/1"]),
-        "too long a name": ("worker/0", "x" * (LONGEST_NAME + 1), None),
-        "is not a member": ("worker/9", "a", None),
-    }
-    for message, args in refused.items():
-        assert message in str(table.error(table.ask("barrier", *args)))
-    table.ask("barrier", "worker/0", "b", None)
-    assert "waits at the barrier 'b' already" in str(table.error(table.ask("barrier", "worker/0", "b", None)))
-    assert "with other members" in str(table.error(table.ask("barrier", "server/0", "b", ["server/0", "worker/0"])))
-    for number in range(MOST_BARRIERS - 1):
-        table.ask("barrier", "worker/0", f"many/{number}", None)
-    assert "too many barriers" in str(table.error(table.ask("barrier", "worker/0", "one more", None)))
 
 
 def test_every_state_can_be_left_but_the_last() -> None:

@@ -19,7 +19,8 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan
 from zmqtrain.net.transport import Frames, Transport
 from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq
-from zmqtrain.simulate.network import SimulatedNetwork, SimulatedTransport
+from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.simulate.transport import SimulatedTransport
 from zmqtrain.topology.links import NetworkModel, Way
 
 FAST = NetSettings(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parallel.model_world import part
 from tests.parallel.test_placement import placements
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
@@ -20,11 +21,6 @@ from zmqtrain.parallel.redistribute import redistribute, route
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
 FORWARD, BACKWARD = Label("fc", "redistribute"), Label("fc", "redistribute", "backward")
-
-
-def part(whole: Tensor, placement: Placement, rank: int) -> Tensor:
-    """What a rank holds."""
-    return whole[tuple(slice(*each) for each in placement.block(tuple(whole.shape), rank))].clone()
 
 
 def moved(whole: Tensor, gradient: Tensor, source: Placement, target: Placement) -> tuple[list[tuple[Tensor, Tensor]], ThreadWorld]:

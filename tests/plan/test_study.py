@@ -13,7 +13,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.alternatives import alternatives, flip
 from zmqtrain.plan.bars import panels
-from zmqtrain.plan.chart import Bar, Panel, draw, shown
+from zmqtrain.plan.chart import Bar, Panel, draw
 from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.placed import Placed
@@ -172,9 +172,6 @@ def test_a_chart_s_bars_are_as_high_as_their_seconds() -> None:
     heights = {each[0].text: float(each.attrib["height"]) for each in rects}
     assert set(heights) == {"1x2 <a>: dW 2 s", "2x1: dX 3 s", "2x1: all-gather 1 s"}
     assert heights["2x1: dX 3 s"] == 3 * heights["2x1: all-gather 1 s"] == 1.5 * heights["1x2 <a>: dW 2 s"]
-    assert [shown(value) for value in (0, 2.5e-7, 9.996e-4, 0.0123, 1.5, 1234.5)] == [
-        "0", "0.25 us", "1 ms", "12.3 ms", "1.5 s", "1,234 s"
-    ]  # fmt: skip
 
 
 def test_the_bars_of_a_plan() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqtrain.errors import PeerLostError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.simulate.clock import run_virtual
@@ -141,6 +141,55 @@ class TestSharing:
             return took
 
         assert on(GIGABIT, main) == pytest.approx(200e-6, rel=0.05)
+
+
+class TestFinishing:
+    """To leave a slow network takes the time that it needs."""
+
+    SLOW = NetworkModel(bandwidth=1e6, way=Way(200e-6))
+
+    def test_it_lasts_as_long_as_something_arrives(self) -> None:
+        """Four megabytes, each of which takes 8 s: beyond the drain time, and all beyond the patience."""
+
+        async def main(network: SimulatedNetwork) -> tuple[float, int, list[str]]:
+            a, b = network.endpoint("a", "one", QUICK), network.endpoint("b", "two", QUICK)
+            lost: list[str] = []
+            b.on_lost(lambda peer, _: lost.append(peer))
+            for number in range(4):
+                await a.send("b", ("x", number), PhantomPayload(MB))
+            await a.finish(timeout=10.0)
+            seconds = asyncio.get_running_loop().time()
+            await a.close()
+            received = [await b.receive("a", ("x", number)) for number in range(4)]
+            return seconds, sum(payload.nbytes for payload in received), lost
+
+        seconds, nbytes, lost = on(self.SLOW, main)
+        assert seconds == pytest.approx(32.0, rel=0.02)
+        assert (nbytes, lost) == (4_000_000, [])
+
+    def test_nothing_arrives_any_more(self) -> None:
+        async def main(network: SimulatedNetwork) -> float:
+            a, b = network.endpoint("a", "one", QUICK), network.endpoint("b", "two", QUICK)
+            await transfer(a, b, 0.001, "greetings")
+            await a.send("b", ("x",), PhantomPayload(MB))
+            network.partition(["one"], ["two"])
+            start = asyncio.get_running_loop().time()
+            with pytest.raises(PeerTimeoutError, match=r"^b did not answer within 2 s while waiting for what a has sent"):
+                await a.finish(timeout=2.0)
+            return asyncio.get_running_loop().time() - start
+
+        assert on(self.SLOW, main) == pytest.approx(2.0)
+
+    def test_a_lost_peer_is_not_waited_for(self) -> None:
+        async def main(network: SimulatedNetwork) -> None:
+            a, b = network.endpoint("a", "one", QUICK), network.endpoint("b", "two", QUICK)
+            await transfer(a, b, 0.001, "greetings")
+            await a.send("b", ("x",), PhantomPayload(MB))
+            network.kill("b")
+            await a.finish(timeout=60.0)
+            assert asyncio.get_running_loop().time() < 12.0  # QUICK.lost_s and a little
+
+        on(self.SLOW, main)
 
 
 class TestBreaking:

@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.topology.faults import Fault, TopologyFaultsError
+from tests.topology.faulty import only
+from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.hosts import Host, gathered
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-
-
-def only(text: str) -> Fault:
-    with pytest.raises(TopologyFaultsError) as caught:
-        parse_topology(text)
-    assert len(caught.value.faults) == 1, str(caught.value)
-    return caught.value.faults[0]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.topology.faulty import only
 from zmqtrain.errors import TopologyError
-from zmqtrain.topology.faults import Fault, TopologyFaultsError
+from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.network import names_in
 from zmqtrain.topology.schema import Network, Simulation, Topology
@@ -85,13 +86,6 @@ sides = [["alpha", "n[1-4]"], ["beta"]]
 lasts = "1 s"
 """
 )
-
-
-def only(text: str) -> Fault:
-    with pytest.raises(TopologyFaultsError) as caught:
-        parse_topology(text)
-    assert len(caught.value.faults) == 1, str(caught.value)
-    return caught.value.faults[0]
 
 
 def test_a_full_network() -> None:

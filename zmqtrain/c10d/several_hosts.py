@@ -135,9 +135,13 @@ class SeveralHosts:
         raise NotImplementedError("receiving from any rank is for groups of one host: name the rank")
 
     def close(self, error: BaseException | None = None) -> None:
-        self._network.call(self._node.close())
-        self._network.close()
-        self._here.close(error)
+        try:
+            if error is None:
+                self._network.call(self._node.finish(timeout=self._timeout_s))
+        finally:
+            self._network.call(self._node.close())
+            self._network.close()
+            self._here.close(error)
 
     def _combine(self, part: Tensor, place: int, combine: Combine, tag: Tag, what: str) -> None:
         """The slice's combination over all hosts, in their order."""

@@ -11,8 +11,8 @@ from zmqtrain.launcher.look import HostLook, Look, WayLook
 from zmqtrain.launcher.ssh.inspection import public_version
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.units import format_rate, format_size
 
 #: Clocks that differ by more put the events of a step in a wrong order, and its spans beside each other in the trace.
 MOST_CLOCK_S = 1.0
@@ -54,11 +54,11 @@ def machine_cells(row: Mapping[str, Any]) -> dict[str, str]:
     """The same for people."""
     return {
         "host": row["host"],
-        "clock": f"{_signed(row['clock_offset_s'])} ± {_time(row['clock_error_s'])}",
-        "memory": _size(row["memory_bytes"]),
-        "shm": "-" if row["shm_bytes"] is None else _size(row["shm_bytes"]),
-        "run_folder": f"{_size(row['run_folder'][1])}",
-        "scratch_folder": f"{_size(row['scratch_folder'][1])} ({row['scratch_folder'][0]})",
+        "clock": f"{rounded_time(row['clock_offset_s'])} ± {rounded_time(row['clock_error_s'])}",
+        "memory": rounded_size(row["memory_bytes"]),
+        "shm": "-" if row["shm_bytes"] is None else rounded_size(row["shm_bytes"]),
+        "run_folder": f"{rounded_size(row['run_folder'][1])}",
+        "scratch_folder": f"{rounded_size(row['scratch_folder'][1])} ({row['scratch_folder'][0]})",
     }
 
 
@@ -84,7 +84,7 @@ def _ways(topology: Topology, look: Look) -> Iterator[Finding]:
 
 
 def _slow(way: WayLook, rate: float, usual: float) -> Finding:
-    what = f"carries {_rate(rate)} to {way.target}, and most ways carry {_rate(usual)}"
+    what = f"carries {rounded_rate(rate)} to {way.target}, and most ways carry {rounded_rate(usual)}"
     return Finding("bandwidth", True, what, "look at its cable, its card's speed (ethtool), and who else uses that way", way.source)
 
 
@@ -109,7 +109,9 @@ def _names(topology: Topology, host: HostLook) -> Iterator[Finding]:
 def _clock(host: HostLook) -> Iterator[Finding]:
     if abs(host.clock_offset_s) - host.clock_error_s > MOST_CLOCK_S:
         ahead = "ahead of" if host.clock_offset_s > 0 else "behind"
-        what = f"its clock is {_time(abs(host.clock_offset_s))} {ahead} the one here: events and traces would be out of order"
+        what = (
+            f"its clock is {rounded_time(abs(host.clock_offset_s))} {ahead} the one here: events and traces would be out of order"
+        )
         yield Finding("clocks", False, what, "let a time server set it (timedatectl set-ntp true; chronyc makestep)", host.name)
 
 
@@ -117,11 +119,11 @@ def _disk(topology: Topology, host: HostLook) -> Iterator[Finding]:
     needed = LEAST_DISK_BYTES + (2 * topology.engine.sync_limit if topology.engine.sync else 0)
     folder, free = host.facts["run_folder"]
     if free < needed:
-        what = f"{_size(free)} free in {folder}, where a run may write {_size(needed)}"
+        what = f"{rounded_size(free)} free in {folder}, where a run may write {rounded_size(needed)}"
         yield Finding("disk", False, what, "make room, or set environment = { XDG_STATE_HOME = ... } in [[hosts]]", host.name)
     folder, free = host.facts["scratch_folder"]
     if free < LEAST_DISK_BYTES:
-        what = f"{_size(free)} free in {folder}"
+        what = f"{rounded_size(free)} free in {folder}"
         yield Finding("disk", False, what, "make room, or set environment = { TMPDIR = ... } in [[hosts]]", host.name)
 
 
@@ -134,12 +136,13 @@ def _memory(topology: Topology, placement: Placement | None, host: HostLook, mod
         yield Finding("shared memory", True, what, "run on a Linux of 2014 or later, on x86_64 or aarch64", host.name)
     shm = host.facts["shm_bytes"]
     if shm is not None and shm < LEAST_SHM_BYTES and workers:
-        what = f"/dev/shm has {_size(shm)}; zmqtrain needs none of it, but data loaders with processes of their own do"
+        what = f"/dev/shm has {rounded_size(shm)}; zmqtrain needs none of it, but data loaders with processes of their own do"
         yield Finding("shared memory", True, what, "for containers: --shm-size=1g; or num_workers=0", host.name)
     servers = len(roles) - workers
     needed = model_bytes * (WORKER_COPIES * workers + SERVER_COPIES * servers // max(1, topology.exchange.shards))
     if needed > host.facts["memory_bytes"]:
-        what = f"{_size(host.facts['memory_bytes'])} of memory free; the model's copies in {len(roles)} roles need {_size(needed)}"
+        free = rounded_size(host.facts["memory_bytes"])
+        what = f"{free} of memory free; the model's copies in {len(roles)} roles need {rounded_size(needed)}"
         yield Finding("memory", False, what, "give it fewer slots, or servers elsewhere", host.name)
 
 
@@ -157,34 +160,12 @@ def _summary(look: Look) -> Iterator[Finding]:
         return
     furthest = max(look.hosts, key=lambda host: abs(host.clock_offset_s))
     if abs(furthest.clock_offset_s) - furthest.clock_error_s <= MOST_CLOCK_S:
-        how = f"{_time(abs(furthest.clock_offset_s))} from the one here, give or take {_time(furthest.clock_error_s)}"
+        how = f"{rounded_time(abs(furthest.clock_offset_s))} from the one here, give or take {rounded_time(furthest.clock_error_s)}"
         yield Finding("clocks", True, f"the furthest ({furthest.name}) is {how}")
     rates = [(way.bandwidth, way.round_trip_s) for way in look.ways if way.bandwidth and way.round_trip_s]
     if rates:
         trips: Sequence[float] = [trip for _, trip in rates]
         slowest = min(rate for rate, _ in rates)
-        yield Finding("network", True, f"{_rate(slowest)} or more on each way, round trips of {_time(max(trips))} at most")
-
-
-# In words ----------------------------------------------------------------------------------------------------------------------
-
-
-def _rate(rate: float) -> str:
-    return format_rate(float(f"{rate:.3g}"))
-
-
-def _size(size: float) -> str:
-    """Rounded, so that it is short."""
-    step = next((1 << shift for shift in (40, 30, 20, 10) if size >= 10 << shift), 1 << 10)
-    return format_size(int(size) // step * step)
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:,.3g} {unit}"
-    return f"{seconds * 1e6:.0f} us"
-
-
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "") + _time(abs(seconds))
+        yield Finding(
+            "network", True, f"{rounded_rate(slowest)} or more on each way, round trips of {rounded_time(max(trips))} at most"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place, place_before
+from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint import find_checkpoints
 from zmqtrain.train.data_path import data_path_of
 
@@ -63,14 +64,7 @@ def run_launch(
         raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
     if topology.engine.kind == "slurm" and emulation is None and not submit:
         topology = in_allocation(topology, require_allocation())
-    if script and topology.job.task is not None:
-        raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
-    if not script and topology.job.task is None and topology.compute.device != "modelled":
-        raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
-    if script and not Path(script[0]).is_file():
-        raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
-    if script and (topology.compute.grid == "auto" or topology.divided):
-        raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+    _check_program(file, topology, script)
     if submit:
         return run_submit(
             topology,
@@ -86,13 +80,14 @@ def run_launch(
         )
     said = data_path_of(data, topology)
     data_path = _absolute(said, here=topology.engine.kind == "local" or emulate)
+    begun = run_dir if go_on and run_dir is not None and (run_dir / "topology.toml").exists() else None
     if topology.compute.auto_groups:
         from zmqtrain.cli.tune_launch import launch_tuned
 
         if script or detach:
             raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
-        if go_on and run_dir is not None and (run_dir / "topology.toml").exists():
-            resume = str(run_dir)
+        if begun is not None:
+            resume = str(begun)
         return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
     topology = decided(topology, file.resolve().parent, _absolute(said, here=True))
     if own_engine is None and not emulate:
@@ -102,11 +97,7 @@ def run_launch(
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
     if go_on and run_dir is None:
         raise UsageError("--continue goes on with the run in a directory: name it with --run-dir")
-    begun = run_dir if go_on and run_dir is not None and (run_dir / "topology.toml").exists() else None
-    if begun is not None and find_checkpoints(begun / "checkpoints"):
-        resume_from: Path | None = begun
-    else:
-        resume_from = _resume(resume, topology.job.name) if resume is not None else None
+    resume_from = _resume_from(begun, resume, topology.job.name)
     directory = RunDirectory.create(topology.job.name, exact=run_dir) if begun is None else RunDirectory.go_on(begun)
     events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
@@ -126,20 +117,35 @@ def run_launch(
         launch = Launch(description, directory, view, emulation=emulation, engine=own_engine)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
-    if not detach:
-        return go()
+    return _go_detached(directory.path, go, events_before, json_lines=json_lines) if detach else go()
+
+
+def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> None:
+    """There must be one thing to run: a task, or a script of the user's own."""
+    if script and topology.job.task is not None:
+        raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
+    if not script and topology.job.task is None and topology.compute.device != "modelled":
+        raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
+    if script and not Path(script[0]).is_file():
+        raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
+    if script and (topology.compute.grid == "auto" or topology.divided):
+        raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+
+
+def _go_detached(run: Path, go: Callable[[], int], events_before: int, *, json_lines: bool) -> int:
+    """Until all roles have joined; the launcher goes on alone."""
     code = run_detached(
-        directory.path,
+        run,
         go,
-        is_running=lambda: _has_joined(directory.path, events_before),
+        is_running=lambda: _has_joined(run, events_before),
         out=sys.stderr if json_lines else sys.stdout,  # JSON alone, for machines
     )
     if code is not None:
         return code
     if json_lines:
-        print(dumps({"run": str(directory.path), "status": "running"}))
+        print(dumps({"run": str(run), "status": "running"}))
     else:
-        print(f"detached. zmqtrain attach {directory.path} shows it, zmqtrain stop {directory.path} stops it")
+        print(f"detached. zmqtrain attach {run} shows it, zmqtrain stop {run} stops it")
     return 0
 
 
@@ -157,6 +163,13 @@ def _absolute(path: str | None, *, here: bool) -> str | None:
     if path is None:
         return None
     return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())
+
+
+def _resume_from(begun: Path | None, resume: str | None, name: str) -> Path | None:
+    """Where the checkpoint is: of the run that was begun, if it has one; else where ``--resume`` says."""
+    if begun is not None and find_checkpoints(begun / "checkpoints"):
+        return begun
+    return None if resume is None else _resume(resume, name)
 
 
 def _resume(resume: str, name: str) -> Path:

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zmqtrain.plan.chart import shown
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
-from zmqtrain.topology.units import format_rate
+from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
 
 TERMS = (
     *(("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw")),
@@ -48,8 +47,8 @@ class Tables:
         overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
         speed = f"{row['flops'] / 1e9:g} GFLOP/s a process where no time is known" if row["flops"] else "communication alone"
         self._print(f"[bold]{escape(row['layers'])}[/]: {row['weights']:,} weights")
-        network = f"{shown(row['alpha_s'])} a message, {_rate(row['bandwidth'])} ({escape(row['network'])})"
-        limit = f"; at most {_size(row['memory'])} a process" if row["memory"] else ""
+        network = f"{rounded_time(row['alpha_s'])} a message, {rounded_rate(row['bandwidth'])} ({escape(row['network'])})"
+        limit = f"; at most {rounded_size(row['memory'])} a process" if row["memory"] else ""
         self._print(f"priced by {by}: {network}; {overlap}; {speed}{limit}")
 
     def plan(
@@ -69,7 +68,15 @@ class Tables:
         for row in layers[:MOST_LAYERS]:
             terms = [_term(row["terms"], key) for _, key in TERMS]
             flip = _flip(row["flip"], row["batch"], 8 / problem.link.byte_s)
-            cells = (row["layer"], row["choice"], row["grid"], *terms, _time(row["compute_s"]), _size(row["memory_bytes"]), flip)
+            cells = (
+                row["layer"],
+                row["choice"],
+                row["grid"],
+                *terms,
+                _time(row["compute_s"]),
+                rounded_size(row["memory_bytes"]),
+                flip,
+            )
             table.add_row(*map(escape, cells))
         self._show(table, len(layers))
 
@@ -95,7 +102,7 @@ class Tables:
         for row in totals:
             times = [_time(row[f"{key}_s"]) for key in ("latency", "volume", "exposed", "compute", "step", "step_without_overlap")]
             note = f"cannot be: {row['obstacle']}" if row["obstacle"] else ""
-            cells = (row["plan"], f"{row['messages']:,.0f}", _size(row["bytes"]), *times, _size(row["memory_bytes"]))
+            cells = (row["plan"], f"{row['messages']:,.0f}", rounded_size(row["bytes"]), *times, rounded_size(row["memory_bytes"]))
             table.add_row(*map(escape, cells), f"{row['gain']:.2f}x", f"[dim]{escape(note)}[/]")
         self._print("\nA step of one process, beside pure batch and pure model")
         self._console.print(table)
@@ -225,7 +232,7 @@ def _term(terms: dict[str, Any], key: str) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else shown(seconds)
+    return "-" if seconds is None else rounded_time(seconds)
 
 
 def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
@@ -235,22 +242,5 @@ def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
     if flip["batch"] is not None:
         parts.append(f"B {'>=' if flip['batch'] > batch else '<='} {flip['batch']:,}")
     if flip["bandwidth"] is not None:
-        parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {_rate(flip['bandwidth'])}")
+        parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {rounded_rate(flip['bandwidth'])}")
     return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next)"
-
-
-def _rate(bits: float) -> str:
-    bits = float(f"{bits:.4g}")  # 1e9 that went through its inverse is a little less
-    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bits >= factor:
-            number = bits / factor
-            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
-    return format_rate(round(bits))
-
-
-def _size(nbytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            number = nbytes / factor
-            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
-    return f"{nbytes:.0f} B"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zmqtrain.topology.units import format_rate
+from zmqtrain.topology.rounded import rounded_rate, rounded_time
 
 if TYPE_CHECKING:
     from zmqtrain.launcher.links import Links
@@ -61,7 +61,7 @@ def print_profile(profile: Profile, file: str | None) -> None:
         _print(console, f"images with channels {layout.layout}: {layout.samples_per_s:,.0f} samples/s")
     if (advice := advised(measured)) is not None:
         _print(console, advice)
-    _print(console, f"the optimizer: {_time(profile.update_s)}; an evaluation: {_time(profile.evaluate_s)}")
+    _print(console, f"the optimizer: {rounded_time(profile.update_s)}; an evaluation: {rounded_time(profile.evaluate_s)}")
     if measured.links:
         _links(console, measured.links)
     if file is not None:
@@ -117,7 +117,7 @@ def _layers(console: Console, profile: Profile) -> None:
 def _links(console: Console, links: tuple[LinkSpeed, ...]) -> None:
     table = _table("from", "to", ">bandwidth", ">one way")
     for link in links:
-        table.add_row(escape(link.source), escape(link.target), format_rate(float(f"{link.bandwidth:.3g}")), _time(link.latency_s))
+        table.add_row(escape(link.source), escape(link.target), rounded_rate(link.bandwidth), rounded_time(link.latency_s))
     console.print(table)
 
 
@@ -126,14 +126,7 @@ def _share(layer: Layer) -> str:
 
 
 def _spread(seconds: float, spread: float) -> str:
-    return f"{_time(seconds)} ± {_time(spread)}"
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us"
+    return f"{rounded_time(seconds)} ± {rounded_time(spread)}"
 
 
 def _table(*columns: str) -> Table:

@@ -26,7 +26,8 @@ class Group:
 
     All members must give the same ``members``, ``name`` and ``chunk_bytes``. ``name`` begins the tag of every message, so it must
     be unique among the groups of an endpoint. Once a member is lost every collective of the group raises `PeerLostError` naming
-    it, also on the ranks that never talk to it; a group with a restarted member is a new group.
+    it, also on the ranks that never talk to it; a group with a restarted member is a new group. A member that has finished and
+    closed (`Endpoint.finish`) is not lost: only who waits for its part, which it would have had to send before, hears of it.
 
     ``timeout_s`` bounds how long a collective may wait without any progress (``None``: until a peer is lost).
     """

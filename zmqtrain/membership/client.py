@@ -132,10 +132,29 @@ class Membership:
         self._view_callbacks.append(callback)
 
     async def leave(self) -> None:
-        """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent."""
+        """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent.
+
+        What it has sent to others has arrived by then, however long it takes on a slow network, and its end is no loss to them.
+        Raises `PeerTimeoutError` where nothing arrives any more. Once the run is to stop, nobody needs it.
+        """
         if not self._left:
+            await self._finish()
             self._left = True
             await self._ask("leave")
+
+    async def _finish(self) -> None:
+        if self.halted.is_set():
+            return
+        finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.ladder.barrier_s))
+        halted = asyncio.ensure_future(self.halted.wait())
+        try:
+            await asyncio.wait({finishing, halted}, return_when=asyncio.FIRST_COMPLETED)
+            if finishing.done():
+                await finishing
+        finally:
+            for one in (finishing, halted):
+                one.cancel()
+            await asyncio.wait({finishing, halted})
 
     async def _ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
         wait = self.ladder.request_s if timeout is None else timeout

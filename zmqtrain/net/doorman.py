@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.greeting import Hello, RefusalCode
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.wire.message import WIRE_VERSION
+
 #: Strangers that are remembered; the oldest is forgotten first.
 MAX_STRANGERS = 4096
 #: One stranger gets at most one answer in this time, and all together at most `MAX_ANSWERS`.
@@ -28,6 +33,19 @@ class Doorman:
         self._ignored[route] = None
         if len(self._ignored) > MAX_STRANGERS:
             self._ignored.popitem(last=False)
+
+    def objection(self, hello: Hello, route: bytes, peer: PeerId, settings: NetSettings) -> tuple[RefusalCode, str] | None:
+        """Why ``peer`` does not get on with who greets it like this, over this route; None if it does."""
+        if hello.version != WIRE_VERSION:
+            return "version", f"wire version {hello.version} meets {WIRE_VERSION}: install the same zmqtrain release on all hosts"
+        if hello.token != settings.token:
+            return "token", "it has another run token"
+        if hello.to != peer or hello.peer == peer:
+            return "protocol", f"this is {peer}, not {hello.to}"
+        if settings.identity is not None and not settings.identity.believes(hello.peer, hello.address):
+            return "protocol", "it greets from an address with another key than the run's members were told"
+        buried = self.buried(route)
+        return None if buried is None else ("lost", buried)
 
     def may_answer(self, address: str, now: float) -> bool:
         """Whether to answer this address now; it counts as answered then."""

@@ -19,10 +19,18 @@ class Ending:
     reason: str
     error: Callable[[str], ZmqTrainError]
     """Makes the error of a wait from what was waited for."""
+    loss: bool = True
+    """Whether work is lost with it that others wait for, perhaps by way of third ones; else only those who wait for the peer."""
 
 
 def lost(peer: PeerId, reason: str) -> Ending:
     return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for))
+
+
+def left(peer: PeerId) -> Ending:
+    """The peer had finished: what it owed to anybody has arrived."""
+    reason = "it has finished and closed its endpoint"
+    return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for), loss=False)
 
 
 def never_came(peer: PeerId, connect_s: float, address: str, trouble: str = "") -> Ending:

@@ -92,7 +92,7 @@ class Endpoint(Protocol):
         ...
 
     def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
-        """Call ``callback(peer, reason)`` whenever a peer is lost."""
+        """Call ``callback(peer, reason)`` whenever a peer is lost: not when it closes after it has finished."""
         ...
 
     def forget(self, peer: PeerId, reason: str) -> None:
@@ -107,6 +107,18 @@ class Endpoint(Protocol):
         """Counters: bytes_sent, bytes_received, messages_sent, messages_received, queued_bytes, resent_bytes, ..."""
         ...
 
+    async def finish(self, *, timeout: float) -> None:
+        """The work of this process went well, and is done: wait until all that is on its way to peers has arrived there.
+
+        From then on, that it closes is no loss: others hear of it only where they wait for this very peer. What a peer has no room
+        for, since nobody there asks for it, is not on its way. Raises `PeerTimeoutError` once nothing has arrived anywhere for
+        ``timeout`` seconds; as long as something does, it takes the time that the network needs.
+        """
+        ...
+
     async def close(self) -> None:
-        """Drain what is queued (up to the drain time), then close every socket. Idempotent; pending waits raise."""
+        """Drain what is queued (up to the drain time), then close every socket. Idempotent; pending waits raise.
+
+        The drain time is short, since this is also how what has failed ends: `finish` comes before where others need the rest.
+        """
         ...

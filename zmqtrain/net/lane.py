@@ -44,9 +44,14 @@ class SendLane(Generic[Owner]):
         self.resent_bytes = 0
 
     @property
+    def arrived(self) -> int:
+        """Every piece below this number was acknowledged."""
+        return self.next_sequence - len(self.unacknowledged)
+
+    @property
     def transmitted(self) -> int:
         """Every piece below this number was handed to the transport."""
-        return self.next_sequence - len(self.unacknowledged) + self._cursor
+        return self.arrived + self._cursor
 
     def add(
         self, frames: Sequence[bytes | memoryview], nbytes: int, owner: Owner, *, wire_bytes: int | None = None
@@ -83,8 +88,7 @@ class SendLane(Generic[Owner]):
 
     def resume(self, sequence: int) -> None:
         """Go back to this piece: it and those after it did not come. An outdated wish changes nothing."""
-        first = self.next_sequence - len(self.unacknowledged)
-        index = sequence - first
+        index = sequence - self.arrived
         if 0 <= index < self._cursor:
             self.resent_bytes += sum(self.unacknowledged[i].nbytes for i in range(index, self._cursor))
             self._cursor = index

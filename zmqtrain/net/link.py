@@ -16,16 +16,18 @@ from enum import Enum
 
 from zmqtrain.arena.arena import Block
 from zmqtrain.errors import WireError
+from zmqtrain.net import ending as endings
 from zmqtrain.net.credit import Allowance, Window
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello
 from zmqtrain.net.incoming import Buffer, Incoming
 from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
-from zmqtrain.net.mailbox import Mailbox, Shelf, Ticket
+from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import LASTING, SHARED, SharedBodies
+from zmqtrain.net.wants import UNWANT, WANT, Wants
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -34,8 +36,6 @@ LANES = (CONTROL, BULK)
 ACK = "ack"
 PROBE = "probe"
 RESUME = "resume"
-WANT = "want"
-UNWANT = "unwant"
 BYE = "bye"
 _UNNUMBERED = frozenset({ACK, PROBE, RESUME, BYE})
 
@@ -67,6 +67,7 @@ class Link:
         self.receiving = (ReceiveLane(), ReceiveLane())
         self.allowances = (Allowance(), Allowance())
         self.windows = (Window(settings.control_window_bytes), Window(settings.window_bytes))
+        self.wants = Wants(peer, mailbox, self.windows, self.outbox, self.sending[CONTROL])
         self.ack_due = False
         """Whether the peer should hear soon how far its pieces came, or what it may send."""
         self.ack_urgent = False
@@ -226,10 +227,10 @@ class Link:
         notices, self._notices = self._notices, []
         return notices
 
-    def say_bye(self) -> None:
+    def say_bye(self, *, finished: bool) -> None:
         """Take leave; first tell how far the peer's pieces came, since it listens no more afterwards."""
         self._announce()
-        self._notice(CONTROL, Header(BYE))
+        self._notice(CONTROL, Header(BYE, meta=finished))
 
     def _announce(self) -> None:
         self.ack_due = self.ack_urgent = False
@@ -242,13 +243,23 @@ class Link:
         """Whether everything that was to be sent has arrived."""
         return not self.outbox and not any(sending.unacknowledged for sending in self.sending)
 
+    @property
+    def delivering(self) -> bool:
+        """Whether anything is on its way to the peer, rather than kept back until the peer has room for it."""
+        if self.state is not State.OPEN:
+            return bool(self.outbox)
+        return any(
+            sending.unacknowledged or self.outbox.next(lane, credit=self.allowances[lane].open) is not None
+            for lane, sending in enumerate(self.sending)
+        )
+
     def _notice(self, lane: int, header: Header) -> None:
         self._notices.append((lane, encode_header(header)))
 
     # What comes in
 
-    def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> bool:
-        """One message of the peer; ``size`` is its header's. Returns whether the peer takes its leave.
+    def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> Ending | None:
+        """One message of the peer; ``size`` is its header's. Returns the link's end where the peer takes its leave.
 
         Raises `WireError` for what a peer of ours never sends.
         """
@@ -268,12 +279,12 @@ class Link:
                 self._ask_again(lane)
             elif verdict is Verdict.REPEATED:
                 self.ack_due = True
-            return False
+            return None
         self.ack_due = True
         self._unannounced_bytes += size + len(body)
         self._unannounced_pieces += 1
         if header.kind in (WANT, UNWANT):
-            self._wanted(header)
+            self.wants.heard(header)
         else:
             self._piece(lane, header, size, body, borrowed)
         if (
@@ -282,7 +293,7 @@ class Link:
             or self.windows[lane].due
         ):
             self.ack_urgent = True
-        return False
+        return None
 
     @property
     def _shares(self) -> bool:
@@ -316,69 +327,16 @@ class Link:
         incoming.add(body, length, size + length, beyond=beyond, borrowed=borrowed)
         if incoming.complete:
             del self._open[header.message]
-            self._completed(incoming)
+            self.wants.completed(incoming)
         if not beyond and self.windows[lane].crowded:
-            self.crowd()
-
-    def _completed(self, incoming: Incoming) -> None:
-        owner = self.mailbox.complete(incoming)
-        if isinstance(owner, Ticket):
-            if owner.wanted and not incoming.wanted:
-                self._tell(UNWANT, incoming.tag)
-        elif isinstance(owner, Shelf) and self.peer in owner.wanted:
-            owner.wanted.discard(self.peer)
-            if not incoming.wanted:
-                self._tell(UNWANT, (owner.topic,), topic=True)
-
-    # Wants: what somebody here waits for must not be kept out by what nobody asked for
-
-    @property
-    def crowded(self) -> bool:
-        return any(window.crowded for window in self.windows)
-
-    def crowd(self) -> None:
-        """A window is filling up with what nobody asked for: ask for everything that somebody waits for."""
-        for ticket in self.mailbox.pending(self.peer):
-            self.want(ticket)
-        for shelf in self.mailbox.shelves.values():
-            self.want_topic(shelf)
-
-    def want(self, ticket: Ticket) -> None:
-        if not ticket.wanted and self.crowded:
-            ticket.wanted = True
-            self._tell(WANT, ticket.key[1])
-
-    def want_topic(self, shelf: Shelf) -> None:
-        if shelf.waiting and not shelf.ready and self.peer not in shelf.wanted and self.crowded:
-            shelf.wanted.add(self.peer)
-            self._tell(WANT, (shelf.topic,), topic=True)
-
-    def unwant(self, ticket: Ticket) -> None:
-        """The receive was cancelled."""
-        if ticket.wanted and not (ticket.incoming is not None and ticket.incoming.wanted):
-            self._tell(UNWANT, ticket.key[1])
-
-    def _tell(self, kind: str, tag: tuple[str | int, ...], *, topic: bool = False) -> None:
-        """Numbered, since it is a change and not a total, but without credit."""
-        sending = self.sending[CONTROL]
-        encoded = encode_header(Header(kind, tag, sending.next_sequence, meta=topic))
-        sending.add((encoded,), len(encoded), None)
-
-    def _wanted(self, header: Header) -> None:
-        if not header.tag:
-            raise WireError("a want of nothing")
-        key = str(header.tag[0]) if header.meta else header.tag
-        if header.kind == WANT:
-            self.outbox.want(key)
-        else:
-            self.outbox.unwant(key)
+            self.wants.crowd()
 
     # Acknowledgements, probes and leave
 
     def _ask_again(self, lane: int) -> None:
         self._notice(CONTROL, Header(RESUME, sequence=self.receiving[lane].expected, meta=lane))
 
-    def _noticed(self, lane: int, header: Header, now: float) -> bool:
+    def _noticed(self, lane: int, header: Header, now: float) -> Ending | None:
         if header.kind == PROBE:
             self.ack_due = self.ack_urgent = True
             if self.receiving[lane].probed(header.sequence):
@@ -395,7 +353,9 @@ class Link:
             for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
                 self.allowances[at].grant(limit)
                 self._acknowledge(at, upto, now)
-        return header.kind == BYE
+        elif header.kind == BYE:
+            return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
+        return None
 
     def _acknowledge(self, lane: int, upto: int, now: float) -> None:
         done = self.sending[lane].acknowledge(upto)

@@ -86,7 +86,7 @@ class Node:
             except ZmqTrainError:
                 self._mailbox.cancel(ticket)
                 raise
-            link.want(ticket)
+            link.wants.want(ticket)
             self._board.touch(link)
             self._board.consumed(source)  # what had come of it in part
             self._waits[ticket] = future
@@ -96,7 +96,7 @@ class Node:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._mailbox.put_back(future.result())
                 else:
-                    link.unwant(ticket)
+                    link.wants.unwant(ticket)
                     self._mailbox.cancel(ticket)
                 self._board.touch(link)
                 raise
@@ -141,6 +141,9 @@ class Node:
             f"messages of topic {subscription.shelf.topic!r}" for subscription in self._subscriptions if subscription.shelf.waiting
         ]
         return [*received, *topics, *(f"room for {message.tag}" for message in self._sends), *self._desk.waits()]
+
+    async def finish(self, *, timeout: float) -> None:
+        await self._board.finish(timeout)
 
     async def close(self) -> None:
         if self._closed is not None:
@@ -190,7 +193,7 @@ class Node:
 
     def _want_topic(self, subscription: TopicSubscription) -> None:
         for link in self._board.links():
-            link.want_topic(subscription.shelf)
+            link.wants.want_topic(subscription.shelf)
             self._board.touch(link)
 
     def _check_open(self, what: str) -> None:
@@ -198,7 +201,7 @@ class Node:
             raise self._closing.error(what)
 
     def _lost(self, peer: PeerId, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
-        """A peer is lost: everybody who waits for it learns it."""
+        """A peer is lost, or has left: everybody who waits for it learns it."""
         for ticket in tickets:
             future = self._waits.get(ticket)
             if future is not None and not future.done():
@@ -210,7 +213,7 @@ class Node:
             if message.on_released is not None:
                 message.on_released()
         self._desk.lose(peer, ending.error)
-        if self._closing is None:
+        if ending.loss and self._closing is None:
             for callback in self._callbacks:
                 try:
                     callback(peer, ending.reason)

@@ -7,20 +7,22 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from zmqtrain.errors import WireError
+from zmqtrain.errors import PeerTimeoutError, WireError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.address import without_key
 from zmqtrain.net.doorman import Doorman
+from zmqtrain.net.drain import Drain
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
+from zmqtrain.net.intruder_log import IntruderLog
 from zmqtrain.net.link import LANES, Link, State
 from zmqtrain.net.mailbox import Mailbox, Ticket
 from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import SharedBodies
 from zmqtrain.net.transport import Frames, Transport
-from zmqtrain.net.trouble import Intruders, Intrusion, Trouble, Troubles
+from zmqtrain.net.trouble import Intrusion, Trouble, Troubles
 from zmqtrain.wire.message import WIRE_VERSION, decode_header
 from zmqtrain.world import random_bits
 
@@ -49,23 +51,22 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self._process = random_bits(63) | 1
         self._links: dict[PeerId, Link] = {}
+        self._drain = Drain(self._links)
         self._routes: dict[bytes, Link] = {}
         self._gone: dict[PeerId, Ending] = {}
         self._addresses: dict[PeerId, str] = {}
         self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
         self._doorman = Doorman()
-        self._troubles, self._intruders = Troubles(), Intruders()
-        self._pardoned = 0  # callers that may come and go without a word
+        self._troubles, self._intruders = Troubles(), IntruderLog(peer)
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
         self._received: Counter[PeerId] = Counter()
         self._dirty: dict[Link, None] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
-        self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
-        self._idle: asyncio.Event | None = None
+        self._finished = False
         self._shut = False
 
     # What the node asks for
@@ -140,7 +141,7 @@ class Switchboard:
             "garbage": 0,
             "stray": 0,
             "refused": 0,
-            "intruders": 0,
+            "intruders": self._intruders.count,
             "lost": 0,
             **self._counters,
             "queued_bytes": sum(link.outbox.queued_bytes for link in links),
@@ -150,26 +151,29 @@ class Switchboard:
             "links": len(self._links),
         }
 
+    async def finish(self, patience_s: float) -> None:
+        """Wait for what is on its way: see `zmqtrain.net.endpoint.Endpoint.finish`."""
+        late = await self._drain.on_its_way_arrived(patience_s)
+        if late:
+            raise PeerTimeoutError(", ".join(late), f"what {self._peer} has sent to arrive there", patience_s)
+        self._finished = True
+
     async def close(self, ending: Ending) -> None:
         """Drain, take leave, end all links, close the transport."""
-        self._idle = asyncio.Event()
         for link in self._links.values():
             self.touch(link)
-        self._check_idle()
         try:
-            async with asyncio.timeout(self._settings.drain_s):
-                await self._idle.wait()
-        except TimeoutError:
-            left = [link.peer for link in self._links.values() if not link.idle]
-            log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
+            left = await self._drain.all_arrived(self._settings.drain_s)
+            if left:
+                log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
         finally:
             for link in list(self._links.values()):
                 if link.state is State.OPEN:
-                    link.say_bye()
+                    link.say_bye(finished=self._finished)
                     self._send_notices(link)
                 self._end(link, ending)
             self._shut = True
-            self._tell_of_intruders()
+            self._intruders.tell()
             for handle in (self._flush_handle, self._ack_handle, self._timer):
                 if handle is not None:
                     handle.cancel()
@@ -191,7 +195,7 @@ class Switchboard:
                 return
             body = frames[1] if len(frames) == 2 else b""
             before = link.receiving[lane].expected
-            leaves = link.receive(lane, header, len(frames[0]), body, self._loop.time())
+            farewell = link.receive(lane, header, len(frames[0]), body, self._loop.time())
         except WireError as error:
             self._counters["garbage"] += 1
             log.warning("%s closes the link to %s: %s", self._peer, link.peer, error)
@@ -201,8 +205,8 @@ class Switchboard:
             self._counters["bytes_received"] += len(frames[0]) + len(body)
             self._received[link.peer] += len(frames[0]) + len(body)
             self._counters["messages_received"] += 1
-        if leaves:
-            self._end(link, endings.lost(link.peer, "it has closed its endpoint"))
+        if farewell is not None:
+            self._end(link, farewell)
             return
         self.touch(link)
 
@@ -232,24 +236,10 @@ class Switchboard:
 
     def pardon(self, count: int) -> None:
         """So many callers will only try whether they get through, and break off before they say anything."""
-        self._pardoned += count
+        self._intruders.pardon(count)
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
-        if intrusion is Intrusion.NO_KEY and self._pardoned:
-            self._pardoned -= 1
-            return
-        self._counters["intruders"] += 1
         self._intruders.note(intrusion, origin)
-        if self._telling is None:
-            self._telling = self._loop.call_at(self._intruders.due(self._loop.time()), self._tell_of_intruders)
-
-    def _tell_of_intruders(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        told = self._intruders.tell(self._loop.time())
-        if told is not None:
-            log.warning("%s: %s", self._peer, told)
 
     # Greeting
 
@@ -315,24 +305,12 @@ class Switchboard:
     def _greeted(self, route: bytes, hello: Hello) -> None:
         peer = hello.peer
         link = self._links.get(peer)
-        if hello.version != WIRE_VERSION:
-            text = f"wire version {hello.version} meets {WIRE_VERSION}: install the same zmqtrain release on all hosts"
-            self._refuse(hello, "version", text)
-            if hello.token == self._settings.token and (link is None or link.state is State.GREETING):
+        objection = self._doorman.objection(hello, route, self._peer, self._settings)
+        if objection is not None:
+            self._refuse(hello, *objection)
+            same_run = hello.token == self._settings.token
+            if hello.version != WIRE_VERSION and same_run and (link is None or link.state is State.GREETING):
                 self.forget(peer, endings.other_version(peer, hello.version))
-            return
-        if hello.token != self._settings.token:
-            self._refuse(hello, "token", "it has another run token")
-            return
-        if hello.to != self._peer or peer == self._peer:
-            self._refuse(hello, "protocol", f"this is {self._peer}, not {hello.to}")
-            return
-        if self._settings.identity is not None and not self._settings.identity.believes(peer, hello.address):
-            self._refuse(hello, "protocol", "it greets from an address with another key than the run's members were told")
-            return
-        buried = self._doorman.buried(route)
-        if buried is not None:
-            self._refuse(hello, "lost", buried)
             return
         if link is not None and link.remote is not None and link.remote.session != hello.session:
             if hello.known not in (0, link.session):
@@ -398,7 +376,7 @@ class Switchboard:
             self._transport.post(remote.address, encode_greeting(refusal))
         tickets = self._mailbox.lose(link.peer)
         self._on_lost(link.peer, ending, messages, tickets)
-        self._check_idle()
+        self._drain.moved()
 
     # What goes out
 
@@ -417,7 +395,7 @@ class Switchboard:
                     self._ack_handle = self._loop.call_later(self._settings.ack_s, self._send_acks)
             if link.state is not State.CLOSED:
                 self._arm(link)
-        self._check_idle()
+        self._drain.moved()
 
     def _pump(self, link: Link, now: float) -> None:
         for lane in LANES:
@@ -443,10 +421,6 @@ class Switchboard:
     def _send_notices(self, link: Link) -> None:
         for lane, header in link.take_notices():
             self._transport.send(link.peer, lane, (header,), 0)
-
-    def _check_idle(self) -> None:
-        if self._idle is not None and all(link.idle for link in self._links.values()):
-            self._idle.set()
 
     # Time
 

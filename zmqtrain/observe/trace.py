@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from zmqtrain.observe.peer_order import peer_order
+
 #: The rows of each role, in this order from the top.
 CATEGORIES = ("compute", "send", "receive", "wait")
 
@@ -28,7 +30,7 @@ class Trace:
         """As Chrome trace events; times in microseconds from the first span."""
         spans = sorted(self._spans, key=lambda item: (item[1]["time"], -item[1]["seconds"]))
         start = spans[0][1]["time"] if spans else 0.0
-        peers = sorted({peer for peer, _ in spans}, key=_order)
+        peers = sorted({peer for peer, _ in spans}, key=peer_order)
         processes = {peer: number for number, peer in enumerate(peers, 1)}
         rows: dict[
             tuple[str, str], list[list[float]]
@@ -74,8 +76,3 @@ def _row(rows: list[list[float]], begin: float, end: float, *, nested: bool) -> 
             return number
     rows.append([end])
     return len(rows) - 1
-
-
-def _order(peer: str) -> tuple[str, int]:
-    kind, _, index = peer.partition("/")
-    return ({"worker": "0", "server": "1", "fc": "2"}.get(kind, kind), int(index) if index.isdigit() else 0)

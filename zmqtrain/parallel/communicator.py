@@ -50,6 +50,16 @@ class Pending(Protocol):
         ...
 
 
+class Ready:
+    """Implements `Pending` for what is there already."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        self._result = result
+
+    def wait(self) -> list[Tensor]:
+        return self._result
+
+
 class Communicator(Protocol):
     """Some ranks in a fixed order. All of them begin the same operations in the same order; each operation may end late.
 

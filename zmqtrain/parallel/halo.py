@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.errors import ProtocolError
-from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Phase
+from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Phase, Ready
 from zmqtrain.parallel.geometry import Part, Range, Strip, length, overlap
 
 #: Dimensions of a tensor NCHW along which it may be divided.
@@ -79,17 +79,7 @@ class HaloExchange:
         if not sends and not expected:
             return None
         pending = self.communicator.exchange(sends, expected, Label(self.layer, "halo", phase))
-        return pending if self.overlap else _Arrived(pending.wait()), parts
-
-
-class _Arrived:
-    """Implements `Pending` for what is there."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> list[Tensor]:
-        return self._tensors
+        return pending if self.overlap else Ready(pending.wait()), parts
 
 
 class Arriving:

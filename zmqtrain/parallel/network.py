@@ -23,7 +23,7 @@ from zmqtrain.data.background import Condition
 from zmqtrain.errors import ConnectivityError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
@@ -165,16 +165,6 @@ class _Operation:
         return self._fabric.wait(self)
 
 
-class _Done:
-    """Implements `Pending` for what needed nobody."""
-
-    def __init__(self, result: list[Tensor]) -> None:
-        self._result = result
-
-    def wait(self) -> list[Tensor]:
-        return self._result
-
-
 class NetworkCommunicator:
     """Implements `zmqtrain.parallel.communicator.Communicator` among some workers of a group."""
 
@@ -214,7 +204,7 @@ class NetworkCommunicator:
         if tuple(part.shape) != tuple(shapes[self.rank]):
             raise ProtocolError(f"{label}: this rank's part has shape {tuple(part.shape)}, all others expect {shapes[self.rank]}")
         if self.size == 1:
-            return _Done([part])
+            return Ready([part])
         number = self._next()
         parts = [_memory(shape, part.dtype, part.is_meta) for shape in shapes]
         parts[self.rank] = _copied(part)
@@ -238,7 +228,7 @@ class NetworkCommunicator:
 
     def all_reduce(self, tensor: Tensor, label: Label) -> Pending:
         if self.size == 1:
-            return _Done([tensor.clone()])
+            return Ready([tensor.clone()])
         number, flat = self._next(), _copied(tensor)
         self._fabric.count(label, *reversed(sent_by_all_reduce(flat.numel(), flat.element_size(), self.size, self.rank)))
 
@@ -252,7 +242,7 @@ class NetworkCommunicator:
     def reduce_scatter(self, parts: Sequence[Tensor], label: Label) -> Pending:
         own = parts[self.rank]
         if self.size == 1:
-            return _Done([own.clone()])
+            return Ready([own.clone()])
         number = self._next()
         outgoing = {to: _copied(part) for to, part in enumerate(parts) if to != self.rank and part.numel()}
         come = [_memory(own.shape, own.dtype, own.is_meta) if source != self.rank else _copied(own) for source in range(self.size)]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model import traffic
 from zmqtrain.parallel.model.traffic import Sent, Traffic
@@ -49,16 +49,6 @@ class RehearsalFabric:
             self.traffic[label] = self.traffic.get(label, Sent()) + sent
 
 
-class _Here:
-    """Implements `Pending`."""
-
-    def __init__(self, result: list[Tensor]) -> None:
-        self._result = result
-
-    def wait(self) -> list[Tensor]:
-        return self._result
-
-
 class _Alone:
     """Implements `Communicator`."""
 
@@ -67,21 +57,21 @@ class _Alone:
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Expected], label: Label) -> Pending:
         self._fabric.count(label, traffic.messages(tensor.nbytes for _, tensor in sends))
-        return _Here([_empty(due.shape, due.dtype) for due in receives])
+        return Ready([_empty(due.shape, due.dtype) for due in receives])
 
     def all_gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]], label: Label) -> Pending:
         assert tuple(part.shape) == tuple(shapes[self.rank])
         sizes = [math.prod(shape) * part.element_size() for shape in shapes]
         self._fabric.count(label, traffic.all_gather(sizes, self.rank))
-        return _Here([_empty(shape, part.dtype) for shape in shapes])
+        return Ready([_empty(shape, part.dtype) for shape in shapes])
 
     def all_reduce(self, tensor: Tensor, label: Label) -> Pending:
         self._fabric.count(label, traffic.all_reduce(tensor.numel(), tensor.element_size(), self.size, self.rank))
-        return _Here([_empty(tuple(tensor.shape), tensor.dtype)])
+        return Ready([_empty(tuple(tensor.shape), tensor.dtype)])
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: Label) -> Pending:
         self._fabric.count(label, traffic.reduce_scatter([part.nbytes for part in parts], self.rank))
-        return _Here([_empty(tuple(parts[self.rank].shape), parts[self.rank].dtype)])
+        return Ready([_empty(tuple(parts[self.rank].shape), parts[self.rank].dtype)])
 
 
 def rehearse(

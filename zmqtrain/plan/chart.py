@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from zmqtrain.topology.rounded import rounded_time
+
 #: Segments from the bottom up, with their colours (Okabe and Ito's, which the colour-blind can tell apart).
 COLOURS: Mapping[str, str] = {
     "compute": "#bbbbbb",
@@ -16,6 +18,8 @@ COLOURS: Mapping[str, str] = {
     "redistribute": "#f0e442",
     "statistics": "#cc79a7",
 }
+#: Under the name that the tuner's tables know.
+shown = rounded_time
 BAR, GAP, HEIGHT, LEFT, TOP, BOTTOM = 22, 8, 220, 64, 46, 74
 
 
@@ -70,7 +74,7 @@ def _panel(panel: Panel, y: int) -> str:
         line = base - share * HEIGHT
         right = LEFT + len(panel.bars) * (BAR + GAP)
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{line:.1f}" y2="{line:.1f}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{line + 4:.1f}" text-anchor="end">{shown(most * share)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{line + 4:.1f}" text-anchor="end">{rounded_time(most * share)}</text>')
     for place, bar in enumerate(panel.bars):
         parts.append(_bar(bar, LEFT + GAP / 2 + place * (BAR + GAP), base, most))
     return "\n".join(parts)
@@ -85,20 +89,10 @@ def _bar(bar: Bar, x: float, base: float, most: float) -> str:
             top -= height
             parts.append(
                 f'<rect x="{x:.1f}" y="{top:.2f}" width="{BAR}" height="{height:.2f}" fill="{colour}">'
-                f"<title>{escape(bar.label)}: {name} {shown(seconds)}</title></rect>"
+                f"<title>{escape(bar.label)}: {name} {rounded_time(seconds)}</title></rect>"
             )
     weight = ' font-weight="bold"' if bar.marked else ""
     at = f"{x + BAR / 2 + 4:.1f} {base + 8:.1f}"
     total = f'<text x="{x + BAR / 2:.1f}" y="{top - 4:.1f}" text-anchor="middle">*</text>' if bar.marked else ""
     label = f'<text transform="translate({at}) rotate(-60)" text-anchor="end"{weight}>{escape(bar.label)}</text>'
     return "".join([*parts, total, label])
-
-
-def shown(seconds: float) -> str:
-    """A time with three digits and the unit that suits it."""
-    if seconds == 0:
-        return "0"
-    for unit, factor in (("us", 1e-6), ("ms", 1e-3)):
-        if seconds < 0.9995e3 * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

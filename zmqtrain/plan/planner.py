@@ -26,7 +26,7 @@ from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, joined_units, price
 from zmqtrain.plan.problem import Options, Problem, plan_of
-from zmqtrain.topology.units import format_size
+from zmqtrain.topology.rounded import rounded_size
 
 Array: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -105,7 +105,7 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each
     if limit is not None and least[-1] > limit:
         raise UsageError(
-            f"no plan fits in memory: a process needs at least {_shown(least[-1])}, and may take {_shown(limit)}. "
+            f"no plan fits in memory: a process needs at least {rounded_size(least[-1])}, and may take {rounded_size(limit)}. "
             "Take more processes, a smaller batch, or raise [plan] memory"
         )
     ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])
@@ -251,7 +251,3 @@ def _back(trail: Sequence[_Ways], every: Sequence[_State]) -> list[Placed]:
         found.append(every[ways.state[at]].placed)
         at = int(ways.origin[at])
     return found
-
-
-def _shown(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else format_size(int(nbytes))

@@ -33,9 +33,10 @@ from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
-from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
+from zmqtrain.train.buckets import ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.gates import Gate, Gates
+from zmqtrain.train.held_bucket import HeldBucket, hold, views_of
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.rows import rows_of, rows_of_bucket
@@ -57,24 +58,6 @@ class ReplicaSettings:
     """How long a layer waits for its parameters."""
     loss_scale: float = 1.0
     """By what the caller multiplies losses; gradients are divided by it before they travel."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """The memory of one bucket, and how far it is."""
-
-    plan: BucketPlan
-    parameters: Tensor  # in the device's memory
-    gradients: Tensor
-    host_parameters: Tensor  # what the network sees; the same tensors without staging
-    host_gradients: Tensor
-    views: list[Tensor]  # of `gradients`, one a parameter
-    missing: set[int]  # parameters without a gradient in this backward
-    written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
-    host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
-    sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
-    due: bool = False  # the optimizer runs on it when it is taken back
-    arrive: Callable[[], None] | None = None  # what the exchange wrote is on its way to the device
 
 
 class TorchReplica:
@@ -112,7 +95,7 @@ class TorchReplica:
         ]
         self._named = named
         self.parameters = list(named.values())
-        self._held = [self._hold(plan, named, allocate) for plan in plan_buckets(infos, settings.bucket_bytes)]
+        self._held = [hold(plan, named, device, allocate) for plan in plan_buckets(infos, settings.bucket_bytes)]
         self._buckets = tuple(
             Bucket(
                 index,
@@ -182,7 +165,7 @@ class TorchReplica:
             assert isinstance(sums, TensorPayload)
             held.host_sums = sums.tensor
             if self._device.staging is None:
-                held.sums = self._views(held.plan, sums.tensor)
+                held.sums = views_of(held.plan, sums.tensor, self._named)
             else:
                 self._device.staging.pin(sums.tensor)
 
@@ -297,7 +280,7 @@ class TorchReplica:
                 stop += 1
             self._hand_over(stop)
 
-    def _restart(self, held: _Held, place: int) -> None:
+    def _restart(self, held: HeldBucket, place: int) -> None:
         """A parameter that no backward of this step has reached has a gradient of zeros."""
         parameter, view = self._named[held.plan.names[place]], held.views[place]
         if parameter.grad is None:
@@ -409,45 +392,6 @@ class TorchReplica:
                 self._read(index)
         self.publish()
 
-    def _views(self, plan: BucketPlan, flat: Tensor) -> list[Tensor]:
-        """The plan's parameters in flat memory, each in its own shape."""
-        spans = zip(plan.names, plan.offsets, plan.offsets[1:], strict=False)
-        return [_view(flat[start:stop], self._named[name]) for name, start, stop in spans]
-
-    def _hold(self, plan: BucketPlan, named: dict[str, nn.Parameter], allocate: Allocate) -> _Held:
-        """Move the plan's parameters into flat memory."""
-        first, staging = named[plan.names[0]].data, self._device.staging
-        host_parameters, host_gradients = allocate(plan.numel, first.dtype), allocate(plan.numel, first.dtype)
-        parameters, gradients = host_parameters, host_gradients
-        if staging is not None:
-            parameters, gradients = (first.new_zeros(plan.numel) for _ in range(2))
-            staging.pin(host_parameters)
-            staging.pin(host_gradients)
-        views = self._views(plan, gradients)
-        with torch.no_grad():
-            for name, view, gradient in zip(plan.names, self._views(plan, parameters), views, strict=True):
-                parameter = named[name]
-                view.copy_(parameter)
-                parameter.data = view
-                if parameter.grad is not None:
-                    gradient.copy_(parameter.grad)
-                    parameter.grad = gradient
-        if staging is not None:
-            host_parameters.copy_(parameters)
-        return _Held(plan, parameters, gradients, host_parameters, host_gradients, views, set(), set(), host_gradients, views)
-
 
 def _nothing() -> None:
     """Nobody waits for the end of this copy."""
-
-
-def _view(flat: Tensor, parameter: Tensor) -> Tensor:
-    """``flat`` in the shape and memory format of ``parameter``; contiguous where that format has gaps or overlaps."""
-    strides = parameter.stride()
-    expected = 1
-    for dimension in sorted(range(parameter.dim()), key=lambda d: strides[d]):
-        if parameter.shape[dimension] != 1:
-            if strides[dimension] != expected:
-                return flat.view(parameter.shape)
-            expected *= parameter.shape[dimension]
-    return flat.as_strided(parameter.shape, strides)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.launcher.family import Family
+
 PATIENCE_S = 45.0
 TOKEN = "token of a test, 0123456789abcdef"
 #: What this machine's own scheduler, or a test before, may have left.
@@ -28,15 +30,13 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._known: set[psutil.Process] = set()
+        self._family = Family()
 
     def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        for process in self.processes():
-            if process.is_running():
-                process.kill()
+        self._family.kill()
         for started in self._processes.values():
             started.wait()
 
@@ -51,7 +51,7 @@ class Nodes:
                 [*within, sys.executable, "-m", "zmqtrain", *command], cwd=self.folder, env=variables, stdout=file, stderr=file
             )
         self._processes[name] = process
-        self._known.add(psutil.Process(process.pid))
+        self._family.add(process.pid)
         return process
 
     def said(self, name: str) -> str:
@@ -68,17 +68,11 @@ class Nodes:
 
     def processes(self) -> set[psutil.Process]:
         """All processes that were seen so far."""
-        for process in list(self._known):
-            try:
-                self._known.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
-        return self._known
+        return self._family.seen()
 
     def all_gone(self) -> None:
         """Nothing is left behind."""
-        _, alive = psutil.wait_procs(self._known, timeout=PATIENCE_S)
-        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+        self._family.all_gone(PATIENCE_S)
 
     def __repr__(self) -> str:
         return "\n".join(f"--- {name}\n{self.said(name)}" for name in self._processes)

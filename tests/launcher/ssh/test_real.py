@@ -207,7 +207,7 @@ def test_a_host_that_cannot_take_part_ends_the_launch(tmp_path: Path, two: Machi
     (tmp_path / "data.bin").write_bytes(bytes(100_000))
     large = zmqtrain(tmp_path, "launch", "--set=engine.sync_limit=64 KiB", "trial.toml", "script.py")
     assert large.returncode == 2, large
-    assert "The largest: data.bin (0.1 MiB)" in large.stderr
+    assert "The largest: data.bin (97.7 KiB)" in large.stderr
     assert two.left() == []
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.machines import PACKAGE_ROOT, Machines, machines
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.namespaces import NoNamespacesError
@@ -88,7 +89,7 @@ class Ran:
         return statistics.fmean(statistics.fmean(seconds[LEFT_OUT:]) for seconds in self.steps_s.values())
 
 
-def bench_cluster(parts: Sequence[str] = PARTS, *, data: str | None = None) -> Iterator[dict[str, Any]]:
+def bench_cluster(parts: Sequence[str] = PARTS, *, data: str | None = None) -> Iterator[Case]:
     """The cases of some parts. ``data``: a folder with MNIST, for accuracy, which is left out without. Raises `UsageError`."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise UsageError(f"bench cluster has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
@@ -107,33 +108,33 @@ def bench_cluster(parts: Sequence[str] = PARTS, *, data: str | None = None) -> I
             print(f"left out: {error}", file=sys.stderr)
 
 
-def _launch(cluster: Machines) -> Iterator[dict[str, Any]]:
+def _launch(cluster: Machines) -> Iterator[Case]:
     (cluster.folder / "task.py").write_text(_TASK)
     job = 'task = "task.py:task"'
     ran = _run(cluster, _GROUP + "\nbatch_size = 64", 'kind = "allreduce"', steps=3, job=job, encryption="auto", sync="sync = true")
-    yield _case(f"launch on {HOSTS} machines, encrypted, to the end of the first step", ran.first_step_s, "s", None, None, None)
+    yield case_of("cluster", f"launch on {HOSTS} machines, encrypted, to the end of the first step", ran.first_step_s, "s")
 
 
-def _links(cluster: Machines) -> Iterator[dict[str, Any]]:
+def _links(cluster: Machines) -> Iterator[Case]:
     """VGG-16: 553 MB, and arithmetic of 0.4 s."""
     peer = _iperf(cluster)
     nbytes = 4 * Profile.load("vgg16").numel
     for name, (shape, exchange, share) in EXCHANGES.items():
         ran = _run(cluster, _modelled("vgg16", shape), exchange)
         value = 8e-6 * share * nbytes / ran.step_s()
-        yield _case(f"link use, VGG-16, {name}", value, "Mbit/s", "iperf3", peer, value / peer)
+        yield case_of("cluster", f"link use, VGG-16, {name}", value, "Mbit/s", "iperf3", peer, "value/peer")
 
 
-def _ddp(cluster: Machines) -> Iterator[dict[str, Any]]:
+def _ddp(cluster: Machines) -> Iterator[Case]:
     """AlexNet: 244 MB, and arithmetic of 0.2 s."""
     peer = 1 / _ddp_step_s(cluster, "alexnet", 32)
     for name in ("allreduce", "gossip"):
         shape, exchange, _ = EXCHANGES[name]
         value = 1 / _run(cluster, _modelled("alexnet", shape), exchange, steps=DDP_STEPS).step_s()
-        yield _case(f"steps a second, AlexNet, {name}", value, "1/s", "DDP with gloo", peer, value / peer)
+        yield case_of("cluster", f"steps a second, AlexNet, {name}", value, "1/s", "DDP with gloo", peer, "value/peer")
 
 
-def _accuracy(cluster: Machines, data: str) -> Iterator[dict[str, Any]]:
+def _accuracy(cluster: Machines, data: str) -> Iterator[Case]:
     """LeNet on MNIST, one epoch."""
     job = f'task = "{PACKAGE_ROOT}/examples/mnist.py:task"\nargs = {{ lr = 0.05, momentum = 0.9, steps = 468 }}'
     for name, (shape, exchange, _) in EXCHANGES.items():
@@ -144,7 +145,7 @@ def _accuracy(cluster: Machines, data: str) -> Iterator[dict[str, Any]]:
             ran = _run(cluster, compute, exchange, steps=468, job=job, engine=engine, data=data)
             found[engine] = 100 * float(ran.summary["eval"]["eval_accuracy"])
         there, here = found["ssh"], found["local"]
-        yield _case(f"test accuracy, MNIST, 1 epoch, {name}", there, "%", "on one machine", here, there / here)
+        yield case_of("cluster", f"test accuracy, MNIST, 1 epoch, {name}", there, "%", "on one machine", here, "value/peer")
 
 
 def _modelled(profile: str, shape: str) -> str:
@@ -234,7 +235,3 @@ def _ddp_step_s(cluster: Machines, profile: str, batch: int) -> float:
         raise ZmqTrainError(f"DistributedDataParallel failed:\n{next(err for _, err in said if err)[-2000:]}")
     seconds: list[float] = json.loads(said[0][0].splitlines()[-1])
     return statistics.fmean(seconds[LEFT_OUT:])
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None) -> dict[str, Any]:
-    return {"bench": "cluster", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from zmqtrain.cli.bench.case import Case, case_of, size_text
 from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
@@ -21,8 +22,6 @@ from zmqtrain.wire.tensor import TensorPayload
 if TYPE_CHECKING:
     import torch
 
-#: One result: bench, case, value, unit, peer, peer_value, ratio (above 1: better than the peer).
-Case: TypeAlias = dict[str, str | float | None]
 
 WORLDS = (2, 4)
 SIZES = (4_000, 400_000, 4_000_000, 100_000_000)
@@ -55,15 +54,8 @@ def bench_collectives(*, worlds: Sequence[int] = WORLDS, sizes: Sequence[int] = 
             ours, theirs = (
                 statistics.median(max(rank[turn][side] for rank in ranks) for turn in range(rounds)) * 1e3 for side in (0, 1)
             )
-            yield {
-                "bench": "collectives",
-                "case": f"{name} {_readable(size)}{world} processes",
-                "value": round(ours, 3),
-                "unit": "ms",
-                "peer": "gloo",
-                "peer_value": round(theirs, 3),
-                "ratio": round(theirs / ours, 3),
-            }
+            what = f"{size_text(size)}, " if size else ""
+            yield case_of("collectives", f"{name} {what}{world} processes", ours, "ms", "gloo", theirs, digits=3)
 
 
 #: Of one rank: for each call, for each round, our seconds and gloo's.
@@ -136,9 +128,3 @@ def _gloo(name: str, tensor: torch.Tensor) -> float:
     else:
         dist.barrier()
     return time.perf_counter() - start
-
-
-def _readable(size: int) -> str:
-    if not size:
-        return ""
-    return f"{size / 1e6:g} MB, " if size >= 1_000_000 else f"{size / 1e3:g} KB, "

@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from zmqtrain.cli.bench.processes import Place, run_processes
+from zmqtrain.cli.bench.case import Case, case_of
+from zmqtrain.cli.bench.processes import Place, run_processes, together
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation, ShapingKind, emulated
 from zmqtrain.net.loop import Dilation
@@ -29,7 +29,6 @@ from zmqtrain.net.shaping import Shaping
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 from zmqtrain.wire.tensor import TensorPayload
-from zmqtrain.wire.value import ValuePayload
 
 BANDWIDTHS = (100e6, 1e9, 5e9)
 LATENCY_S = 200e-6
@@ -109,10 +108,10 @@ def bench_emulate(
     trips: int = TRIPS,
     dilations: Sequence[float] = DILATIONS,
     steps: int = STEPS,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Case]:
     """A case for each way of shaping and figure; ways that this machine does not have are left out, with a line that says why."""
     bare_s = _trip_without_network(trips)
-    yield {**_case("round trip without a network", 1e6 * bare_s, "us", "", 1.0), "peer": None, "peer_value": None, "ratio": None}
+    yield case_of("emulate", "round trip without a network", 1e6 * bare_s, "us")
     for shaping in WAYS:
         try:
             for bandwidth in bandwidths:
@@ -128,7 +127,7 @@ def bench_emulate(
                 break
             usual = usual or seconds
             case = f"GoogLeNet's step at 1 Gbit/s, {way}, dilation {dilation:g}"
-            yield _case(case, 1e3 * seconds, "ms", f"dilation {dilations[0]:g}", 1e3 * usual)
+            yield case_of("emulate", case, 1e3 * seconds, "ms", f"dilation {dilations[0]:g}", 1e3 * usual, "value/peer")
 
 
 def _trip_without_network(trips: int) -> float:
@@ -138,17 +137,17 @@ def _trip_without_network(trips: int) -> float:
     return statistics.median(left.trips_s)
 
 
-def _network(
-    way: ShapingKind, bandwidth: float, transfer_s: float, trips: int, dilation: float, bare_s: float
-) -> Iterator[dict[str, Any]]:
+def _network(way: ShapingKind, bandwidth: float, transfer_s: float, trips: int, dilation: float, bare_s: float) -> Iterator[Case]:
     plan = Plan(TENSORS, int(bandwidth / 8 * transfer_s / TENSORS) // 4 * 4, trips)
     left, right = asyncio.run(_measured(way, bandwidth, dilation, plan))
     goodput = 8 * plan.tensor_bytes * (plan.tensors - 1) / right.transfer_s
     words = f"{bandwidth / 1e6:g} Mbit/s, {way}" + (f", dilation {dilation:g}" if dilation != 1 else "")
-    yield _case(f"goodput at {words}", goodput / 1e6, "Mbit/s", "the file's figure", bandwidth / 1e6)
+    yield case_of("emulate", f"goodput at {words}", goodput / 1e6, "Mbit/s", "the file's figure", bandwidth / 1e6, "value/peer")
     trip = statistics.median(left.trips_s)
     expected_s = 2 * LATENCY_S + bare_s / dilation
-    yield _case(f"round trip at {words}", 1e6 * trip, "us", "2 x latency + the endpoints' own", 1e6 * expected_s)
+    yield case_of(
+        "emulate", f"round trip at {words}", 1e6 * trip, "us", "2 x latency + the endpoints' own", 1e6 * expected_s, "value/peer"
+    )
 
 
 async def _measured(way: ShapingKind, bandwidth: float, dilation: float, plan: Plan) -> tuple[Measured, Measured]:
@@ -173,14 +172,14 @@ async def _measure(node: Node, plan: Plan) -> Measured:
         return None
 
     node.serve("answer", answer)
-    await _together(node, other, "begin")
+    await together(node, other, "begin")
     trips: list[float] = []
     if node.peer == LEFT:
         for _ in range(plan.trips):
             start = clock()
             await node.request(RIGHT, "answer", timeout=WAIT_S)
             trips.append(clock() - start)
-    await _together(node, other, "transfer")
+    await together(node, other, "transfer")
     payload = TensorPayload.of(np.ones(plan.tensor_bytes // 4, np.float32))
     arrivals: list[float] = []
     for index in range(plan.tensors):
@@ -190,14 +189,8 @@ async def _measure(node: Node, plan: Plan) -> Measured:
             async with asyncio.timeout(WAIT_S):
                 await node.receive(other, ("tensor", index), into=payload)
             arrivals.append(clock())
-    await _together(node, other, "end")
+    await together(node, other, "end")
     return Measured(arrivals[-1] - arrivals[0] if arrivals else 0.0, trips)
-
-
-async def _together(node: Node, other: str, name: str) -> None:
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 def _launch(topology: str, way: ShapingKind) -> float | None:
@@ -213,8 +206,3 @@ def _launch(topology: str, way: ShapingKind) -> float | None:
             raise ZmqTrainError(f"the launch failed:\n{done.stderr}")
         summary = json.loads((run / "summary.json").read_text())
     return float(summary["step_s"]["median"])
-
-
-def _case(case: str, value: float, unit: str, peer: str, peer_value: float) -> dict[str, Any]:
-    ratio = value / peer_value
-    return {"bench": "emulate", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}

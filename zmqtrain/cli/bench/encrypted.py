@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.flood import bench_flood
-from zmqtrain.cli.bench.processes import Place, run_processes
+from zmqtrain.cli.bench.processes import Place, run_processes, together
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.membership.environment import ENCRYPTED_IO_THREADS
 from zmqtrain.net.curve import Identity
@@ -59,8 +60,8 @@ def bench_encrypted(
     tensors: int = TENSORS,
     rounds: int = ROUNDS,
     trips: int = TRIPS,
-    flood: Callable[[], Iterator[dict[str, Any]]] = bench_flood,
-) -> Iterator[dict[str, Any]]:
+    flood: Callable[[], Iterator[Case]] = bench_flood,
+) -> Iterator[Case]:
     """Goodput and round trips, encrypted beside plain: through 1 Gbit/s between two network namespaces, where this machine has them
     (else a line says why not), and over loopback. Medians of ``rounds`` turns. Then what `bench_flood` measures."""
     for both in (False, True):
@@ -75,7 +76,7 @@ def bench_encrypted(
     results = run_processes([(LEFT, plan), (RIGHT, plan)], _measure)
     yield _goodput("goodput over loopback", plan, results)
     encrypted, plain = (1e6 * statistics.median(results[0].trips[kind]) for kind in reversed(KINDS))
-    yield _case("request and answer, encrypted", encrypted, "us", "in plain text", plain, plain / encrypted)
+    yield case_of("net", "request and answer, encrypted", encrypted, "us", "in plain text", plain)
     yield from flood()
 
 
@@ -92,16 +93,12 @@ async def _in_namespaces(plan: Plan) -> list[Measured]:
         await namespaces.close()
 
 
-def _goodput(case: str, plan: Plan, results: list[Measured]) -> dict[str, Any]:
+def _goodput(case: str, plan: Plan, results: list[Measured]) -> Case:
     """By the receiver's time; where both receive, by the slower one's in each round."""
     mbit = 8e-6 * plan.tensor_bytes * plan.tensors
     times = {kind: [max(pair) for pair in zip(*(one.moves[kind] for one in results), strict=True)] for kind in KINDS}
     plain, encrypted = (mbit / statistics.median(times[kind]) for kind in KINDS)
-    return _case(f"{case}, encrypted", encrypted, "Mbit/s", "in plain text", plain, encrypted / plain)
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None) -> dict[str, Any]:
-    return {"bench": "net", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
+    return case_of("net", f"{case}, encrypted", encrypted, "Mbit/s", "in plain text", plain, "value/peer")
 
 
 async def _measure(node: Node, plan: Plan) -> Measured:
@@ -115,31 +112,25 @@ async def _measure(node: Node, plan: Plan) -> Measured:
         array = np.ones(plan.tensor_bytes // 4, np.float32)
         for turn in range(-1, plan.rounds):  # the first is to warm up
             for kind in KINDS if turn % 2 else reversed(KINDS):
-                await _together(node, other, f"{kind} {turn}")
+                await together(node, other, f"{kind} {turn}")
                 seconds = await _move(nodes[kind], other, plan, turn, array)
                 if turn >= 0:
                     measured.moves[kind].append(seconds)
         for one in nodes.values():
             one.serve("trip", _answer)
-        await _together(node, other, "trips")
+        await together(node, other, "trips")
         if node.peer == LEFT:
             for _ in range(plan.trips):
                 for kind, one in nodes.items():
                     start = time.perf_counter()
                     await one.request(other, "trip", timeout=WAIT_S)
                     measured.trips[kind].append(time.perf_counter() - start)
-        await _together(node, other, "end")
+        await together(node, other, "end")
         return measured
 
 
 async def _answer(_caller: str) -> None:
     return None
-
-
-async def _together(node: Node, other: str, name: str) -> None:
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 async def _move(node: Node, other: str, plan: Plan, turn: int, array: np.ndarray[Any, Any]) -> float:

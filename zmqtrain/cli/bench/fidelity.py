@@ -9,12 +9,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
-
-#: One result: bench, case, value, unit, peer, peer_value, ratio.
-Case: TypeAlias = dict[str, str | float | None]
 
 WORKERS = (2, 3, 4, 6)
 STALENESS = ("sync", "async")
@@ -59,15 +56,8 @@ def bench_fidelity(*, workers: Sequence[int] = WORKERS, steps: int = STEPS) -> I
     for number in workers:
         for staleness in STALENESS:
             measured_s, simulated_s = compare(number, staleness, steps)
-            yield {
-                "bench": "fidelity",
-                "case": f"step of {number} workers, {staleness}",
-                "value": measured_s * 1e3,
-                "unit": "ms",
-                "peer": "simulated",
-                "peer_value": simulated_s * 1e3,
-                "ratio": measured_s / simulated_s,
-            }
+            case = f"step of {number} workers, {staleness}"
+            yield case_of("fidelity", case, measured_s * 1e3, "ms", "simulated", simulated_s * 1e3, "value/peer")
 
 
 def compare(workers: int, staleness: str, steps: int) -> tuple[float, float]:

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 import zmq
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.address import key_in, split_address, with_key
 from zmqtrain.net.curve import KeyPair
@@ -77,7 +77,7 @@ with zmqtrain.session() as session:
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
 
-def bench_flood(*, rate: int = RATE, phase_s: float = PHASE_S, phases: int = PHASES) -> Iterator[dict[str, Any]]:
+def bench_flood(*, rate: int = RATE, phase_s: float = PHASE_S, phases: int = PHASES) -> Iterator[Case]:
     """The run's speed, with strangers at its doors, with as many at the door of another program of this machine (so that what they
     themselves take counts on both sides), and with none, in turn. Medians of ratios. Raises `ZmqTrainError` if the run fails."""
     with tempfile.TemporaryDirectory() as name:
@@ -97,21 +97,17 @@ def bench_flood(*, rate: int = RATE, phase_s: float = PHASE_S, phases: int = PHA
                 raise ZmqTrainError(f"the run failed with code {process.returncode} among strangers: {_said(folder)}")
         ends = [float(line) for line in (folder / "steps").read_text().splitlines()]
     speeds = {kind: [_steps_per_s(ends, *span) for span in spans[kind]] for kind in _KINDS}
-    yield _case("connection attempts turned away, each second", attempts / (phases * phase_s), "1/s", None, None, None)
+    yield case_of("net", "connection attempts turned away, each second", attempts / (phases * phase_s), "1/s")
     for kind, peer in (("elsewhere", "while they are at another's door"), ("nowhere", "left in peace")):
         if not all(speeds[kind]):
             raise ZmqTrainError(f"the run is too slow for phases of {phase_s:g} s: it took no step in one, though left in peace")
         ratio = statistics.median(here / other for here, other in zip(speeds["here"], speeds[kind], strict=True))
         here, other = (statistics.median(speeds[one]) for one in ("here", kind))
-        yield _case("steps a second of a run meanwhile, encrypted", here, "1/s", peer, other, ratio)
+        yield case_of("net", "steps a second of a run meanwhile, encrypted", here, "1/s", peer, other, ratio)
 
 
 def _steps_per_s(ends: Sequence[float], start: float, end: float) -> float:
     return sum(start + EDGE_S <= moment <= end for moment in ends) / (end - start - EDGE_S)
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None) -> dict[str, Any]:
-    return {"bench": "net", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
 
 
 # The run ----------------------------------------------------------------------------------------------------------------------

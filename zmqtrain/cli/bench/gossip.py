@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import SimulationError, ZmqTrainError
 
-#: One result: bench, case, value, unit, peer, peer_value, ratio.
-Case: TypeAlias = dict[str, str | float | None]
 Kind: TypeAlias = Literal["gossip", "allreduce"]
 
+PEER = "all-reduce (AGD)"
 #: Workers of the simulated weak scaling. An all-reduce of 256 workers takes minutes to simulate, gossip of 4,096 does.
 WORKERS = (4, 16, 64)
 EMULATED = (4, 8)
@@ -86,7 +86,7 @@ def bench_gossip(*, workers: Sequence[int] = WORKERS, emulated: Sequence[int] = 
     for network in NETWORKS:
         for profile in ("lenet", "cifarnet"):
             gossip, allreduce = (simulated(kind, 32, profile, 64, network) for kind in ("gossip", "allreduce"))
-            yield _case(f"step of {profile}, 32 workers, {network.name}", 1e3 * gossip, "ms", 1e3 * allreduce, allreduce / gossip)
+            yield case_of("gossip", f"step of {profile}, 32 workers, {network.name}", 1e3 * gossip, "ms", PEER, 1e3 * allreduce)
 
 
 def simulated(
@@ -137,11 +137,6 @@ def _seconds(events: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _efficiency(case: str, alone_s: float, gossip_s: float, allreduce_s: float) -> Case:
-    return _case(f"efficiency of {case}", 100 * alone_s / gossip_s, "%", 100 * alone_s / allreduce_s, allreduce_s / gossip_s)
-
-
-def _case(case: str, value: float, unit: str, peer_value: float, ratio: float) -> Case:
-    return {
-        "bench": "gossip", "case": case, "value": value, "unit": unit, "peer": "all-reduce (AGD)", "peer_value": peer_value,
-        "ratio": ratio,
-    }  # fmt: skip
+    return case_of(
+        "gossip", f"efficiency of {case}", 100 * alone_s / gossip_s, "%", PEER, 100 * alone_s / allreduce_s, "value/peer"
+    )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from zmqtrain.arena import Arena
+from zmqtrain.cli.bench.case import Case, case_of, size_text
 from zmqtrain.cli.bench.models import SEQUENCE, WIDTH
 from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.collectives.group import Group, bounds
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-#: One result: bench, case, value, unit, peer, peer_value, ratio (above 1: better than the peer).
-Case: TypeAlias = dict[str, str | float | None]
 
 WORLDS = (2, 4, 8)
 SIZES = (100_000_000, 4_000_000, 64_000)
@@ -80,21 +79,21 @@ def bench_host(
         mpi = _mpi(mpi_python, mpi_script, world) if mpi_python and mpi_script else {}
         sums = _measured(world, _sums, Work(0, world, "", ""))
         for size in SIZES:
-            text = f"all-reduce {_readable(size)}, {world} processes"
+            text = f"all-reduce {size_text(size)}, {world} processes"
             of = {side: sums[side, size] for side in ("bare sums", "shared memory", "zmq", "gloo")}
-            yield _case(f"{text}: in shared memory", of["shared memory"], "gloo", of["gloo"])
-            yield _case(f"{text}: the same", of["shared memory"], "bare sums", of["bare sums"])
+            yield _timed(f"{text}: in shared memory", of["shared memory"], "gloo", of["gloo"])
+            yield _timed(f"{text}: the same", of["shared memory"], "bare sums", of["bare sums"])
             if size in mpi:
-                yield _case(f"{text}: in shared memory", of["shared memory"], "Open MPI", mpi[size])
-            yield _case(f"{text}: zmq backend", of["zmq"], "gloo", of["gloo"])
+                yield _timed(f"{text}: in shared memory", of["shared memory"], "Open MPI", mpi[size])
+            yield _timed(f"{text}: zmq backend", of["zmq"], "gloo", of["gloo"])
     for model, workers, batch, steps, turns in models:
         taken = _measured(workers, _steps, Work(0, workers, "", "", model, batch, steps, turns))
         text = f"step of {model}, batch {batch}, {workers} workers"
         ours = taken["ours", 0]
-        yield _case(text, ours, "without communication", taken["alone", 0])
-        yield _case(text, ours, "DistributedDataParallel, gloo", taken["ddp gloo", 0])
+        yield _timed(text, ours, "without communication", taken["alone", 0])
+        yield _timed(text, ours, "DistributedDataParallel, gloo", taken["ddp gloo", 0])
         if ("ddp zmq", 0) in taken:
-            yield _case(f"{text}, DistributedDataParallel with zmq", taken["ddp zmq", 0], "with gloo", taken["ddp gloo", 0])
+            yield _timed(f"{text}, DistributedDataParallel with zmq", taken["ddp zmq", 0], "with gloo", taken["ddp gloo", 0])
 
 
 #: Of one process: side and size -> seconds of each turn.
@@ -332,12 +331,5 @@ def _mpi(python: str, script: str, world: int) -> dict[int, float]:
     return {int(line["bytes"]): float(line["median_ms"]) / 1e3 for line in lines}
 
 
-def _case(case: str, value_s: float, peer: str, peer_s: float) -> Case:
-    return {
-        "bench": "host", "case": case, "value": round(1e3 * value_s, 3), "unit": "ms", "peer": peer,
-        "peer_value": round(1e3 * peer_s, 3), "ratio": round(peer_s / value_s, 3),
-    }  # fmt: skip
-
-
-def _readable(size: int) -> str:
-    return f"{size / 1e6:g} MB" if size >= 1_000_000 else f"{size / 1e3:g} KB"
+def _timed(case: str, value_s: float, peer: str, peer_s: float) -> Case:
+    return case_of("host", case, 1e3 * value_s, "ms", peer, 1e3 * peer_s, digits=3)

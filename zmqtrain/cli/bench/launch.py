@@ -10,10 +10,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 
 ROLES = 32
@@ -26,13 +26,13 @@ with zmqtrain.session() as session:
 """
 
 
-def bench_launch(*, roles: int = ROLES) -> Iterator[dict[str, Any]]:
+def bench_launch(*, roles: int = ROLES) -> Iterator[Case]:
     """Launch ``roles`` workers that only join and meet at a barrier. Raises `ZmqTrainError` if the launch fails."""
     joined, memory = _launch(roles)
     alone = float(subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, text=True).stdout)
     each = roles * alone / min(roles, os.cpu_count() or 1)
-    yield _case(f"{roles} roles up and joined", joined, "s", f"{roles} imports of torch on all processors", each)
-    yield _case(f"memory of launcher, agent and {roles} roles", memory / 1e6, "MB", None, None)
+    yield case_of("launch", f"{roles} roles up and joined", joined, "s", f"{roles} imports of torch on all processors", each)
+    yield case_of("launch", f"memory of launcher, agent and {roles} roles", memory / 1e6, "MB")
 
 
 def _launch(roles: int) -> tuple[float, int]:
@@ -68,8 +68,3 @@ def _memory(pid: int) -> int:
             continue
         total += getattr(info, "pss", info.uss)
     return total
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None) -> dict[str, Any]:
-    ratio = None if peer_value is None else peer_value / value
-    return {"bench": "launch", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}

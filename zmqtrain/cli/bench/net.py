@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import zmq
 
-from zmqtrain.cli.bench.processes import run_processes
+from zmqtrain.cli.bench.case import Case, case_of
+from zmqtrain.cli.bench.processes import run_processes, together
 from zmqtrain.net.node import Node
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -53,52 +53,42 @@ class Measured:
 
 def bench_net(
     *, tensor_bytes: int = TENSOR_BYTES, tensors: int = TENSORS, rounds: int = ROUNDS, trips: int = TRIPS, small: int = SMALL
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Case]:
     """Goodput of large tensors (medians; all ways take turns in each round), round trips, and small messages."""
     plan = Plan(tensor_bytes, tensors, rounds, trips, small)
     left, right = run_processes([(LEFT, plan), (RIGHT, plan)], _measure)
     volume = tensor_bytes * tensors / 1e9
     ours, bare, chunked = (volume / statistics.median(times) for times in (right.ours, right.bare, right.chunked))
     size = f"{tensor_bytes / 1e6:g} MB"
-    yield _case(f"goodput, tensors of {size}", ours, "GB/s", f"bare pyzmq, frames of {size}", bare, ours / bare)
-    yield _case(f"goodput, tensors of {size}", ours, "GB/s", "bare pyzmq, frames of 1 MiB", chunked, ours / chunked)
-    yield _case("request and answer", 1e6 * statistics.median(left.trips), "us", None, None, None)
-    yield _case("small messages one way", small / right.small, "1/s", None, None, None)
-
-
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None) -> dict[str, Any]:
-    return {"bench": "net", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
+    yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", f"bare pyzmq, frames of {size}", bare, "value/peer")
+    yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", "bare pyzmq, frames of 1 MiB", chunked, "value/peer")
+    yield case_of("net", "request and answer", 1e6 * statistics.median(left.trips), "us")
+    yield case_of("net", "small messages one way", small / right.small, "1/s")
 
 
 async def _measure(node: Node, plan: Plan) -> Measured:
+    other = RIGHT if node.peer == LEFT else LEFT
     measured = Measured([], [], [], [], 0.0)
     moves = await _Moves.meet(node, plan)
     try:
         for turn in range(-1, plan.rounds):  # the first is to warm up
             for name in ("ours", "bare", "chunked") if turn % 2 else ("chunked", "bare", "ours"):
-                await _together(node, f"{name} {turn}")
+                await together(node, other, f"{name} {turn}")
                 seconds = await getattr(moves, name)(turn)
                 if turn >= 0:
                     getattr(measured, name).append(seconds)
     finally:
         moves.close()
-    await _together(node, "trips")
+    await together(node, other, "trips")
     if node.peer == LEFT:
         for _ in range(plan.trips):
             start = time.perf_counter()
             await node.request(RIGHT, "together", "trip", timeout=WAIT_S)
             measured.trips.append(time.perf_counter() - start)
-    await _together(node, "small")
+    await together(node, other, "small")
     seconds = await _small(node, plan.small)
-    await _together(node, "end")
+    await together(node, other, "end")
     return Measured(measured.ours, measured.bare, measured.chunked, measured.trips, seconds)
-
-
-async def _together(node: Node, name: str) -> None:
-    other = RIGHT if node.peer == LEFT else LEFT
-    await node.send(other, ("together", name), ValuePayload(None))
-    async with asyncio.timeout(WAIT_S):
-        await node.receive(other, ("together", name))
 
 
 async def _small(node: Node, count: int) -> float:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.processes import Place, run_processes
 from zmqtrain.collectives.choose import ALPHA_S
 from zmqtrain.data.background import BackgroundThread, Condition
@@ -42,8 +42,6 @@ from zmqtrain.plan.rules import pure
 from zmqtrain.plan.trace import trace_layers
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
-
-Case: TypeAlias = dict[str, Any]
 
 BANDWIDTH = 1e9
 LATENCY_S = 200e-6
@@ -153,12 +151,12 @@ class _Halos:
         if late:
             raise ZmqTrainError(f"the interior of {', '.join(late)} began only when the halo was there")
         what, predicted = self._what, [_price(replace(self._problem, overlap=share), self._plan).step_s for share in (1.0, 0.0)]
-        yield _case(f"{what}: halos travel", _travelled_s(overlapped) * 1e3, "ms", "overlap off", _travelled_s(waiting) * 1e3)
-        yield _case(f"{what}: halos waited for", _waited_s(overlapped) * 1e3, "ms", "overlap off", _waited_s(waiting) * 1e3)
+        yield _beside(f"{what}: halos travel", _travelled_s(overlapped) * 1e3, "ms", "overlap off", _travelled_s(waiting) * 1e3)
+        yield _beside(f"{what}: halos waited for", _waited_s(overlapped) * 1e3, "ms", "overlap off", _waited_s(waiting) * 1e3)
         shares = [100 * _waited_s(each) / _travelled_s(each) for each in (overlapped, waiting)]
-        yield _case(f"{what}: exposed share of halos", shares[0], "%", "overlap off", shares[1])
-        yield _case(f"{what}: step", _step_s(overlapped) * 1e3, "ms", "predicted", predicted[0] * 1e3)
-        yield _case(f"{what}: step, overlap off", _step_s(waiting) * 1e3, "ms", "predicted", predicted[1] * 1e3)
+        yield _beside(f"{what}: exposed share of halos", shares[0], "%", "overlap off", shares[1])
+        yield _beside(f"{what}: step", _step_s(overlapped) * 1e3, "ms", "predicted", predicted[0] * 1e3)
+        yield _beside(f"{what}: step, overlap off", _step_s(waiting) * 1e3, "ms", "predicted", predicted[1] * 1e3)
 
 
 class _Communication:
@@ -175,12 +173,12 @@ class _Communication:
         for (name, how), tried in zip(self._plans.items(), found, strict=True):
             seconds.append((_price(self._problem, how).communication_s, _step_s(tried)))
             predicted_s, measured_s = seconds[-1]
-            yield _case(f"communication of AlexNet, {name}", measured_s * 1e3, "ms", "predicted", predicted_s * 1e3)
+            yield _beside(f"communication of AlexNet, {name}", measured_s * 1e3, "ms", "predicted", predicted_s * 1e3)
         worst = max(abs(measured_s / predicted_s - 1) for predicted_s, measured_s in seconds)
-        yield _case("furthest from what was predicted", 100 * worst, "%", None, None)
+        yield _beside("furthest from what was predicted", 100 * worst, "%")
         orders = [sorted(range(len(seconds)), key=[pair[which] for pair in seconds].__getitem__) for which in (0, 1)]
         in_place = sum(one == other for one, other in zip(*orders, strict=True))
-        yield _case("plans in the order that was predicted", float(in_place), "plans", "all", float(len(seconds)))
+        yield _beside("plans in the order that was predicted", float(in_place), "plans", "all", float(len(seconds)))
 
 
 class _Step:
@@ -196,9 +194,11 @@ class _Step:
         planned_s, batch_s = (_step_s(tried) for tried in found)
         predicted, batch = self._planned.price, self._batch.price
         words = ", ".join(f"{layer.choice} {layer.grid}" for layer in self._planned.plan)
-        yield _case(f"step of the perceptron as planned ({words})", planned_s * 1e3, "ms", "predicted", predicted.step_s * 1e3)
-        yield _case("step of the perceptron, pure batch", batch_s * 1e3, "ms", "predicted", batch.step_s * 1e3)
-        yield _case("so many times as fast as planned", batch_s / planned_s, "times", "predicted", batch.step_s / predicted.step_s)
+        yield _beside(f"step of the perceptron as planned ({words})", planned_s * 1e3, "ms", "predicted", predicted.step_s * 1e3)
+        yield _beside("step of the perceptron, pure batch", batch_s * 1e3, "ms", "predicted", batch.step_s * 1e3)
+        yield _beside(
+            "so many times as fast as planned", batch_s / planned_s, "times", "predicted", batch.step_s / predicted.step_s
+        )
 
 
 def _problem(model: str, batch: int, hosts: int, dilation: float, *, flops: float = 0.0, overlap: float = 0.0) -> Problem:
@@ -308,7 +308,6 @@ class _Real:
         self._until_s = self._clock()
 
 
-def _case(case: str, value: float, unit: str, peer: str | None, peer_value: float | None) -> Case:
+def _beside(case: str, value: float, unit: str, peer: str = "", peer_value: float | None = None) -> Case:
     """Ratio: how many times what the peer has."""
-    ratio = None if not peer_value else value / peer_value
-    return {"bench": "parallel", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
+    return case_of("parallel", case, value, unit, peer, peer_value, "value/peer")

@@ -16,12 +16,15 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import Dilation, run
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.wire.value import ValuePayload
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 #: The processes must all be up, and be done, in this time.
 PATIENCE_S = 180.0
+#: How long one of two waits for the other between parts of a benchmark.
+MEET_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +101,10 @@ async def _take_part(
         for other, address in addresses.items():
             node.add_peer(other, address)
         pipe.send(await role(node, work))
+
+
+async def together(node: Node, other: PeerId, name: str) -> None:
+    """Both of two processes are as far as this."""
+    await node.send(other, ("together", name), ValuePayload(None))
+    async with asyncio.timeout(MEET_S):
+        await node.receive(other, ("together", name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -71,7 +71,7 @@ def run_bench(
     return 0
 
 
-def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[dict[str, Any]]:
+def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[Mapping[str, Any]]:
     """Of those that have parts: these, or all."""
     if name == "cluster":
         from zmqtrain.cli.bench import cluster
@@ -90,7 +90,7 @@ def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str
 _Peer: TypeAlias = tuple[str | None, str | None]
 
 
-def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[dict[str, Any]]:
+def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
     if name == "net":
         from zmqtrain.cli.bench.net import bench_net
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from zmqtrain.arena import Arena
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.processes import Place, run_processes
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.node import Node
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
     from zmqtrain.exchange.model_server import ModelServerExchange
 
-#: One result: bench, case, value, unit, peer, peer_value, ratio (above 1: better than the peer).
-Case: TypeAlias = dict[str, str | float | None]
 PolicyName = Literal["sync", "async"]
 
 MODEL_BYTES = 100_000_000
@@ -75,26 +74,19 @@ def bench_server(
         results = _run([Work(peer, workers, policy, model_bytes, rounds) for peer in (*workers, "server/0")])
         value = max(statistics.median(seconds for seconds, _ in rounds_of) for rounds_of in results) * 1e3
         peer = _mxnet(mxnet_python, mxnet_script, policy) if mxnet_python and mxnet_script else None
-        yield _case(f"push+pull {model_bytes / 1e6:g} MB, {WORKERS} workers, 1 server, {policy}", value, "mxnet", peer)
+        yield _timed(f"push+pull {model_bytes / 1e6:g} MB, {WORKERS} workers, 1 server, {policy}", value, "mxnet", peer)
     if not exposed:
         return
     waits: dict[bool, float] = {}
     for overlap in (False, True):
         work = [Work(peer, workers, "async", model_bytes, rounds, overlap, True) for peer in (*workers, "server/0")]
         waits[overlap] = max(statistics.median(wait for _, wait in rounds_of) for rounds_of in _run(work)) * 1e3
-    yield _case(f"exposed communication, {model_bytes / 1e6:g} MB, overlapped", waits[True], "overlap off", waits[False])
+    yield _timed(f"exposed communication, {model_bytes / 1e6:g} MB, overlapped", waits[True], "overlap off", waits[False])
 
 
-def _case(case: str, value: float, peer: str, peer_value: float | None) -> Case:
-    return {
-        "bench": "server",
-        "case": case,
-        "value": round(value, 3),
-        "unit": "ms",
-        "peer": peer if peer_value is not None else None,
-        "peer_value": None if peer_value is None else round(peer_value, 3),
-        "ratio": None if peer_value is None else round(peer_value / max(value, 1e-3), 3),
-    }
+def _timed(case: str, value: float, peer: str, peer_value: float | None) -> Case:
+    ratio = None if peer_value is None else peer_value / max(value, 1e-3)  # all of it may be hidden
+    return case_of("server", case, value, "ms", peer, peer_value, ratio or 0.0, digits=3)
 
 
 def _mxnet(python: str, script: str, policy: PolicyName) -> float:

@@ -8,15 +8,12 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import NetworkModel, Way
 from zmqtrain.wire.phantom import PhantomPayload
-
-#: One result: bench, case, value, unit, peer, peer_value, ratio.
-Case: TypeAlias = dict[str, str | float | None]
 
 WORKERS = (256, 1024, 4096)
 STEPS = 10
@@ -39,10 +36,10 @@ def bench_simulate(*, workers: Sequence[int] = WORKERS) -> Iterator[Case]:
         took_s = time.perf_counter() - began
         messages = number * STEPS * BUCKETS
         case = f"{number} workers, {STEPS} steps of {BUCKETS} buckets"
-        yield _case(case, took_s, "s")
-        yield _case(f"{case}: messages", messages / took_s, "1/s")
-        yield _case(f"{case}: virtual time", virtual_s, "s")
-        yield _case(f"{case}: most memory so far", _peak_mib(), "MiB")
+        yield case_of("simulate", case, took_s, "s")
+        yield case_of("simulate", f"{case}: messages", messages / took_s, "1/s")
+        yield case_of("simulate", f"{case}: virtual time", virtual_s, "s")
+        yield case_of("simulate", f"{case}: most memory so far", _peak_mib(), "MiB")
 
 
 def neighbour_exchange(workers: int, *, steps: int = STEPS, buckets: int = BUCKETS, numel: int = NUMEL) -> float:
@@ -75,7 +72,3 @@ def neighbour_exchange(workers: int, *, steps: int = STEPS, buckets: int = BUCKE
 def _peak_mib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-
-
-def _case(case: str, value: float, unit: str) -> Case:
-    return {"bench": "simulate", "case": case, "value": value, "unit": unit, "peer": None, "peer_value": None, "ratio": None}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.job import Job
-from zmqtrain.topology.units import format_size
+from zmqtrain.topology.rounded import rounded_size
 
 #: Folders that are no part of a program: what version control, tools and runs keep, and environments, which cannot be moved.
 LEFT_OUT = frozenset(
@@ -39,9 +39,9 @@ def pack(folder: Path, limit: int) -> bytes:
     total = sum(size for _, size in found)
     if total > limit:
         largest = sorted(found, key=lambda file: -file[1])[:_NAMED]
-        names = ", ".join(f"{path} ({_size(size)})" for path, size in largest)
+        names = ", ".join(f"{path} ({rounded_size(size)})" for path, size in largest)
         raise UsageError(
-            f"sync would copy {_size(total)} of {folder} to every host, more than sync_limit = {_size(limit)}. "
+            f"sync would copy {rounded_size(total)} of {folder} to every host, more than sync_limit = {rounded_size(limit)}. "
             f"The largest: {names}. Launch in a folder that has the program alone, or raise sync_limit in [engine]"
         )
     buffer = io.BytesIO()
@@ -100,7 +100,3 @@ def _files(folder: Path) -> Iterator[tuple[Path, int]]:
 
 def _is_no_program(folder: Path) -> bool:
     return folder.is_symlink() or any((folder / name).exists() for name in _SAYS_SO)
-
-
-def _size(count: int) -> str:
-    return format_size(count) if count % 1024 == 0 and count else f"{count / 2**20:.1f} MiB"

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from zmqtrain.observe.peer_order import peer_order
 from zmqtrain.observe.summary import mean_staleness, metrics_of
 
 #: Points of a curve. More are averaged.
@@ -120,7 +121,7 @@ class Figures:
             ],
             "staleness": {str(value): count for value, count in sorted(self._staleness.items())},
             "spread": thinned(_means(self._spread)),
-            "samples": dict(sorted(self._samples.items(), key=lambda item: _order(item[0]))[:MOST_ROWS]),
+            "samples": dict(sorted(self._samples.items(), key=lambda item: peer_order(item[0]))[:MOST_ROWS]),
             "traffic": _matrix(self._traffic),
             "marks": self._marks,
         }
@@ -165,7 +166,7 @@ def _means(rows: Mapping[int, Sequence[float]]) -> list[Point]:
 
 def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
     """A row a rank; of many, the medians of neighbours."""
-    ordered = sorted(ranks.items(), key=lambda item: _order(item[0]))
+    ordered = sorted(ranks.items(), key=lambda item: peer_order(item[0]))
     count = min(len(ordered), MOST_ROWS)
     rows = []
     for start, stop in itertools.pairwise(len(ordered) * part // max(1, count) for part in range(count + 1)):
@@ -179,19 +180,14 @@ def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
 
 def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
     """Bytes from each role (a row) to each other (a column). Of many, only what each sent in all."""
-    peers = sorted({*traffic, *(to for sent in traffic.values() for to in sent)}, key=_order)
+    peers = sorted({*traffic, *(to for sent in traffic.values() for to in sent)}, key=peer_order)
     roles = [peer for peer in peers if peer.startswith(("worker/", "server/", "fc/"))]
     if len(roles) > MOST_ROWS:
         totals = {peer: sum(sent.values()) for peer, sent in traffic.items()}
-        most = sorted(totals, key=lambda peer: (-totals[peer], _order(peer)))[:MOST_ROWS]
+        most = sorted(totals, key=lambda peer: (-totals[peer], peer_order(peer)))[:MOST_ROWS]
         return {"peers": [], "bytes": [], "totals": {peer: totals[peer] for peer in most}, "count": len(roles)}
     rows = [[int(traffic.get(source, {}).get(to, 0)) for to in roles] for source in roles]
     return {"peers": roles, "bytes": rows, "totals": {}, "count": len(roles)}
-
-
-def _order(peer: str) -> tuple[str, int]:
-    kind, _, index = peer.partition("/")
-    return ({"worker": "0", "server": "1", "fc": "2"}.get(kind, kind), int(index) if index.isdigit() else 0)
 
 
 def figures_of(events: Iterable[Mapping[str, Any]], *, group_size: int = 1) -> Json:

@@ -1,0 +1,132 @@
+"""A connection of the simulated network: two lanes, on each of which one message goes after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.flows import Flow, Resource, slip_through
+from zmqtrain.topology.links import Way
+
+if TYPE_CHECKING:
+    from zmqtrain.simulate.network import SimulatedNetwork
+    from zmqtrain.simulate.transport import SimulatedTransport
+
+#: Payload of an Ethernet frame: a message within it is one packet, and shares nothing.
+PACKET_BYTES = 1500
+#: The network's own timers belong to no process, so that they go on while one stands still.
+NOBODY = contextvars.Context()
+
+
+class Channel(Flow):
+    """One lane of a connection: what is queued goes one after the other."""
+
+    __slots__ = ("_active", "_connection", "_lane", "_network", "_timer", "_way", "arrives_at", "queue")
+
+    def __init__(self, network: SimulatedNetwork, connection: Connection, lane: int, way: Way, path: tuple[Resource, ...]) -> None:
+        super().__init__(path)
+        self._network, self._connection, self._lane, self._way = network, connection, lane, way
+        self._active = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.queue: deque[tuple[list[bytes | memoryview], int]] = deque()
+        self.arrives_at = 0.0
+        """When the last message that has left arrives."""
+
+    def put(self, frames: list[bytes | memoryview], nbytes: int) -> None:
+        """Queue a message."""
+        if not self._active and not self._connection.stalled:
+            if nbytes <= PACKET_BYTES:
+                self._travel(frames, slip_through(self.path, nbytes, self._network.loop.time()))
+                return
+            self.queue.append((frames, nbytes))
+            self._start()
+        else:
+            self.queue.append((frames, nbytes))
+
+    def hold(self) -> None:
+        """Nothing gets through for now; what is half sent will be sent again."""
+        self._cancel()
+        if self._active:
+            self._active = False
+            self._network.flows.stop(self)
+            self._network.rebalance()
+
+    def resume(self) -> None:
+        """Go on after `hold`."""
+        if self.queue:
+            self._start()
+
+    def clear(self) -> None:
+        """The connection is gone, and what was to go over it."""
+        self.queue.clear()
+        self.hold()
+
+    def reschedule(self) -> None:
+        """The rate has changed."""
+        self._cancel()
+        at = self.finishes_at
+        if at < math.inf:
+            self._timer = self._network.loop.call_at(at, self._through, context=NOBODY)
+
+    def _start(self) -> None:
+        self._active = True
+        self._network.flows.start(self, self.queue[0][1], self._network.loop.time())
+        self._network.rebalance()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _through(self) -> None:
+        """The message in front has left."""
+        network, connection = self._network, self._connection
+        now = network.loop.time()
+        self._timer = None
+        frames, _ = self.queue.popleft()
+        self._travel(frames, now)
+        if not self._active:
+            return  # it was lost, and the connection with it
+        if self.queue:
+            network.flows.follow(self, self.queue[0][1], now)
+            self.reschedule()
+        else:
+            self.hold()
+            connection.owner.sent(connection)
+
+    def _travel(self, frames: list[bytes | memoryview], left_at: float) -> None:
+        """A message that leaves at ``left_at`` arrives, or is lost."""
+        network, connection, way = self._network, self._connection, self._way
+        delay = way.latency
+        if way.jitter:
+            delay += network.chance.expovariate(1 / way.jitter)
+        if way.loss and network.chance.random() < way.loss:
+            network.lose(connection.source, connection.destination)  # which clears this channel
+            return
+        self.arrives_at = max(self.arrives_at, left_at + delay)
+        target = network.find(connection.destination)
+        if target is not None:
+            network.loop.call_at(self.arrives_at, target.arrive, connection, self._lane, frames, context=target.context)
+
+
+class Connection:
+    """From one peer to another. Replaced when it breaks, so that what is in flight on the old one is lost."""
+
+    __slots__ = ("channels", "destination", "owner", "route", "source", "stalled", "up", "watch")
+
+    def __init__(self, owner: SimulatedTransport, destination: PeerId, route: bytes) -> None:
+        self.owner, self.source, self.destination, self.route = owner, owner.peer, destination, route
+        self.up = False
+        self.stalled = False
+        """It stands, but nothing gets through, or no answers come back."""
+        self.watch: asyncio.TimerHandle | None = None
+        self.channels: tuple[Channel, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still to leave."""
+        return any(channel.queue for channel in self.channels)

@@ -1,0 +1,33 @@
+"""Quantities for people to read: three digits, and the unit that suits them. `units` writes those that must read back the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_SIZES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+_RATES = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
+
+
+def rounded_time(seconds: float) -> str:
+    """Like ``"1.23 ms"``; nothing is ``"0"``."""
+    return _rounded(seconds, _TIMES) if seconds else "0"
+
+
+def rounded_size(nbytes: float) -> str:
+    """Like ``"244 MiB"``."""
+    return _rounded(nbytes, _SIZES)
+
+
+def rounded_rate(bits_per_s: float) -> str:
+    """Like ``"941 Mbit/s"``."""
+    return _rounded(bits_per_s, _RATES)
+
+
+def _rounded(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """In the largest unit of which there is one, after rounding; else in the smallest."""
+    if value < 0:
+        return f"-{_rounded(-value, units)}"
+    name, factor = next(((name, factor) for name, factor in units if value >= 0.9995 * factor), units[-1])
+    number = value / factor
+    return f"{number:,.0f} {name}" if number >= 99.95 else f"{number:.3g} {name}"
