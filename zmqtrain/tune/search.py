@@ -257,7 +257,7 @@ class Search(Machine):
             found = yield from self._grid(groups, [rate, rate / 10])  # all momenta that may help
             if found.best is None or found.best.momentum > 0:
                 return (yield from self._settle(found))
-            if self._space.fewer(groups) is None or self._total == implicit_momentum(groups - 1):
+            if self._space.fewer(groups) is None or self._total <= implicit_momentum(groups - 1):
                 self._decide("momentum", "0 is the best, and fewer groups are no better", groups=groups)
                 return (yield from self._settle(found))
             self._total = implicit_momentum(groups - 1)
