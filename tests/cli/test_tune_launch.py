@@ -121,7 +121,7 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
     monkeypatch.setattr(Watching, "event", heard)
     monkeypatch.setattr(Drift, "reason", property(reason))
     folder = tmp_path / "run"
-    settings = ["tune.time_limit='1 h'", "job.steps=400", "job.checkpoint_every=10"]
+    settings = ["tune.time_limit='1 h'", "job.steps=300", "job.checkpoint_every=10"]
     assert run_launch(file, run_dir=folder, settings=settings) == 130
     assert f"interrupted; the same command with --resume {folder} goes on" in capsys.readouterr().out
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
@@ -136,9 +136,9 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
     (drift,) = (event["values"]["reason"] for event in events if event["kind"] == "drift")
     assert drift == "a host has become slow"
     made = 2 * int(find_latest(first).name.removeprefix("step-"))
-    assert 20 <= made < 400
+    assert 20 <= made < 300
     job = load_topology(second / "topology.toml")
-    assert (job.compute.groups, job.compute.group_size, job.job.steps, job.optimizer.lr) == (2, 1, (400 - made) // 2, 0.1)
+    assert (job.compute.groups, job.compute.group_size, job.job.steps, job.optimizer.lr) == (2, 1, (300 - made) // 2, 0.1)
     assert job.job.weights == str(first / "checkpoints")
     own = [json.loads(line) for line in (second / "events.jsonl").read_text().splitlines()]
     begins = [event["values"]["restored"] for event in own if event["kind"] == "start"]

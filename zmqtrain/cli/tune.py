@@ -223,9 +223,9 @@ class Tuning:
             finally:
                 self._shown.ends()
             machine.result(trial, outcome)
-            self._warn_if_late(trial, outcome)
             self._event(name, "trial", trial.reason, {**trial.to_value(), "outcome": outcome.to_value()})
             self._shown.trial(name, trial, outcome)
+            self._warn_if_late(trial, outcome)
             self._directory.write_json(f"{name}.json", machine.to_value())
 
     def _warn_if_late(self, trial: Trial, outcome: Outcome) -> None:
