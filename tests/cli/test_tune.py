@@ -89,7 +89,7 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
     assert run_tune(file, How(simulate=True), run_dir=folder, settings=["tune.momenta=[0.6]", "tune.cold=40"]) == 0
     shown = capsys.readouterr().out
     assert "4 workers as 1, 2, 4 groups" in shown
-    assert "saturation: the fewest groups that are as fast as any, as predicted" in shown
+    assert "saturation: the fewest groups that are as fast as any, as far as is known" in shown
     assert "done: the target is reached" in shown
     summary = json.loads((folder / "summary.json").read_text())["strategies"][0]
     assert (summary["strategy"], summary["reached"]) == ("omnivore", True)

@@ -362,6 +362,31 @@ def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:
     assert begun == [pytest.approx(1.5, rel=0.02), pytest.approx(1 / 0.98, rel=0.02)]  # asked once more, at the end
 
 
+def test_after_a_drift_speeds_are_measured_anew() -> None:
+    """Four groups were the fewest that are as fast as any; then a host has become slow, and one is."""
+    slower = dict.fromkeys(UPDATE_S, 4.0)
+
+    class Drifting(Landscape):
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            first = trial.phase == "train" and self.update_s != slower
+            if first:
+                trial = replace(trial, updates=100)
+            outcome = super().run(trial, target)
+            if first:
+                self.update_s = slower
+                return replace(outcome, reached=None, drifted="everything is slower")
+            return outcome
+
+    search, done = solve(SPACE, Drifting(UPDATE_S), target=0.01)
+    at = next(number for number, (_, outcome) in enumerate(search.trials) if outcome.drifted)
+    after = [trial for trial, _ in search.trials[at + 1 :]]
+    assert [(trial.phase, trial.setting.groups) for trial in after[:4]] == [("speed", each) for each in UPDATE_S]
+    assert {trial.setting.groups for trial in after[4:]} == {1, 4}  # the new g*, and as before
+    assert done.setting is not None
+    assert done.setting.groups == 1
+    assert done.reached
+
+
 def test_the_time_limit_ends_it() -> None:
     search, done = solve(replace(SPACE, limit_s=3000), Landscape(UPDATE_S))
     assert "the time is up" in done.reason

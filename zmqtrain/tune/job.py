@@ -83,7 +83,8 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
 def space_for(space: Space, update_s: Mapping[int, float], *, job_s: float | None, spent_s: float = 0.0) -> Space:
     """The space of a search whose speeds have been measured, for a job that takes so long (none: as long as the space allows).
 
-    The job is trained to its end, whatever the loss. Searching may take ``share`` of search and training together. ``spent_s`` of that has gone into measuring."""
+    The job is trained to its end, whatever the loss. Searching may take ``share`` of search and training together. ``spent_s`` of
+    that has gone into measuring."""
     limit_s = space.limit_s if job_s is None else job_s / (1 - space.share)
     # A search looks at its share alone to see what it may take. Nothing would be left of a limit of 0.
     saturation = fewest(update_s)

@@ -45,6 +45,7 @@ class Machine(ABC):
         self._reached = self._finished = False
         self._diverged = 0  # trainings one after another
         self._stalled = False  # the last training has brought nothing
+        self._drifted = False  # it was ended for that
         self._algorithm = self._life()
         self._now: Trial | Done
         self._advance(None)
@@ -185,6 +186,7 @@ class Machine(ABC):
         self._start, self._diverged = trial.number, 0
         self._stalled = outcome.loss > (1 - self._space.worse) * outcome.first
         self._first[trial.number] = outcome.loss if outcome.end is None else outcome.end
+        self._drifted = outcome.drifted is not None
         if outcome.drifted is not None:
             self._decide("drift", outcome.drifted, **values_of(setting))
         return outcome

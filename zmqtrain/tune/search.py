@@ -67,7 +67,7 @@ class Search(Machine):
             saturation = yield from self._speeds()
         else:
             saturation = space.saturation
-            self._decide("saturation", "the fewest groups that are as fast as any, as predicted", groups=saturation)
+            self._decide("saturation", "the fewest groups that are as fast as any, as far as is known", groups=saturation)
         cold = yield from self._cold_start(saturation)
         if cold is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
@@ -97,6 +97,8 @@ class Search(Machine):
             rate = yield from self._long(chosen, self._due(groups, self.search_s - before_s))
             if (end := self._end()) is not None:
                 return end
+            if self._drifted and self._affords(*self._speed_trials()):  # hosts are not as fast as they were
+                groups = yield from self._speeds()
 
     def _long(self, setting: Setting, updates: int) -> Generator[Trial, Outcome, float]:
         """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
@@ -133,15 +135,19 @@ class Search(Machine):
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
         """Hardware efficiency of all numbers of groups, and g*."""
-        space = self._space
-        for groups in space.groups:
-            setting = Setting(groups, 0.0, min(space.rates))
-            reason = "how long an update takes with each number of groups"
-            yield Trial(len(self.trials), setting, groups * space.speed, "probe", "speed", reason)
-        measured = {groups: self._update_s[groups] for groups in space.groups}
+        for trial in self._speed_trials():
+            yield replace(trial, number=len(self.trials))
+        measured = {groups: self._update_s[groups] for groups in self._space.groups}
         found = fewest(measured)
         self._decide("saturation", "the fewest groups that are as fast as any", groups=found, update_s=measured)
         return found
+
+    def _speed_trials(self) -> Sequence[Trial]:
+        space, reason = self._space, "how long an update takes with each number of groups"
+        return [
+            Trial(0, Setting(groups, 0.0, min(space.rates)), groups * space.speed, "probe", "speed", reason)
+            for groups in space.groups
+        ]
 
     def _cold_start(self, saturation: int) -> Steps:
         """The learning rate for one group, then how many groups help a model that has learned nothing."""
@@ -150,14 +156,16 @@ class Search(Machine):
         best: tuple[float, Setting] | None = None
         for lowered in range(MOST_LOWERED + 1):
             for rate in rates:
-                outcome = yield from self._try(
-                    Setting(one, momentum, rate), "learning rate", "from low to high until it gets worse"
-                )
+                setting, reason = Setting(one, momentum, rate), "from low to high until it gets worse"
+                if best is not None and not self._affords(self._probe(setting, "learning rate", reason), part=COLD):
+                    self._enough(f"no higher learning rate than {best[1].lr:g}")
+                    break
+                outcome = yield from self._try(setting, "learning rate", reason)
                 if outcome.diverged or (best is not None and self._worse(outcome.loss, best[0])):
                     self._decide("learning rate", f"{rate:g} {_fares(outcome)}: higher ones would be worse still", lr=rate)
                     break
                 # Of rates that are as good the highest: a model that has not begun to learn shows none.
-                best = min(outcome.loss, math.inf if best is None else best[0]), Setting(one, momentum, rate)
+                best = min(outcome.loss, math.inf if best is None else best[0]), setting
             if best is not None:
                 break
             rates = [rates[0] / 10]
