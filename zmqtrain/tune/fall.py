@@ -34,7 +34,7 @@ class Fall:
         return self.until is not None and loss is not None and loss <= (1 + GAIN) * self.until
 
     def hear(self, begin: float, fallen: float) -> bool:
-        """Whether it falls now: from ``begin`` it has come to ``fallen`` at once. If not, ``until`` is when to ask again."""
+        """Whether it falls now: from ``begin`` it comes to ``fallen`` at once. If not, ``until`` is when to ask again."""
         assert self._target is not None
         if fallen <= self._target:
             self.until = None

@@ -82,6 +82,7 @@ class Hearing:
             seconds=losses[-1][0] if losses else 0.0,
             diverged=diverged or self.diverged,
             smooth=self._over,
+            scored=self._trial.scored,
             target=self._target if self._trial.kind == "train" else None,
             staleness=fmean(self._staleness) if self._staleness else None,
             momentum=self._momentum,

@@ -37,7 +37,7 @@ MOST_LOWERED = 3
 MOST_COLD = 8
 #: Of all time, after how much it does not.
 COLDEST = 0.2
-#: By what a tie's probes are longer.
+#: By what the probes are longer that decide a tie, or ask for a lower learning rate.
 LONGER = 2
 #: By what a lower learning rate must be better in a short trial.
 LOWER = 0.1
@@ -120,12 +120,14 @@ class Search(Machine):
 
     def _falls(self, fall: Fall, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
         """Whether the learning rate falls now."""
-        trial = self._probe(lower, "fall", "whether a lower learning rate reaches the target by now")
+        reason = "whether a lower learning rate reaches the target by now"
+        trial = replace(self._probe(lower, "fall", reason, times=LONGER), scored=1.0)  # what falls does so at once
         if not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
             fall.stop()
             return False
-        loss = (yield from self._try(lower, trial.phase, trial.reason)).loss
+        outcome = yield trial
+        loss = outcome.loss - outcome.noise
         if fall.hear(begin, loss):
             self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {loss:.4g} at once", lr=lower.lr)
             return True

@@ -44,6 +44,8 @@ class Trial:
     """A loss from which on it is not worth going on."""
     until: float | None = None
     """A smoothed loss at which training has done its part: it ends at its next checkpoint."""
+    scored: float = SCORED
+    """The last part of it, of which the loss counts."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -110,14 +112,16 @@ class Outcome:
         diverged: bool = False,
         target: float | None = None,
         smooth: int = 20,
+        scored: float = SCORED,
         **measured: Any,
     ) -> Outcome:
-        """From losses and their times since the begin, in order. ``target`` is reached by the loss as smoothed over ``smooth``."""
+        """From losses and their times since the begin, in order. ``target`` is reached by the loss as smoothed over ``smooth``.
+        ``scored``: the last part of them, of which the loss counts."""
         values = [loss for _, loss in losses]
         if not values:
             return cls(updates, seconds, math.nan, math.inf, **measured)
         first = fmean(values[: max(1, len(values) // 20)])
-        last = values[-max(1, round(len(values) * SCORED)) :]
+        last = values[-max(1, round(len(values) * scored)) :]
         bad = diverged or not all(map(math.isfinite, values))
         noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
         reached = reach(values, target, smooth) if target is not None else None
