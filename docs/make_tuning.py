@@ -34,6 +34,7 @@ FILE = """
 name = "{name}"
 task = "{folder}/tuning_tasks.py:{name}"
 timeout = "600 s"
+seed = {seed}
 [[hosts]]
 name = "node[1-9]"
 slots = 1
@@ -63,7 +64,7 @@ time_limit = "1 h"
 """
 
 
-def file_of(name: str, folder: Path, data: str, *, network: str | None = None) -> Path:
+def file_of(name: str, folder: Path, data: str, *, network: str | None = None, seed: int = 1) -> Path:
     """The topology file of a task, and its profile. ``network``: its bandwidth, instead of the narrow one."""
     folder.mkdir(parents=True, exist_ok=True)
     task = load_task(f"{HERE}/tuning_tasks.py:{name}", {}, data, folders=(str(HERE.parent),))
@@ -79,16 +80,16 @@ def file_of(name: str, folder: Path, data: str, *, network: str | None = None) -
     profile.write_text(json.dumps({"layers": described, "batch_size": BATCH}, indent=1))
     file = folder / f"{name}.toml"
     network = network or f"{sum(sizes.values()) * 32 / SEND_S / 1000:.0f} kbit/s"
-    values = {"batch": BATCH, "profile": profile, "network": network, "target": TARGETS[name], "rates": RATES[name]}
+    values = {"batch": BATCH, "profile": profile, "network": network, "target": TARGETS[name], "rates": RATES[name], "seed": seed}
     file.write_text(FILE.format(name=name, folder=HERE, **values))
     return file
 
 
-def runs(name: str, folder: Path, data: str, *, groups: bool, only: list[str]) -> int:
+def runs(name: str, folder: Path, data: str, *, groups: bool, only: list[str], seed: int) -> int:
     """Run, or go on."""
     torch.set_num_threads(1)
     path = folder / f"{name}-{'groups' if groups else 'strategies'}"
-    file = file_of(name, folder, data)
+    file = file_of(name, folder, data, seed=seed)
     begun = (path / "topology.toml").exists()
     how = How(simulate=True, curves=groups, strategies=names_of(only or ["all"]), resume=path if begun else None)
     return run_tune(file, how, data=data, run_dir=None if begun else path)
@@ -122,11 +123,12 @@ def main() -> int:
     run.add_argument("--data", required=True)
     run.add_argument("--groups", action="store_true")
     run.add_argument("--only", action="append", default=[], help="one of the strategies")
+    run.add_argument("--seed", type=int, default=1)
     what.add_parser("table").add_argument("folder", type=Path)
     given = parser.parse_args()
     if given.what == "table":
         return table(given.folder)
-    return runs(given.name, given.folder.resolve(), given.data, groups=given.groups, only=given.only)
+    return runs(given.name, given.folder.resolve(), given.data, groups=given.groups, only=given.only, seed=given.seed)
 
 
 if __name__ == "__main__":
