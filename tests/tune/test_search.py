@@ -96,6 +96,11 @@ def test_momentum_0_halves_the_groups_after_finer_ones_were_tried() -> None:
     assert 4 not in groups[groups.index(2) :]
 
 
+def test_no_momentum_beyond_those_of_the_space_is_tried() -> None:
+    search, _ = solve(replace(SPACE, momenta=(0.0,)), Landscape(UPDATE_S, best=0.3), target=0.01)
+    assert {trial.setting.momentum for trial, _ in search.trials} == {0.0}
+
+
 def test_groups_that_are_hardly_faster_do_not_replace_fewer_that_learn_sooner() -> None:
     hardly = {1: 1.2, 2: 1.15, 4: 1.1, 8: 1.0}
     search, done = solve(replace(SPACE, update_s=hardly, saturation=8), Stale(hardly), target=0.01)

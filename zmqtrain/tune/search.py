@@ -208,7 +208,8 @@ class Search(Machine):
         lower = sorted((each for each in space.momenta if each <= first.momentum - APART), reverse=True)
         yield from self._each(found, (first.momentum, *lower), phase, reason, enough)
         if found.best is not None and found.best.momentum == 0 and first.groups > space.groups[0]:
-            yield from self._each(found, sorted(space.fine), "fine grid", "small ones, before 0 counts as the best", enough)
+            fine = sorted(each for each in space.fine if each <= max(space.momenta))
+            yield from self._each(found, fine, "fine grid", "small ones, before 0 counts as the best", enough)
         return found
 
     def _each(
