@@ -140,7 +140,7 @@ def test_no_plan_at_all() -> None:
     with pytest.raises(UsageError, match=r"least one sample and one process, not 0 and 4"):
         Problem(small(), 0, 4, LINK)
     tight = Problem(small(), 64, 4, LINK, memory_bytes=1000)
-    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1000 B"):
+    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1,000 B"):
         plan(tight)
     with pytest.raises(
         UsageError,
