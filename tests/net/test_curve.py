@@ -257,7 +257,9 @@ async def test_who_must_encrypt_says_nothing_in_plain_text(caplog: pytest.LogCap
         key = KeyPair.new().public
         member = await nodes.open("a", Identity.member(TOKEN, key))
         member.add_peer("coordinator", with_key(plain.address, key))
-        with pytest.raises(PeerTimeoutError, match="speaks in plain text, and this run is encrypted"):
+        # Either end may find that their mechanisms differ. If the other one does first, all that is seen is that it closes.
+        said = "speaks in plain text, and this run is encrypted|breaks the handshake off: another process is at its address"
+        with pytest.raises(PeerTimeoutError, match=said):
             await member.request("coordinator", "anything", timeout=5.0)
         assert plain.statistics()["garbage"] == plain.statistics()["refused"] == 0
         with pytest.raises(ValueError, match="has no key"):

@@ -131,7 +131,7 @@ def test_the_nodes_of_an_allocation_are_the_hosts(slurm: Cluster, tmp_path: Path
     assert "pending" in zmqtrain(folder, "status", str(again)).stdout
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits until the old credentials are void
     ended = slurm.until_job(job, "COMPLETED", "FAILED")
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (again / "slurm.out").read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (ended, (again / "slurm.out").read_text())
     assert json.loads((again / "summary.json").read_text())["status"] == "done"
     assert (again / "checkpoints" / "step-00000080" / "model.safetensors").read_bytes() == kept.read_bytes()
 
