@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zmqtrain.cli.table import table_of
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
 from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
@@ -64,7 +65,7 @@ class Tables:
         self._totals(totals)
 
     def _layers(self, problem: Problem, layers: Sequence[dict[str, Any]]) -> None:
-        table = _table("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would flip it")
+        table = table_of("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would flip it")
         for row in layers[:MOST_LAYERS]:
             terms = [_term(row["terms"], key) for _, key in TERMS]
             flip = _flip(row["flip"], row["batch"], 8 / problem.link.byte_s)
@@ -81,7 +82,7 @@ class Tables:
         self._show(table, len(layers))
 
     def _alternatives(self, layers: Sequence[dict[str, Any]]) -> None:
-        table = _table("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">total", "")
+        table = table_of("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">total", "")
         for row in layers[:MOST_LAYERS]:
             name = row["layer"]
             for each in row["alternatives"]:
@@ -98,7 +99,7 @@ class Tables:
 
     def _totals(self, totals: Sequence[dict[str, Any]]) -> None:
         headings = (">messages", ">sent", ">latency", ">volume", ">exposed", ">compute", ">step", ">unoverlapped")
-        table = _table("", *headings, ">memory", ">gain", "")
+        table = table_of("", *headings, ">memory", ">gain", "")
         for row in totals:
             times = [_time(row[f"{key}_s"]) for key in ("latency", "volume", "exposed", "compute", "step", "step_without_overlap")]
             note = f"cannot be: {row['obstacle']}" if row["obstacle"] else ""
@@ -111,7 +112,7 @@ class Tables:
         """What was predicted, counted on the simulated wire, and waited for."""
         self._print("\n[bold]Predicted, counted and measured[/]: of the process that sends most; steps in the simulated world")
         headings = (">messages", ">counted", ">bytes", ">counted", ">waited")
-        table = _table("layer", "choice", "grid", "what", "pass", *headings, "")
+        table = table_of("layer", "choice", "grid", "what", "pass", *headings, "")
         names, layer = {key: name for name, key in TERMS}, ""
         for row in rows:
             place = ("", "", "") if row["layer"] == layer else (row["layer"], row["choice"], row["grid"])
@@ -122,7 +123,7 @@ class Tables:
             figures = [f"{each:,}" for each in (*messages, *nbytes)]
             table.add_row(*map(escape, place), names[row["term"]], row["phase"], *figures, _time(row["waited_s"]), note)
         self._console.print(table)
-        table = _table("", ">predicted", ">measured")
+        table = table_of("", ">predicted", ">measured")
         for what in ("compute", "exposed", "step"):
             table.add_row(what, _time(total[f"predicted_{what}_s"]), _time(total[f"measured_{what}_s"]))
         self._console.print(table)
@@ -131,7 +132,7 @@ class Tables:
         """The paper's rules, and what readings of it give."""
         self._print("\n[bold]The paper's rules, by its printed equations: communication against pure batch[/]")
         headings = (">pure batch", ">one grid for all", ">", ">grid for connected only", ">", ">with Eq. 6", ">free", ">with Eq. 6")
-        table = _table(">P", *headings)
+        table = table_of(">P", *headings)
         for row in rules:
             same, connected, free = row["same_grid"], row["connected_only"], row["free"]
             table.add_row(
@@ -155,7 +156,7 @@ class Tables:
                 f"{same['grid']}, and {connected['gain']:.2f} times on {connected['grid']} for the connected layers only."
             )
         self._print(f"\nReadings that come nearest to what it states, P = {STATED_PROCESSES}")
-        table = _table("rule", "network", "activations", "sums", ">best grid", ">", f">on {STATED_GRID}", ">stated")
+        table = table_of("rule", "network", "activations", "sums", ">best grid", ">", f">on {STATED_GRID}", ">stated")
         for rule in STATED:
             for row in [each for each in readings if each["rule"] == rule][:NEAREST]:
                 sums = "all" if row["dx"] else "without dX"
@@ -167,7 +168,7 @@ class Tables:
         """Steps over processes and batches."""
         for scaling, title in _SCALINGS.items():
             headings = (">pure batch", ">pure model", ">images by domain", ">planned", ">exposed", ">samples/s")
-            table = _table(">P", ">batch", *headings, "plan")
+            table = table_of(">P", ">batch", *headings, "plan")
             for row in rows:
                 if row["scaling"] == scaling:
                     seconds = row["planned_s"]
@@ -181,7 +182,7 @@ class Tables:
         """Hardware efficiency of the numbers of groups, a table for each variant."""
         for name in dict.fromkeys(row["variant"] for row in rows):
             mine = [row for row in rows if row["variant"] == name]
-            table = _table(
+            table = table_of(
                 *(">groups", ">workers each", ">an update", ">beside the best"),
                 *(">a group's step", ">computes", ">network", ">others"),
                 *(">staleness", ">implicit momentum", "limited by", ""),
@@ -218,13 +219,6 @@ def _who(row: dict[str, Any]) -> str:
     if pipeline == 1:
         return f"{slots} workers in groups"
     return f"{slots} slots, {pipeline} groups on each that take turns (pipeline = {pipeline})"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="dim")
-    for heading in headings:
-        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow="fold")
-    return table
 
 
 def _term(terms: dict[str, Any], key: str) -> str:

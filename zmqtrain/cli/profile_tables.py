@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from zmqtrain.cli.table import table_of
 from zmqtrain.topology.rounded import rounded_rate, rounded_time
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def print_profile(profile: Profile, file: str | None) -> None:
         _print(console, f"convolutions together: [bold]{measured.conv_share:.0%}[/] of the peak in forward and backward")
     fc = f"from {measured.fc_from} on" if measured.fc_from else "none"
     _print(console, f"\n[bold]Steps[/] (t_conv, t_fc: forward and backward of the two phases; the FC phase: {escape(fc)})")
-    table = _table(">samples", ">t_conv", ">t_fc", ">samples/s", ">memory", "")
+    table = table_of(">samples", ">t_conv", ">t_fc", ">samples/s", ">memory", "", overflow="ellipsis")
     for size in measured.sizes:
         mark = "the fewest with the best throughput: b_p" if size.samples == measured.micro_batch else ""
         conv, fc_ = _spread(size.conv_s, size.conv_spread_s), _spread(size.fc_s, size.fc_spread_s)
@@ -100,7 +100,7 @@ def _peak(measured: Measured) -> str:
 
 def _layers(console: Console, profile: Profile) -> None:
     _print(console, f"\n[bold]Layers[/], {profile.batch_size} samples: medians, and half the distance between quartiles")
-    table = _table("layer", "kind", "phase", ">parameters", ">forward", ">backward", ">of the peak")
+    table = table_of("layer", "kind", "phase", ">parameters", ">forward", ">backward", ">of the peak", overflow="ellipsis")
     for layer in profile.layers:
         table.add_row(
             escape(layer.name or "(the model's own)"),
@@ -115,7 +115,7 @@ def _layers(console: Console, profile: Profile) -> None:
 
 
 def _links(console: Console, links: tuple[LinkSpeed, ...]) -> None:
-    table = _table("from", "to", ">bandwidth", ">one way")
+    table = table_of("from", "to", ">bandwidth", ">one way", overflow="ellipsis")
     for link in links:
         table.add_row(escape(link.source), escape(link.target), rounded_rate(link.bandwidth), rounded_time(link.latency_s))
     console.print(table)
@@ -127,13 +127,6 @@ def _share(layer: Layer) -> str:
 
 def _spread(seconds: float, spread: float) -> str:
     return f"{rounded_time(seconds)} ± {rounded_time(spread)}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="dim")
-    for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
-    return table
 
 
 def _print(console: Console, text: str) -> None:

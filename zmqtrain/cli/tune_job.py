@@ -6,12 +6,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zmqtrain.cli.tune import tuned
-from zmqtrain.cli.tune_runs import LaunchedRuns, diverged_as, timed
+from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
 from zmqtrain.launcher.run import INTERRUPTED, Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
@@ -89,7 +89,7 @@ class JobRuns:
     def summary(self, status: str, code: int) -> dict[str, Any]:
         """That of the last training, with what all of them have done together. ``status`` counts where there was none."""
         trainings = [self.probes.folders.of(number) for number in self._progress()["trainings"]]
-        found = [_read(folder / "summary.json") for folder in trainings]
+        found = [read_if_there(folder / "summary.json") for folder in trainings]
         values = {"status": status, "exit_code": code, "steps": 0, "samples": 0, "seconds": 0.0, "eval": {}}
         if found and found[-1]:
             values |= found[-1] | {name: sum(each.get(name, 0) for each in found) for name in SUMS}
@@ -129,7 +129,7 @@ class JobRuns:
         code, whole_s = run(timed(launch.run()), dilation=None if emulation is None else emulation.dilation)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
-        status = _read(folder / "summary.json").get("status")
+        status = read_if_there(folder / "summary.json").get("status")
         if status == "done":
             progress["through"] = True
         elif status == "stopped" and not (hearing is not None and hearing.diverged):
@@ -138,7 +138,7 @@ class JobRuns:
         return code, whole_s
 
     def _progress(self) -> dict[str, Any]:
-        return {"updates": 0, "trainings": [], "through": False} | _read(self.probes.folders.path / PROGRESS)
+        return {"updates": 0, "trainings": [], "through": False} | read_if_there(self.probes.folders.path / PROGRESS)
 
     def _note(self, progress: Mapping[str, Any]) -> None:
         (self.probes.folders.path / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
@@ -172,43 +172,33 @@ def rest(machine_trials: list[tuple[Trial, Outcome]], setting: Setting, reason: 
     return Trial(len(machine_trials), setting, 1, "train", "train", reason, sound[-1] if sound else None)
 
 
-@dataclass(slots=True)
-class Watching:
-    """Implements `zmqtrain.observe.live.View`: shows the run, and stops it where its setting is no longer right."""
+class Watching(Listening):
+    """Shows the run, too."""
 
-    view: View
-    hearing: Hearing
-    halt: Callable[[str], None] = field(default=lambda _: None)
-    _halted: bool = False
+    def __init__(self, view: View, hearing: Hearing, halt: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(hearing, halt)
+        self._view = view
 
     def begin(self, title: str) -> None:
-        self.view.begin(title)
+        self._view.begin(title)
 
     def note(self, text: str) -> None:
-        self.view.note(text)
+        self._view.note(text)
 
     def log(self, peer: str, text: str) -> None:
-        self.view.log(peer, text)
+        self._view.log(peer, text)
 
     def end(self) -> None:
-        self.view.end()
+        self._view.end()
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
-        self.view.event(event, now)
-        self.hearing.hear(event, event.get("rank"))
-        if self.hearing.stop is not None and not self._halted:
-            self._halted = True
-            self.view.note(f"stopping: {self.hearing.stop}")
-            self.halt(self.hearing.stop)
+        self._view.event(event, now)
+        super().event(event, now)
 
 
 def _is_job(trial: Trial) -> bool:
     """Training with what was found, and not the little that comes before."""
     return trial.phase == "train"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def _point(link: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ from zmqtrain.tune.job import job_of
 from zmqtrain.tune.trial import Outcome, Trial
 
 _NOT_FINITE = NonFiniteLossError.__name__
+ERROR = "error.json"
 #: What a trial's failure is raised as, by its exit code.
 ERRORS: Mapping[int, type[ZmqTrainError]] = {
     each.exit_code: each for each in (UsageError, TaskError, ConnectivityError, HostLostError)
@@ -129,13 +130,13 @@ class LaunchedRuns:
         directory = RunDirectory.create(topology.job.name, exact=self.folders.emptied(trial.number))
         directory.write("topology.toml", topology.to_toml())
         description = RunDescription(topology, place(topology), self.folder, self.data_path)
-        view = _Listener(hearing)
+        view = Listening(hearing)
         launch = Launch(description, directory, view, emulation=self.emulation)
         view.halt = launch.halt
         code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
-        error = _error(directory.path)
+        error = read_if_there(directory.path / ERROR)
         _require_sound(trial, "failed" if code else "done", error, hearing, directory.path)
         return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
 
@@ -144,8 +145,8 @@ class LaunchedRuns:
 
 
 @dataclass(slots=True)
-class _Listener:
-    """Implements `zmqtrain.observe.live.View` by listening instead of showing."""
+class Listening:
+    """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run where there is a reason."""
 
     hearing: Hearing
     halt: Callable[[str], None] = field(default=lambda _: None)
@@ -163,17 +164,18 @@ class _Listener:
         self.hearing.hear(event, event.get("rank"))
         if self.hearing.stop is not None and not self._halted:
             self._halted = True
+            self.note(f"stopping: {self.hearing.stop}")
             self.halt(self.hearing.stop)
 
 
-def _error(folder: Path) -> dict[str, Any]:
-    file = folder / "error.json"
+def read_if_there(file: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def diverged_as(folder: Path) -> bool:
     """Whether the run in the folder has failed because its loss was no number."""
-    return bool(_error(folder).get("type") == _NOT_FINITE)
+    return bool(read_if_there(folder / ERROR).get("type") == _NOT_FINITE)
 
 
 async def timed(life: Awaitable[int]) -> tuple[int, float]:

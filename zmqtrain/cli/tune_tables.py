@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
+from zmqtrain.cli.table import table_of
 from zmqtrain.observe.strict_json import dumps
-from zmqtrain.plan.chart import shown
+from zmqtrain.topology.rounded import rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Decision, Outcome, Trial
@@ -31,7 +31,7 @@ class Shown:
         row = {"row": "space", "update_s": {str(groups): space.update_s[groups] for groups in space.groups}, "folder": str(folder)}
         if self._json:
             return self._line(row)
-        speeds = ", ".join(f"{groups}: {shown(space.update_s[groups])}" for groups in space.groups)
+        speeds = ", ".join(f"{groups}: {rounded_time(space.update_s[groups])}" for groups in space.groups)
         self._print(f"{topology.job.name}: {topology.compute.workers} workers as {', '.join(map(str, space.groups))} groups")
         return self._print(f"predicted time of an update by groups: {speeds}; everything about it: {folder}")
 
@@ -56,8 +56,8 @@ class Shown:
         setting = trial.setting
         told = f"g {setting.groups:<3d} momentum {setting.momentum:<5.3g} lr {setting.lr:<8.3g}"
         staleness = "" if outcome.staleness is None else f"  staleness {outcome.staleness:.1f}"
-        took = f"{outcome.updates:6d} updates in {shown(outcome.seconds):>9s}"
-        around = f"  ({shown(outcome.spent_s)} with starting and ending)" if outcome.around_s > outcome.seconds else ""
+        took = f"{outcome.updates:6d} updates in {rounded_time(outcome.seconds):>9s}"
+        around = f"  ({rounded_time(outcome.spent_s)} with starting and ending)" if outcome.around_s > outcome.seconds else ""
         return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}{around}")
 
     def decision(self, name: str, decision: Decision) -> None:
@@ -76,7 +76,7 @@ class Shown:
         if self._json or not rows:
             return
         headings = ("strategy", ">groups", ">momentum", ">lr", ">trials", ">searched", ">of the time", ">in all", ">loss", "")
-        table = _table(*headings)
+        table = table_of(*headings)
         for row in rows:
             found = [row["groups"], row["momentum"], row["lr"]]
             loss = row["loss"]
@@ -84,16 +84,16 @@ class Shown:
                 row["strategy"],
                 *("-" if each is None else f"{each:.3g}" for each in found),
                 str(row["trials"]),
-                shown(row["search_s"]),
+                rounded_time(row["search_s"]),
                 f"{row['search_share']:.1%}",
-                shown(row["seconds"]),
+                rounded_time(row["seconds"]),
                 "-" if loss is None or not math.isfinite(loss) else f"{loss:.4f}",
                 row["reason"],
             )
         self._console.print(table)
         for row in rows:
             if row["around_s"] > row["search_s"] / 2:
-                spent = f"{shown(row['around_s'])} of the {shown(row['search_s'])} searched"
+                spent = f"{rounded_time(row['around_s'])} of the {rounded_time(row['search_s'])} searched"
                 self._print(f"{row['strategy']}: {spent} went into starting and ending runs, which counts less the longer a job is")
 
     def curves(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -102,7 +102,7 @@ class Shown:
             for row in rows:
                 self._line({"row": "curve", **row})
             return
-        table = _table(
+        table = table_of(
             ">groups", ">momentum", ">predicted", ">an update", ">HE", ">updates", ">SE", ">to the target", ">in all", ""
         )
         for row in rows:
@@ -110,12 +110,12 @@ class Shown:
             table.add_row(
                 str(row["groups"]),
                 f"{row['momentum']:.2f}",
-                shown(row["predicted_update_s"]),
-                shown(row["update_s"]),
+                rounded_time(row["predicted_update_s"]),
+                rounded_time(row["update_s"]),
                 _times(row["he"]),
                 "-" if updates is None else str(updates),
                 _times(row["se"]),
-                "never" if seconds is None else shown(seconds),
+                "never" if seconds is None else rounded_time(seconds),
                 _times(row["total"]),
                 "the soonest" if row["total"] == 1.0 else "",
             )
@@ -131,13 +131,6 @@ class Shown:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="dim")
-    for heading in headings:
-        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow="fold")
-    return table
 
 
 def _times(value: float | None) -> str:

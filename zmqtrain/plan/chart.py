@@ -18,8 +18,6 @@ COLOURS: Mapping[str, str] = {
     "redistribute": "#f0e442",
     "statistics": "#cc79a7",
 }
-#: Under the name that the tuner's tables know.
-shown = rounded_time
 BAR, GAP, HEIGHT, LEFT, TOP, BOTTOM = 22, 8, 220, 64, 46, 74
 
 

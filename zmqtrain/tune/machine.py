@@ -123,6 +123,12 @@ class Machine(ABC):
         updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
 
+    def _speed(self, groups: int) -> Trial:
+        """A few steps from the beginning, which tell how long an update takes with so many groups."""
+        space, reason = self._space, "how long an update takes with each number of groups"
+        setting = Setting(groups, 0.0, min(space.rates))
+        return Trial(len(self.trials), setting, groups * space.speed, "probe", "speed", reason)
+
     def _try(self, setting: Setting, phase: str, reason: str) -> Generator[Trial, Outcome, Outcome]:
         """A probe, unless the same one has been made from here."""
         if setting not in self._seen:

@@ -97,7 +97,7 @@ class Search(Machine):
             rate = yield from self._long(chosen, self._due(groups, self.search_s - before_s))
             if (end := self._end()) is not None:
                 return end
-            if self._drifted and self._affords(*self._speed_trials()):  # hosts are not as fast as they were
+            if self._drifted and self._affords(*map(self._speed, space.groups)):  # hosts are not as fast as they were
                 groups = yield from self._speeds()
 
     def _long(self, setting: Setting, updates: int) -> Generator[Trial, Outcome, float]:
@@ -137,19 +137,12 @@ class Search(Machine):
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
         """Hardware efficiency of all numbers of groups, and g*."""
-        for trial in self._speed_trials():
-            yield replace(trial, number=len(self.trials))
+        for groups in self._space.groups:
+            yield self._speed(groups)
         measured = {groups: self._update_s[groups] for groups in self._space.groups}
         found = fewest(measured)
         self._decide("saturation", "the fewest groups that are as fast as any", groups=found, update_s=measured)
         return found
-
-    def _speed_trials(self) -> Sequence[Trial]:
-        space, reason = self._space, "how long an update takes with each number of groups"
-        return [
-            Trial(0, Setting(groups, 0.0, min(space.rates)), groups * space.speed, "probe", "speed", reason)
-            for groups in space.groups
-        ]
 
     def _cold_start(self, saturation: int) -> Steps:
         """The learning rate for one group, then how many groups help a model that has learned nothing."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.machine import Life, Machine
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Done, Setting, Trial
+from zmqtrain.tune.trial import Done
 
 
 class Speeds(Machine):
@@ -21,11 +21,8 @@ class Speeds(Machine):
         super().__init__(space)
 
     def _life(self) -> Life:
-        space = self._space
-        for groups in space.groups:
-            setting = Setting(groups, 0.0, min(space.rates))
-            reason = "how long an update takes with each number of groups"
-            yield Trial(len(self.trials), setting, groups * space.speed, "probe", "speed", reason)
+        for groups in self._space.groups:
+            yield self._speed(groups)
             self.too_short = self._too_short()
             if self.too_short is not None:
                 return Done(None, self.too_short)

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.cli.bench.models import cifarnet, lenet
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
@@ -24,8 +25,6 @@ from zmqtrain.plan.setup import source_of
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-
-Case: TypeAlias = dict[str, Any]
 
 #: What there is, in this order: `--part`.
 PARTS = ("figure", "uneven", "lenet", "lenet-merged", "cifarnet", "cifarnet-merged")
@@ -157,7 +156,7 @@ def _figure(folder: Path) -> Iterator[Case]:
         text = _FIGURE.format(steps=max(8, 2 * groups), groups=groups, size=MACHINES // groups, profile=profile)
         seconds = simulated_s(parse_topology(text))
         predicted_s = efficiency(PAPER.step(groups)).seconds
-        yield _case(f"the paper's figure, {groups} group(s), in t_fc", seconds / FC_S, "", predicted_s / FC_S)
+        yield _beside(f"the paper's figure, {groups} group(s), in t_fc", seconds / FC_S, "", predicted_s / FC_S)
 
 
 def paper_profile() -> dict[str, Any]:
@@ -202,8 +201,7 @@ def _uneven(folder: Path) -> Case:
     for parts in ("even", "measured"):
         ends = _launched(_UNEVEN.format(parts=parts), folder / f"uneven-{parts}")
         rates[parts] = 64 / update_s(ends, 2)
-    case = _case("two hosts, one half as fast: measured parts", rates["measured"], "samples/s", rates["even"])
-    return {**case, "peer": "even parts"}
+    return _beside("two hosts, one half as fast: measured parts", rates["measured"], "samples/s", rates["even"], peer="even parts")
 
 
 def _measured(network: str, profile: Path) -> Iterator[Case]:
@@ -232,9 +230,9 @@ def _measured(network: str, profile: Path) -> Iterator[Case]:
     profile.write_text(json.dumps(found.to_values()), encoding="utf-8")
     measured = found.known()
     rate = measured.conv_share * measured.peak_flops
-    case = _case(f"{network}'s convolutions, forward and backward, one thread", rate / 1e9, "GFLOP/s", measured.sgemm_flops / 1e9)
-    yield {**case, "peer": "torch.mm"}
-    yield {**case, "peer": "the fastest product", "peer_value": measured.peak_flops / 1e9, "ratio": measured.conv_share}
+    case = f"{network}'s convolutions, forward and backward, one thread"
+    for peer, flops in (("torch.mm", measured.sgemm_flops), ("the fastest product", measured.peak_flops)):
+        yield _beside(case, rate / 1e9, "GFLOP/s", flops / 1e9, peer=peer)
 
 
 def _all_groups(network: str, profile: Path, merged: bool, workers: Sequence[int], steps: int, dilation: float) -> Iterator[Case]:
@@ -249,9 +247,9 @@ def _all_groups(network: str, profile: Path, merged: bool, workers: Sequence[int
             measured_s = update_s(ends, number // groups, begin=SETTLED, end=OVER)
             errors.append(abs(predicted.seconds / measured_s - 1))
             case = f"{network}, {way}, {number} workers in {groups} group(s): an update, {predicted.bottleneck}"
-            yield _case(case, measured_s * 1e3, "ms", predicted.seconds * 1e3)
+            yield _beside(case, measured_s * 1e3, "ms", predicted.seconds * 1e3)
     case = f"{network}, {way}: mean error of the predictions (worst: {max(errors):.1%})"
-    yield {**_case(case, 100 * sum(errors) / len(errors), "%", 0.0), "peer": None}
+    yield case_of("efficiency", case, 100 * sum(errors) / len(errors), "%")
 
 
 def predicted_of(topology: Topology) -> Efficiency:
@@ -283,14 +281,5 @@ def _launched(text: str, folder: Path) -> list[float]:
     return [float(event["time"]) for event in events if event["kind"] == "step"]
 
 
-def _case(case: str, value: float, unit: str, peer_value: float) -> Case:
-    ratio = value / peer_value if peer_value else None
-    return {
-        "bench": "efficiency",
-        "case": case,
-        "value": value,
-        "unit": unit,
-        "peer": "predicted",
-        "peer_value": peer_value or None,
-        "ratio": ratio,
-    }
+def _beside(case: str, value: float, unit: str, peer_value: float, peer: str = "predicted") -> Case:
+    return case_of("efficiency", case, value, unit, peer, peer_value, "value/peer")

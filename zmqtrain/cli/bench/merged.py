@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import SimulationError, UsageError, ZmqTrainError
 
 #: One result: bench, case, value, unit, peer, peer_value, ratio.
-Case: TypeAlias = dict[str, str | float | None]
 
 #: What there is, in this order: `--part`.
 PARTS = ("emulated", "simulated", "staleness", "pipelining")
@@ -130,7 +130,7 @@ def _pipelining(steps: int) -> Iterator[Case]:
     piped = run_simulated(Setting(2, True, workers=2 * WORKERS, pipeline=2), 2 * steps)
     for peer, other in (("one group", alone), ("two groups apart", apart)):
         case = f"step of two groups on the same {WORKERS} slots, simulated"
-        yield _case(case, 1e3 * piped.step_s, "ms", peer, 1e3 * other.step_s)
+        yield case_of("merged", case, 1e3 * piped.step_s, "ms", peer, 1e3 * other.step_s)
 
 
 def run_simulated(setting: Setting, steps: int = STEPS) -> Measured:
@@ -177,19 +177,11 @@ def _staleness(events: Sequence[Mapping[str, Any]], kind: str) -> float | None:
 
 
 def _compared(what: str, merged: Measured, unmerged: Measured) -> Iterator[Case]:
-    yield _case(f"AlexNet's step, {what}", 1e3 * merged.step_s, "ms", "not merged", 1e3 * unmerged.step_s)
-    yield _case(f"AlexNet's bytes a step, {what}", merged.sent_bytes / 1e6, "MB", "not merged", unmerged.sent_bytes / 1e6)
+    yield case_of("merged", f"AlexNet's step, {what}", 1e3 * merged.step_s, "ms", "not merged", 1e3 * unmerged.step_s)
+    yield case_of(
+        "merged", f"AlexNet's bytes a step, {what}", merged.sent_bytes / 1e6, "MB", "not merged", unmerged.sent_bytes / 1e6
+    )
 
 
 def _stated(case: str, value: float, expected: str, expected_value: float) -> Case:
-    return {
-        "bench": "merged", "case": case, "value": value, "unit": "updates", "peer": expected, "peer_value": expected_value,
-        "ratio": None,
-    }  # fmt: skip
-
-
-def _case(case: str, value: float, unit: str, peer: str, peer_value: float) -> Case:
-    return {
-        "bench": "merged", "case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value,
-        "ratio": peer_value / value,
-    }  # fmt: skip
+    return {**case_of("merged", case, value, "updates", expected, expected_value), "ratio": None}

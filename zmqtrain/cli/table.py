@@ -1,0 +1,15 @@
+"""Tables as all commands print them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.table import Table
+
+
+def table_of(*headings: str, overflow: Literal["fold", "ellipsis"] = "fold") -> Table:
+    """One with these headings and no lines; ``>`` before a heading: its column is of numbers. ``overflow``: of what is too long."""
+    made = Table(box=None, header_style="dim")
+    for heading in headings:
+        made.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow=overflow)
+    return made
