@@ -164,6 +164,7 @@ class Launch:
                 self._topology,
                 self._placement,
                 resume=None if self._description.resume is None else Path(self._description.resume),
+                model=self._directory.path,
             )
             async with asyncio.TaskGroup() as group:
                 background = [

@@ -14,6 +14,9 @@ from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, OPEN_PART, RESUME, SAVE, WRITTEN, pack_manifest, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.train.checkpoint import MODEL, Checkpoint, CheckpointWriter, PartWriter, RunShape, find_latest, prune
+from zmqtrain.train.checkpoint_clock import CheckpointClock
+from zmqtrain.train.model_file import ModelFile
+from zmqtrain.train.weights import Weights
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
@@ -53,11 +56,14 @@ class CheckpointCollector:
         *,
         keep: int = 2,
         resume: Checkpoint | None = None,
-        weights: Checkpoint | None = None,
+        weights: Weights | None = None,
         on_commit: Callable[[int, Path], None] | None = None,
+        model: Path | None = None,
+        clock: CheckpointClock | None = None,
     ) -> None:
         """``weights``: where the model begins that resumes nothing. ``on_commit(step, folder)`` is called for each complete
-        checkpoint. Raises `CheckpointError` where ``resume`` is of
+        checkpoint. ``model``: the folder in which the run's newest model is left. ``clock``: says when it is time for a checkpoint.
+        Raises `CheckpointError` where ``resume`` is of
         another shape."""
         if resume is not None:
             resume.require(shape)
@@ -67,6 +73,7 @@ class CheckpointCollector:
         self._incoming: dict[int, _Incoming] = {}
         self._given_up: set[int] = set()  # steps of which no complete checkpoint will come
         self._ended: dict[Tag, asyncio.Future[None]] = {}  # (WRITTEN, step, name) and (COMMITTED, step): done, or why not
+        self._model, self._clock = ModelFile(endpoint, model), clock
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
         endpoint.serve(WRITTEN, self._on_written)
@@ -75,20 +82,40 @@ class CheckpointCollector:
 
     @classmethod
     def of(
-        cls, endpoint: Endpoint, checkpoints: Path, topology: Topology, placement: Placement, *, resume: Path | None = None
+        cls,
+        endpoint: Endpoint,
+        checkpoints: Path,
+        topology: Topology,
+        placement: Placement,
+        *,
+        resume: Path | None = None,
+        model: Path | None = None,
     ) -> CheckpointCollector:
-        """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it."""
+        """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it. ``model``: the folder
+        in which the run's newest model is left."""
         fc = min(placement.fc_servers, 1)  # the first one keeps the whole of what they have divided
         shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
         given = topology.job.weights
-        weights = None if given is None or checkpoint is not None else Checkpoint(find_latest(Path(given)))
-        return cls(endpoint, checkpoints, shape, keep=topology.job.keep_checkpoints, resume=checkpoint, weights=weights)
+        weights = None if given is None or checkpoint is not None else Weights.of(Path(given))
+        return cls(
+            endpoint,
+            checkpoints,
+            shape,
+            keep=topology.job.keep_checkpoints,
+            resume=checkpoint,
+            weights=weights,
+            model=model,
+            clock=CheckpointClock.of(endpoint, topology, placement),
+        )
 
     async def run(self) -> None:
         """Until cancelled. Incomplete checkpoints are removed then."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._model.run(), name="keep the model")
+                if self._clock is not None:
+                    self._tasks.create_task(self._clock.run(self._complete), name="time for a checkpoint")
                 async for peer, tag, payload in self._subscription:
                     await self._take(peer, tag, payload)
         finally:
@@ -151,10 +178,15 @@ class CheckpointCollector:
     async def _commit(self, step: int) -> None:
         incoming = self._incoming.pop(step)
         folder = await asyncio.to_thread(incoming.writer.commit)
+        await asyncio.to_thread(self._model.publish, folder)
         await asyncio.to_thread(prune, self._checkpoints, self._keep)
         self._end((COMMITTED, step))
         if self._on_commit is not None:
             self._on_commit(step, folder)
+
+    async def _complete(self, step: int) -> None:
+        """Wait until the checkpoint is on disk, or will never be."""
+        await asyncio.wait({self._future((COMMITTED, step))})
 
     def _future(self, key: Tag) -> asyncio.Future[None]:
         future = self._ended.get(key)
@@ -181,7 +213,9 @@ class CheckpointCollector:
         return None
 
     async def _on_open_part(self, caller: PeerId, name: str) -> Value:
-        given = self._resume
+        given: Checkpoint | Weights | None = self._resume
+        if self._clock is not None:
+            self._clock.begin()
         if given is None and name == MODEL:
             given = self._weights
         if given is None:
