@@ -178,7 +178,9 @@ async def test_random_states_and_statistics_of_layers_are_resumed_too(tmp_path: 
     def noisy(batch: Any) -> Any:
         return batch[0] + 0.1 * np.random.randn() + 0.1 * random.random(), batch[1]
 
-    topology = topology_of(job={"steps": 9, "checkpoint_every": 4, "keep_checkpoints": 3}, compute={"batch_size": 12, "accumulate": 2})
+    topology = topology_of(
+        job={"steps": 9, "checkpoint_every": 4, "keep_checkpoints": 3}, compute={"batch_size": 12, "accumulate": 2}
+    )
     whole, again = Recipe(model=model, transform=noisy), Recipe(model=model, transform=noisy)
     first = await run(topology, whole, folder=tmp_path)
     resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / "step-00000004")

@@ -100,9 +100,7 @@ async def run(
     coordinator = Coordinator(endpoint, placement, ladder, agents=False)
     if folder is None:
         topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
-    collector = CheckpointCollector.of(
-        endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume, model=folder
-    )
+    collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume, model=folder)
     result = Run()
     peers = [each.peer for each in placement.roles]
 

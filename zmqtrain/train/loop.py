@@ -183,6 +183,7 @@ class TrainLoop:
     async def _run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:
         """For a while this worker's replica is the run's model; all of ``group`` call it. ``kept``: as of this checkpoint."""
         exchange, work = self.exchange, self.work
+        await self._quiet()
         if not exchange.averaged:
             await exchange.read(tag, kept=kept, last=last)
             await self._quiet()
@@ -281,11 +282,14 @@ class TrainLoop:
         return None
 
     async def _evaluate_together(self, done: int) -> dict[str, float]:
-        tag = f"evaluate {done}"
+        tag, exchange = f"evaluate {done}", self._context.topology.exchange
+        gossip = exchange.gossip if exchange.kind == "gossip" else None
 
         async def evaluate(group: Group) -> dict[str, float]:
-            if self.exchange.model is RunModel.MEAN and not self._context.topology.exchange.gossip.average_evaluations:
-                return await self._evaluate(group, done, tag)
+            if gossip and not gossip.average_evaluations:
+                values = await self._evaluate(group, done, tag)
+                self._evaluated = None  # each has judged its own
+                return values
             async with self._run_model(group, tag):
                 return await self._evaluate(group, done, tag)
 
