@@ -95,6 +95,13 @@ class RunRecord:
         elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
+    def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
+        """What becomes of a checkpoint (`zmqtrain.train.checkpoint_collector.OnEvent`)."""
+        self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
+        self._directory.flush()
+        if kind != "checkpoint complete":
+            self._view.note(f"warning: {values['reason']}")
+
     def report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
         """What a role reports (`zmqtrain.membership.coordinator.ReportCallback`)."""
         for event in events:
