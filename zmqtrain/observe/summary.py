@@ -53,7 +53,7 @@ class Summary:
             self._fc[peer] = values
         elif event["kind"] == "checkpoint complete":
             self._checkpoints += 1
-            self.newest_checkpoint = event["step"]
+            self.newest_checkpoint = max(event["step"], self.newest_checkpoint or 0)
             self._not_kept.pop(event["step"], None)
         elif event["kind"] in ("checkpoint late", "checkpoint failed"):
             self._not_kept[event["step"]] = values["reason"]
