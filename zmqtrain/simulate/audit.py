@@ -45,6 +45,12 @@ class Auditor:
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
         self._last_s = 0.0
+        self._first = 0
+        self._stopped_at: int | None = None
+
+    def goes_on_at(self, step: int) -> None:
+        """The run resumes a checkpoint of this step."""
+        self._first = step
 
     def note(self, text: str) -> None:
         """Something was found elsewhere."""
@@ -68,11 +74,11 @@ class Auditor:
 
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
-        known = self._versions.get((server, piece), 0)
+        known = self._versions.get((server, piece), version - 1 if self._first else 0)
         if version != known + 1:
             self.note(f"{server} went from version {known} of piece {piece} to {version}")
         self._versions[server, piece] = version
-        counts = self._pushed.setdefault((server, piece), [0] * self._placement.groups)
+        counts = self._pushed.setdefault((server, piece), [self._first] * self._placement.groups)
         for group, step, _read in values["reads"]:
             key = (server, piece, int(group), int(step))
             if key in self._applied:
@@ -111,6 +117,8 @@ class Auditor:
                 step = int(event["step"])
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
+            elif event.get("kind") == "stopped":
+                self._stopped_at = int(event["step"])
             elif event.get("kind") == "finish":
                 self._spread = max(self._spread or 0.0, float(values.get("replica_spread") or 0.0))
 
@@ -135,16 +143,17 @@ class Auditor:
         again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1 and peer not in self._lost]
         if again:
             self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
-        if job.steps is not None:
+        until = job.steps if self._stopped_at is None else self._stopped_at
+        if until is not None:
             stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
-            missing = job.steps * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
+            missing = (until - self._first) * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
         if self._lost:
             return  # the rest holds where all are there
-        if job.steps is not None:
+        if until is not None:
             expected = compute.batch_size * self._placement.groups
-            for step in range(job.steps):
+            for step in range(self._first, until):
                 if self._samples[step] != expected:
                     self.note(f"step {step} was trained on {self._samples[step]} samples, not {expected}")
                     break

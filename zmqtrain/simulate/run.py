@@ -185,6 +185,7 @@ class Simulation:
                 members=lambda: coordinator.view.members,
                 on_event=options.on_checkpoint,
             )
+            self._auditor.goes_on_at(collector.first_step)
             if options.on_begin is not None:
                 options.on_begin(lambda reason: coordinator.halt({"kind": "interrupted", "message": reason}))
             plan = Plan(

@@ -106,6 +106,11 @@ class CheckpointCollector:
             on_event=on_event,
         )
 
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on with: 0 where it resumes nothing."""
+        return 0 if self._resume is None else self._resume.step
+
     async def run(self) -> None:
         """Until cancelled. Incomplete checkpoints are removed then."""
         try:

@@ -23,7 +23,7 @@ from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
-from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
@@ -67,7 +67,13 @@ class Saver:
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
-        await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+        values |= {"random": random, "exchange": exchange.state_dict()}
+        added = _added_up(exchange, step)
+        if added is not None:
+            # Each worker's own, also where the model is divided: what it will add to them is its own, too.
+            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.added_up().items()}
+            values["added up"] = added
+        await self._send(step, f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
@@ -101,8 +107,21 @@ class Saver:
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+        self._restore_gradients(own, tensors, replica, exchange)
         restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    @staticmethod
+    def _restore_gradients(own: Part, tensors: Mapping[str, Tensor], replica: TorchReplica, exchange: Exchange) -> None:
+        """What was added up since the last exchange."""
+        was, now = own.sidecar.get("added up"), _added_up(exchange, own.step)
+        if was != now:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written {_in_words(was)}, but now this step comes {_in_words(now)}: resume "
+                "with [exchange] every as it was, or from another checkpoint"
+            )
+        added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        replica.go_on_adding_to(added)
 
     async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
         """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
@@ -142,6 +161,26 @@ class Saver:
         tensors = tensors_of(part)
         _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
+
+
+def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
+    """Over how many steps gradients are added up before ``step``, and how many are still to come with them; ``None``: none."""
+    since = 0
+    while since < step and not exchange.exchanges(step - 1 - since):
+        since += 1
+    if not since:
+        return None
+    to_come = 1
+    while not exchange.exchanges(step - 1 + to_come):
+        to_come += 1
+    return [since, to_come]
+
+
+def _in_words(added: object) -> str:
+    match added:
+        case [since, to_come]:
+            return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
+    return "right after an exchange of gradients"
 
 
 def _state(replica: TorchReplica) -> dict[str, Tensor]:
