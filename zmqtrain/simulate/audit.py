@@ -46,7 +46,8 @@ class Auditor:
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
         self._last_s = 0.0
         self._first = 0
-        self._stopped_at: int | None = None
+        self.stopped_at: int | None = None
+        """The step before which all have stopped, since they were asked to."""
 
     def goes_on_at(self, step: int) -> None:
         """The run resumes a checkpoint of this step."""
@@ -118,7 +119,7 @@ class Auditor:
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
             elif event.get("kind") == "stopped":
-                self._stopped_at = int(event["step"])
+                self.stopped_at = int(event["step"])
             elif event.get("kind") == "finish":
                 self._spread = max(self._spread or 0.0, float(values.get("replica_spread") or 0.0))
 
@@ -129,9 +130,10 @@ class Auditor:
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
         fatal = [fault for fault in faults if not fault.survivable(self._ladder, elastic=elastic)]
-        if ending.status == "done":
+        preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
+        if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal and not self._own_fault(ending.error or {}):
+        elif not fatal and not preempted and not self._own_fault(ending.error or {}):
             error = ending.error or {}
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), though all its faults can be survived")
@@ -143,7 +145,7 @@ class Auditor:
         again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1 and peer not in self._lost]
         if again:
             self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
-        until = job.steps if self._stopped_at is None else self._stopped_at
+        until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
             stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
             missing = (until - self._first) * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
