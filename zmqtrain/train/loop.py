@@ -32,6 +32,9 @@ from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
+#: Workers that wait for each other only now and then may be so many checkpoints apart.
+MOST_KEPT = 64
+
 
 class Phase(Enum):
     """What the worker does now, as far as stopping it cares."""
@@ -61,7 +64,7 @@ class TrainLoop:
         self._stop_point = StopPoint(context.endpoint, timeout_s=context.ladder.barrier_s)
         self.halted = False
         """The run was stopped in the middle of a step: the replica's parameters may not be waited for any more."""
-        self._kept: int | None = None  # the step of the newest checkpoint
+        self._kept: list[int] = []  # the steps of the newest checkpoints of which this worker's part is on disk
         self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation: at which step
         self._ended_at: int | None = None
         self._spread = 0.0  # how far this worker's parameters were from the run's model, where that was looked at
@@ -113,21 +116,33 @@ class TrainLoop:
         await self._send_model(step, await self._model_at(step, last=False), alone=False)
         await self._save(step)
 
-    async def save_all(self, step: int) -> bool:
-        """A checkpoint at ``step`` out of turn, since the run ends before its time. Returns whether it is on disk: best effort."""
-        context = self._context
+    async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
+        """A checkpoint at ``step`` out of turn, since the run ends before its time, with what servers have now. Best effort.
+
+        Returns its step once it is on disk; ``None`` where there is none."""
+        if not self.work.keeps:
+            return None
         try:
-            if self._kept != step:
-                await self._have_servers_keep(step, save=True, last=True)
-                await self._save(step)
-                async with asyncio.timeout(context.ladder.request_s):  # others may have given up
-                    state = await self._model_at(step, last=True)
-                await self._send_model(step, state, alone=False)
-            await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
+            async with asyncio.timeout(within_s):
+                if step not in self._kept:
+                    await self._have_servers_keep(step, save=True, last=True)
+                    await self._save(step)
+                    await self._send_model(step, await self._model_at(step, last=True), alone=False)
+                await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.request_s)
         except (ZmqTrainError, TimeoutError) as error:
-            self._recorder.event("checkpoint failed", step=step, reason=str(error) or type(error).__name__)
-            return False
-        return True
+            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error) or f"not done after {within_s} s")
+            return None
+        return step
+
+    def last_good(self, step: int) -> int:
+        """Of which step a checkpoint is right if none may have anything of ``step`` and what follows.
+
+        Gradients that are added up over several steps have something of it already, on workers whose loss is good: then it is the
+        newest step of which there is a checkpoint, or after which gradients were exchanged."""
+        exchanged = step
+        while exchanged and not self.exchange.exchanges(exchanged - 1):
+            exchanged -= 1
+        return max((kept for kept in self._kept if exchanged <= kept <= step), default=exchanged)
 
     # What is kept.
 
@@ -143,7 +158,7 @@ class TrainLoop:
         start = asyncio.get_running_loop().time()
         if self.work.keeps:
             await self.work.save(self._endpoint, self.exchange, step)
-            self._kept = step
+            self._kept = [*self._kept, step][-MOST_KEPT:]
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
     async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
@@ -321,7 +336,7 @@ class TrainLoop:
         await exchange.leave()  # before waiting: no other group may wait for this one's gradients
         step = self._ended_at = await self._all_have_trained()
         if early:
-            kept = step > first and await self.save_all(step)
+            kept = step > first and await self.save_all(step) is not None
         else:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
             await self._have_servers_keep(step, save=checkpoint, last=True)

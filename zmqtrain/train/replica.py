@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
@@ -130,6 +130,7 @@ class TorchReplica:
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
+        self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """What is entered while the compute thread waits for parameters."""
@@ -220,6 +221,8 @@ class TorchReplica:
                 start = self._device.clock()
                 self._sharing.wait_writable()
                 self.waited_s += self._device.clock() - start
+        if self._added_before:
+            self._go_on_adding()
         self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
@@ -239,6 +242,32 @@ class TorchReplica:
             self._take(index)
         if self._when is Optimize.AFTER and self._sharing is not None:
             self.publish()  # the network sees the new parameters, too
+
+    def added_up(self) -> dict[str, Tensor]:
+        """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
+        replica's own memory."""
+        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
+
+    def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
+        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
+        for name, gradient in gradients.items():
+            parameter = self._named.get(name)
+            if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
+                own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
+                raise CheckpointError(
+                    f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
+                    "resume with the model and the grid that it was made with"
+                )
+        self._added_before = dict(gradients)
+
+    def _go_on_adding(self) -> None:
+        for held in self._held:
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                if name in self._added_before:
+                    with torch.no_grad():
+                        view.copy_(self._added_before[name])
+                    self._named[name].grad = view
+        self._added_before.clear()
 
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""

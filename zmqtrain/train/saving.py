@@ -6,7 +6,7 @@ The schedule is not kept: it is run through again, which ends in the same state 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_alone, send_part
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
 from zmqtrain.train.device.base import Device
@@ -42,6 +42,8 @@ class Saver:
     timeout_s: float
     merged: bool = False
     """Whether this worker has only a phase of the model."""
+    members: tuple[int, ...] | None = None
+    """Who trains, by rank, where these may be fewer than the run's workers."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
         """Send this worker's parts of the checkpoint at ``step``, all but the run's model; on return they are on disk. Nothing may
@@ -49,6 +51,8 @@ class Saver:
 
         All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
+        if self.members is not None:
+            values[MEMBERS] = list(self.members)
         parts = Parts.of(replica.model)
         if self.kind != "model_server":
             tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
@@ -58,7 +62,13 @@ class Saver:
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
-        await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+        values |= {"random": random, "exchange": exchange.state_dict()}
+        added = _added_up(exchange, step)
+        if added is not None:
+            # Each worker's own, also where the model is divided: what it will add to them is its own, too.
+            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.added_up().items()}
+            values["added up"] = added
+        await self._send(step, f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
@@ -75,6 +85,10 @@ class Saver:
         own = await self._fetch(f"worker-{self.rank}")
         if own is None:
             return None
+        neighbour = own.sidecar.get(STANDS_IN)
+        if isinstance(neighbour, int):
+            await self._begin_like(neighbour, replica)
+            return own.step
         parts = Parts.of(replica.model)
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
@@ -88,8 +102,29 @@ class Saver:
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+        self._restore_gradients(own, tensors, replica, exchange)
         restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    @staticmethod
+    def _restore_gradients(own: Part, tensors: Mapping[str, Tensor], replica: TorchReplica, exchange: Exchange) -> None:
+        """What was added up since the last exchange."""
+        was, now = own.sidecar.get("added up"), _added_up(exchange, own.step)
+        if was != now:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written {_in_words(was)}, but now this step comes {_in_words(now)}: resume "
+                "with [exchange] every as it was, or from another checkpoint"
+            )
+        added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        replica.go_on_adding_to(added)
+
+    async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
+        """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
+        await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
+        state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
+        _load_optimizer_state(replica, state)
+        replica.publish()
 
     @property
     def _apart(self) -> bool:
@@ -124,6 +159,26 @@ class Saver:
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
+def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
+    """Over how many steps gradients are added up before ``step``, and how many are still to come with them; ``None``: none."""
+    since = 0
+    while since < step and not exchange.exchanges(step - 1 - since):
+        since += 1
+    if not since:
+        return None
+    to_come = 1
+    while not exchange.exchanges(step - 1 + to_come):
+        to_come += 1
+    return [since, to_come]
+
+
+def _in_words(added: object) -> str:
+    match added:
+        case [since, to_come]:
+            return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
+    return "right after an exchange of gradients"
+
+
 def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
     """The model's ordinary state_dict, with the task's names and nothing divided. In the compute thread; all workers of a group
     that divides the model call it together. Without ``copied`` tensors may alias the model's."""
@@ -132,10 +187,20 @@ def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
 
 
 async def send_model(
-    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
+    endpoint: Endpoint,
+    step: int,
+    state: Mapping[str, Tensor],
+    about: Mapping[str, Value],
+    members: Sequence[int] | None = None,
+    *,
+    alone: bool,
+    timeout_s: float,
 ) -> None:
-    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
-    values = {"step": step, **about}
+    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk. ``members``: see
+    `Saver`."""
+    values: dict[str, Value] = {"step": step, **about}
+    if members is not None:
+        values[MEMBERS] = list(members)
     await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
 
 
