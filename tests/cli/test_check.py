@@ -57,7 +57,16 @@ def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool 
 def test_a_good_file_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(file) == 0
     text = capsys.readouterr().out
-    for part in ("alpha", "worker", "server", "heartbeat", "torch", "task in job.py", "4 workers in 2 groups on 8 slots", "is ready to launch"):
+    for part in (
+        "alpha",
+        "worker",
+        "server",
+        "heartbeat",
+        "torch",
+        "task in job.py",
+        "4 workers in 2 groups on 8 slots",
+        "is ready to launch",
+    ):
         assert part in text
 
 
