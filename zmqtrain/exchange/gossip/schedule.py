@@ -7,8 +7,8 @@ order: to rotate in its middle would lose what the distances add up to.
 
 The paper rotates by random shuffles, which leave it to chance who meets whom. Here all orders come from one seeded shuffle, read
 along the zigzag 0, 1, -1, 2, -2, ... modulo n, which is shifted by one from period to period. For an even n no difference between
-its neighbours comes twice, so n periods bring each peer next behind each other one: a row-complete Latin square (Williams 1949). For
-an odd p one peer stays where it is, in front of a zigzag of the others. On a hypercube the pairs of first steps are those of a
+its neighbours comes twice, so n periods bring each peer next behind each other one: a row-complete Latin square (Williams 1949).
+For an odd p one peer stays where it is, in front of a zigzag of the others. On a hypercube the pairs of first steps are those of a
 tournament in p - 1 rounds (the circle method). So all pairs meet directly within p periods, whatever the seed.
 
 =============  ============================  ============================  ===================================================
