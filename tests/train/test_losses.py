@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from pathlib import Path
@@ -9,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from tests.train.local_exchange import LocalExchange
 from tests.train.staged import CopyStaging, StagedDevice
+from tests.train.test_replica import batches
 from tests.train.test_worker import KINDS, spoiled
 from tests.train.world import Recipe, run, topology_of
+from zmqtrain.data.loader import Batch
 from zmqtrain.errors import NonFiniteLossError
+from zmqtrain.events import NullRecorder
+from zmqtrain.exchange.base import Optimize
 from zmqtrain.train.checkpoint import Checkpoint
 from zmqtrain.train.losses import Losses
+from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.step import StepSettings, TrainStep
 
 
 def test_on_a_cpu_a_bad_loss_is_known_at_once() -> None:
@@ -60,6 +69,47 @@ def test_who_goes_on_regardless_is_told_the_mean_of_what_there_is() -> None:
     losses.add(torch.tensor(math.nan), 1)
     assert losses.sound()
     assert math.isnan(losses.mean() or 0.0)
+
+
+@pytest.mark.parametrize("when", Optimize)
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_after_a_bad_loss_nothing_leaves_and_nothing_changes(when: Optimize, overlap: bool) -> None:
+    """Copies take longer than a backward, so all of it has run before anybody can know."""
+    device, exchange = StagedDevice(delay_s=0.002), LocalExchange(when)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = TorchReplica(model, optimizer, device, ReplicaSettings(bucket_bytes=100, overlap=overlap))
+    bad = False
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * (math.nan if bad else 1.0)
+
+    await exchange.start(replica)
+    replica.connect(exchange.bucket_ready)
+    step = TrainStep(replica, loss, device, StepSettings(rank=0, group_batch=8, accumulate=2), NullRecorder())
+    for number, (x, y) in enumerate(batches(3)):
+        bad = number == 2
+        exchange.begin_step(number)
+        if not bad:
+            await device.run(lambda number=number, x=x, y=y: step(number, Batch((x,), y, len(x))))
+            await exchange.end_step()
+            continue
+        await device.run(replica.take_all)
+        before = {name: each.clone() for name, each in [*model.state_dict().items(), *momenta(optimizer).items()]}
+        with pytest.raises(NonFiniteLossError):
+            await device.run(lambda number=number, x=x, y=y: step(number, Batch((x,), y, len(x))))
+    await device.run(device.staging.synchronize)
+    await asyncio.sleep(0)  # what a copy's end has asked of the loop
+    assert not exchange.order, "a bucket was handed over"
+    await device.run(replica.take_all)
+    for name, each in [*model.state_dict().items(), *momenta(optimizer).items()]:
+        assert torch.equal(each, before[name]), name
+    await device.close(5)
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {f"momentum {number}": state["momentum_buffer"] for number, state in optimizer.state_dict()["state"].items()}
 
 
 STAGED: dict[str, dict[str, Any]] = {
