@@ -210,8 +210,9 @@ class Machine(ABC):
         until: float | None = None,
         watch: int = 0,
         below: float | None = None,
+        begin: float | None = None,
     ) -> Generator[Trial, Outcome, Outcome]:
-        """Go on from where training stands. ``until``: a loss at which that is enough. ``watch``, ``below``: as of a `Trial`."""
+        """Go on from where training stands. ``until``: a loss at which that is enough. The rest: as of a `Trial`."""
         trial = Trial(
             len(self.trials),
             setting,
@@ -224,6 +225,7 @@ class Machine(ABC):
             until,
             watch=watch,
             below=below,
+            begin=begin,
         )
         self._setting = setting
         self._lengths.clear()

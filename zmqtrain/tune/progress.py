@@ -17,11 +17,14 @@ LEAST = 4
 class Progress:
     """Watches one training's losses, update by update. What it finds may pass again: `reason` is how things are now.
 
-    Of all so far the third quarter is compared with the last, so that the longer it goes on the smaller a fall can be seen."""
+    Of all so far the third quarter is compared with the last, so that the longer it goes on the smaller a fall can be seen; and
+    all of it with where it began."""
 
-    def __init__(self, after: int, below: float | None = None) -> None:
-        """``after``: updates after which it is looked at. ``below``: a loss to which another setting came with fewer."""
+    def __init__(self, after: int, below: float | None = None, begin: float | None = None) -> None:
+        """``after``: updates after which it is looked at. ``below``: a loss to which another setting came with fewer. ``begin``:
+        the loss that there was before."""
         self._next, self._below = max(after, 4 * LEAST), below
+        self._begin = math.inf if begin is None else begin
         self._losses: list[float] = []
         self._still = 0
         self.reason: str | None = None
@@ -38,7 +41,8 @@ class Progress:
 
     def _look(self, earlier: Sequence[float], later: Sequence[float]) -> None:
         (was, was_error), (now, error) = mean_of(earlier), mean_of(later)
-        self._still = self._still + 1 if was - now <= math.hypot(was_error, error) else 0
+        still = was - now <= math.hypot(was_error, error) or now + error >= self._begin
+        self._still = self._still + 1 if still else 0
         after = f"after {len(self._losses)} updates"
         if self._below is not None and now - error > self._below:
             self.reason = f"the loss is {now:.4g} {after}: another setting had {self._below:.4g} with fewer"

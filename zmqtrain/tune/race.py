@@ -144,8 +144,8 @@ class Race:
                 each.behind = above(each.here, lead.here, self.worse)
 
     def others(self, lead: Runner) -> list[Runner]:
-        """Whom to ask where the leader gets nowhere, the most promising first."""
-        found = [each for each in self.sound if each is not lead]
+        """Whom to ask where the leader gets nowhere, the most promising first, and last those that have not begun."""
+        found = [each for each in self.runners if each is not lead and not each.diverged and not each.behind]
         return sorted(found, key=lambda each: (each.loss, -pace(each.setting)))
 
 

@@ -27,7 +27,7 @@ from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
-from zmqtrain.tune.race import Point, Race, Runner, above, pace
+from zmqtrain.tune.race import Race, Runner, above, pace
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -56,6 +56,8 @@ WATCH, LONG_WATCH = 4, 8
 PATIENCE = 2.0
 #: What asking may take, as a part of what has been trained.
 ASK = 0.5
+#: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
+MUCH = 0.2
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
 #: What a probe for the learning rate's fall may take of all time so far.
@@ -92,7 +94,7 @@ class Search(Machine):
         self._follow((yield from self._double(lead, saturation)))
         if (end := (yield from self._cold())) is not None:
             return end
-        groups, rate = saturation, self._lead.setting.lr
+        groups, rate = saturation, self._lead.setting.lr / (10 if self._diverged else 1)
         if groups > self._lead.setting.groups:
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
         while True:
@@ -133,11 +135,12 @@ class Search(Machine):
         others = self._race.others(self._lead)
         below = min((each.loss + each.noise for each in others if each.updates < self._lead.updates), default=None)
         watch = round(self._patience * watch)
+        begin = self._lead.loss if setting == self._lead.setting else None
         number = len(self.trials)
-        outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watch, below=below)
+        outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watch, below=below, begin=begin)
         if not outcome.diverged:
             self._lead.tell(self.trials[number][0], outcome)
-        self._stood = outcome.stood is not None or outcome.diverged
+        self._stood = outcome.stood is not None
         return outcome
 
     def _cold(self) -> Generator[Trial, Outcome, Done | None]:
@@ -184,38 +187,55 @@ class Search(Machine):
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
-        far = lead.loss > (self._first[None] + (space.target or 0.0)) / 2
-        # What has learned little may as well begin anew; what has learned much is nearer to the end than anything else.
-        for way in (self._others, self._lower) if far else (self._lower, self._others):
-            if (yield from way(lead, affords)):
-                return True
+        goal, again = space.target or 0.0, self._patience > 1
+        far = lead.loss > (self._first[None] + goal) / 2
+        lower = yield from self._lower(lead, affords, tenth=again)
+        # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
+        if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
+            return self._smaller(lead, lower)
+        if (far or again) and (yield from self._others(lead, affords, anew=far)):
+            return True
+        if lower is not None:
+            return self._smaller(lead, lower)
         self._patience *= PATIENCE
         self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
         return False
 
-    def _lower(self, lead: Runner, affords: Callable[[Trial], bool]) -> Generator[Trial, Outcome, bool]:
+    def _lower(self, lead: Runner, affords: Callable[[Trial], bool], *, tenth: bool) -> Generator[Trial, Outcome, Runner | None]:
+        """What smaller steps come to from where training stands, if that is better: the next slower setting, or a ``tenth`` of the
+        rate. Nothing is lost by it where training stands still, so that its own error is all that counts."""
         setting = lead.setting if self._setting is None else self._setting
-        lower = replace(setting, lr=setting.lr / 10)
-        reason = "whether a lower learning rate does where training stands still"
-        trial = self._leg(lower, max(self._first_leg(), lead.updates // 8), "ask", reason, self._start)
+        runner = Runner(replace(setting, lr=setting.lr / 10) if tenth else self._slower(setting))
+        reason = "whether smaller steps do where training stands still"
+        trial = self._leg(runner.setting, max(self._first_leg(), lead.updates // 5), "ask", reason, self._start)
         if not affords(trial):
-            return False
-        outcome = yield trial
-        here = Point(outcome.updates, outcome.seconds, outcome.loss, outcome.noise)
-        if outcome.diverged or not above(lead.here, here):
-            return False
-        self._decide("learning rate", f"a tenth gets from {lead.loss:.4g} to {here.loss:.4g}", lr=lower.lr)
-        lead.tell(trial, outcome)
-        self._adopt(lower, trial.number, outcome.spent_s)
+            return None
+        runner.tell(trial, (yield trial))
+        return None if runner.diverged or runner.loss + runner.noise >= lead.loss else runner
+
+    def _smaller(self, lead: Runner, lower: Runner) -> bool:
+        """Go on with them."""
+        self._decide("setting", f"{lower.setting} gets from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting))
+        assert lower.number is not None
+        lead.tell(*self.trials[lower.number])
+        self._adopt(lower.setting, lower.number, lower.spent_s)
         return True
 
-    def _others(self, lead: Runner, affords: Callable[[Trial], bool]) -> Generator[Trial, Outcome, bool]:
-        """Side by side, each for twice as long in turn, until one has a lower loss or the leader was better by then."""
+    def _slower(self, setting: Setting) -> Setting:
+        """The fastest that is at most half as fast, of these groups; of two that are as fast the one with more momentum."""
+        momenta = {setting.momentum, *(each for each in self._space.momenta if each <= setting.momentum)}
+        choices = [replace(setting, momentum=momentum, lr=lr) for momentum in momenta for lr in (setting.lr, setting.lr / 10)]
+        slow = [each for each in choices if pace(each) <= pace(setting) / 2]
+        return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
+
+    def _others(self, lead: Runner, affords: Callable[[Trial], bool], *, anew: bool) -> Generator[Trial, Outcome, bool]:
+        """Side by side, each for twice as long in turn, until one has a lower loss or the leader was better by then. ``anew``: the
+        leader's setting with less momentum, too."""
         reason, race = "whether it does better than what stands still", self._race
         less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
+        if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
+            race.enter(replace(lead.setting, momentum=less))
         runners = race.others(lead)
-        if less is not None and not race.has(replace(lead.setting, momentum=less)):
-            runners.append(race.enter(replace(lead.setting, momentum=less)))
         while runners:
             for runner in sorted(runners, key=lambda each: each.loss):
                 if runner.curve and above(lead.here, runner.here):

@@ -52,6 +52,8 @@ class Trial:
     """Of training: updates after which it ends, at its next checkpoint, if it gets nowhere. 0: it does not."""
     below: float | None = None
     """A loss to which another setting came with fewer updates: one that is above it then gets nowhere."""
+    begin: float | None = None
+    """The loss of the training that it goes on with, if that is known."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
