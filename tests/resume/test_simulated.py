@@ -83,7 +83,12 @@ class Ran:
         self.events: list[Mapping[str, Any]] = []
         self.failed: list[str] = []
         options = Options(
-            task=self.recipe.task(), checkpoints=self.checkpoints, resume=resume, on_report=self._hear, on_checkpoint=self._told, **how
+            task=self.recipe.task(),
+            checkpoints=self.checkpoints,
+            resume=resume,
+            on_report=self._hear,
+            on_checkpoint=self._told,
+            **how,
         )
         topology = topology_of(folder, drawn, steps)
         self.result: Result = simulate(topology, options=options)
@@ -114,7 +119,9 @@ class Ran:
             times = self._parts_a_step
             for step, start in enumerate(range(0, len(parts), times), self.first):
                 if step < until:
-                    found.setdefault(step, []).append(tuple(sorted(number for part in parts[start : start + times] for number in part)))
+                    found.setdefault(step, []).append(
+                        tuple(sorted(number for part in parts[start : start + times] for number in part))
+                    )
         return {step: sorted(samples) for step, samples in found.items()}
 
     @property
