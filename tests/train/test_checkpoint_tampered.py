@@ -275,7 +275,7 @@ SPOILED: list[tuple[str, str, Callable[[dict[str, Any], dict[str, torch.Tensor]]
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer": torch.zeros(3)})),
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/momentum_buffer/none": torch.zeros(3)})),
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/momentum_buffer/0.weight": torch.zeros(3).double()})),
-    ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/other/0.bias": tensors.pop("optimizer/momentum_buffer/0.bias")})),
+    ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/a/0.bias": tensors.pop("optimizer/momentum_buffer/0.bias")})),
     ("gossip", "group-0", lambda _, tensors: tensors.pop("parameter/0.weight")),
     ("averaging", "worker-1", lambda sidecar, _: sidecar["exchange"].update({"last/0": ["float64", bytes(8)]})),
     ("averaging", "worker-1", lambda sidecar, _: sidecar["exchange"].update({"last/0": ["float99", bytes(8)]})),
