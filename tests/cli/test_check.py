@@ -57,7 +57,16 @@ def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool 
 def test_a_good_file_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(file) == 0
     text = capsys.readouterr().out
-    for part in ("alpha", "worker", "server", "heartbeat", "torch", "task in job.py", "4 workers on 8 slots", "is ready to launch"):
+    for part in (
+        "alpha",
+        "worker",
+        "server",
+        "heartbeat",
+        "torch",
+        "task in job.py",
+        "4 workers in 2 groups on 8 slots",
+        "is ready to launch",
+    ):
         assert part in text
 
 
@@ -221,7 +230,7 @@ def test_hosts_that_come_when_the_run_begins(tmp_path: Path, capsys: pytest.Capt
     assert run_check(file, True) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     details = {row["name"]: row["detail"] for row in rows if row["row"] == "check"}
-    assert "64 workers on the slots of the hosts that come" in details["slots"]
+    assert "64 workers in 64 groups on the slots of the hosts that come" in details["slots"]
     assert "another machine" in details["encryption"]
     assert "at the launch" in details["hosts"]
     file.write_text(file.read_text().replace("environment", "kubernets"))

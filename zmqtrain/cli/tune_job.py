@@ -182,6 +182,9 @@ class Watching(Listening):
     def begin(self, title: str) -> None:
         self._view.begin(title)
 
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self._view.regroup(group_of)
+
     def note(self, text: str) -> None:
         self._view.note(text)
 
