@@ -257,6 +257,7 @@ def _of(kind: str) -> Any:
     )
 
 
+_MOMENTUM = "optimizer/momentum_buffer/0.bias"
 #: Of which kind of run, which part, and what is done to its sidecar and tensors.
 SPOILED: list[tuple[str, str, Callable[[dict[str, Any], dict[str, torch.Tensor]], None]]] = [
     ("allreduce", "worker-0", lambda sidecar, _: sidecar.pop("random")),
@@ -275,7 +276,7 @@ SPOILED: list[tuple[str, str, Callable[[dict[str, Any], dict[str, torch.Tensor]]
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer": torch.zeros(3)})),
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/momentum_buffer/none": torch.zeros(3)})),
     ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/momentum_buffer/0.weight": torch.zeros(3).double()})),
-    ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/a/0.bias": tensors.pop("optimizer/momentum_buffer/0.bias")})),
+    ("gossip", "group-1", lambda _, tensors: tensors.update({"optimizer/a/0.bias": tensors.pop(_MOMENTUM)})),
     ("gossip", "group-0", lambda _, tensors: tensors.pop("parameter/0.weight")),
     ("averaging", "worker-1", lambda sidecar, _: sidecar["exchange"].update({"last/0": ["float64", bytes(8)]})),
     ("averaging", "worker-1", lambda sidecar, _: sidecar["exchange"].update({"last/0": ["float99", bytes(8)]})),

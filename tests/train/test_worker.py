@@ -150,13 +150,14 @@ async def test_training_ends_when_the_metric_is_reached(staleness: Any) -> None:
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
     compute = {"groups": 2, "group_size": 2, "batch_size": 12}
     exchange = KINDS[kind] | ({"every": 3} if kind == "averaging" else {})
-    job = {"checkpoint_every": 4}
+    job = {"checkpoint_every": 4, "keep_checkpoints": 3}
     whole = Recipe(**fields)
     first = await run(
         topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange), whole, folder=tmp_path / "checkpoints"
     )
     assert not first.errors
-    assert [path.name for path in find_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000008"]
+    found = [path.name for path in find_checkpoints(tmp_path / "checkpoints")]
+    assert found == ["step-00000004", "step-00000008", "step-00000010"]
     again = Recipe(**fields)
     resumed = await run(
         topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange),
@@ -168,7 +169,7 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, f
     for worker in range(4):
         assert torch.equal(whole.parameters(f"worker/{worker}"), again.parameters(f"worker/{worker}"))
         assert first.losses(f"worker/{worker}")[4:] == resumed.losses(f"worker/{worker}")
-    assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008"]
+    assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008", "step-00000010"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
@@ -210,7 +211,9 @@ async def test_random_states_and_statistics_of_layers_are_resumed_too(tmp_path: 
     def noisy(batch: Any) -> Any:
         return batch[0] + 0.1 * np.random.randn() + 0.1 * random.random(), batch[1]
 
-    topology = topology_of(job={"steps": 9, "checkpoint_every": 4}, compute={"batch_size": 12, "accumulate": 2})
+    topology = topology_of(
+        job={"steps": 9, "checkpoint_every": 4, "keep_checkpoints": 3}, compute={"batch_size": 12, "accumulate": 2}
+    )
     whole, again = Recipe(model=model, transform=noisy), Recipe(model=model, transform=noisy)
     first = await run(topology, whole, folder=tmp_path)
     resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / "step-00000004")

@@ -32,6 +32,8 @@ MEMBERS = "members"
 STANDS_IN = "stands in"
 #: What values lead to that nobody has written so.
 _OF_VALUES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+#: A model that is no part of a checkpoint, ``(ALONE, step, name)``, and the request that says it is on disk.
+ALONE, ALONE_WRITTEN = "model_alone", "model_alone_written"
 #: A checkpoint is background traffic: below everything that a step waits for.
 PRIORITY = -1
 
@@ -61,10 +63,35 @@ async def send_part(
     The checkpoint of the step counts once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
-    tag = (SAVE, step, name)
-    sent: list[Sent] = [await endpoint.send(coordinator, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
-    sent += [await endpoint.send(coordinator, tag, payload, priority=PRIORITY) for payload in tensors.values()]
-    await endpoint.request(coordinator, WRITTEN, step, name, timeout=timeout_s)
+    await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
+
+
+async def send_alone(
+    endpoint: Endpoint,
+    step: int,
+    name: str,
+    tensors: Mapping[str, Payload],
+    sidecar: Mapping[str, Value],
+    *,
+    timeout_s: float,
+    coordinator: PeerId = COORDINATOR,
+) -> None:
+    """As `send_part`, of a model that no checkpoint belongs to."""
+    await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
+
+
+async def _send(
+    endpoint: Endpoint,
+    tag: tuple[str, int, str],
+    tensors: Mapping[str, Payload],
+    sidecar: Mapping[str, Value],
+    written: str,
+    to: PeerId,
+    timeout_s: float,
+) -> None:
+    sent: list[Sent] = [await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
+    sent += [await endpoint.send(to, tag, payload, priority=PRIORITY) for payload in tensors.values()]
+    await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
     for message in sent:
         await message.wait_released()
 

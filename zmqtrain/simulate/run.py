@@ -64,7 +64,7 @@ class Options:
     task: Task | None = None
     """Instead of what ``[job] task`` names."""
     checkpoints: Path | None = None
-    """Folder for checkpoints; needed where ``[job] checkpoint_every`` asks for them."""
+    """Folder for checkpoints, beside which the run's model is left; without one, nothing is kept."""
     resume: Path | None = None
     preempt_at_s: float | None = None
     """When, in virtual seconds, somebody asks the run to stop with a checkpoint."""
@@ -125,6 +125,8 @@ class Simulation:
     """A run, once. `run` it on a virtual loop."""
 
     def __init__(self, topology: Topology, options: Options) -> None:
+        if options.checkpoints is None:
+            topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
         self._topology, self._options = topology, options
         self._placement = place(topology)
         self._ladder = Ladder.of(topology.job.timeout_s)
@@ -172,7 +174,7 @@ class Simulation:
             endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._ladder, ""))
             stack.push_async_callback(endpoint.close)
             serve_description(endpoint, description)
-            folder = options.checkpoints or Path("checkpoints")
+            folder, left = options.checkpoints or Path("checkpoints"), options.checkpoints and options.checkpoints.parent
             coordinator = Coordinator(
                 endpoint,
                 self._placement,
@@ -187,6 +189,7 @@ class Simulation:
                 topology,
                 self._placement,
                 resume=options.resume,
+                model=left,
                 members=lambda: coordinator.view.members,
                 on_event=options.on_checkpoint,
             )

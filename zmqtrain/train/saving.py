@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_part, taking_back
-from zmqtrain.exchange.fc_client import FcClient
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
@@ -27,6 +26,8 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
+#: What `torch.compile` puts into the names of a module's parameters.
+COMPILED = "_orig_mod."
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
 
 
@@ -40,26 +41,20 @@ class Saver:
     group: int
     position: int
     timeout_s: float
-    fc: FcClient | None = None
-    """Who has the rest of the model, if this worker has only a phase of it."""
+    merged: bool = False
+    """Whether this worker has only a phase of the model."""
     members: tuple[int, ...] | None = None
-    """Who trains, by rank, where these may be fewer than the run's workers; the first of them sends the model."""
+    """Who trains, by rank, where these may be fewer than the run's workers."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
-        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
+        """Send this worker's parts of the checkpoint at ``step``, all but the run's model; on return they are on disk. Nothing may
+        change meanwhile.
 
         All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
         if self.members is not None:
             values[MEMBERS] = list(self.members)
-        first = self.rank == (self.members[0] if self.members else 0)
         parts = Parts.of(replica.model)
-        state = await device.run(lambda: parts.whole(_state(replica)))
-        if self.rank == 0 and self.fc is not None:
-            state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
-        if first:
-            await self._send(step, MODEL, state, values)
-        del state
         if self.kind != "model_server":
             tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
             tensors = await device.run(lambda: parts.whole(tensors))
@@ -78,8 +73,8 @@ class Saver:
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
-        others = await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
-        if others and self.fc is None:
+        others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        if others and not self.merged:
             raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
         replica.publish()
 
@@ -100,7 +95,7 @@ class Saver:
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
         if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
-            others = await self._restore_into(MODEL, _state(replica), parts)
+            others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
@@ -127,7 +122,7 @@ class Saver:
 
     async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
         """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
-        await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
+        await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
         state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
         _load_optimizer_state(replica, state)
@@ -147,8 +142,7 @@ class Saver:
         return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        payloads = {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
-        await send_part(self.endpoint, step, name, payloads, values, timeout_s=self.timeout_s)
+        await send_part(self.endpoint, step, name, _payloads(tensors), values, timeout_s=self.timeout_s)
 
     async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
@@ -161,6 +155,8 @@ class Saver:
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
         tensors = tensors_of(part)
+        if name == MODEL:  # which may be a file of somebody else's
+            tensors = {plain_name(key): tensor for key, tensor in tensors.items()}
         _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
@@ -185,9 +181,33 @@ def _in_words(added: object) -> str:
     return "right after an exchange of gradients"
 
 
-def _state(replica: TorchReplica) -> dict[str, Tensor]:
-    """The model's ordinary state_dict. Tensors alias the model's."""
-    return {name: value for name, value in replica.model.state_dict().items() if isinstance(value, Tensor)}
+def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, with the task's names and nothing divided. In the compute thread; all workers of a group
+    that divides the model call it together. Without ``copied`` tensors may alias the model's."""
+    state = Parts.of(model).whole({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    return {plain_name(name): tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
+
+
+async def send_model(
+    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
+) -> None:
+    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
+    values = {"step": step, **about}
+    await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
+
+
+def _payloads(tensors: Mapping[str, Tensor]) -> dict[str, Payload]:
+    return {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, as if nothing in it were compiled. Tensors alias the model's."""
+    return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without what `torch.compile` puts into it."""
+    return name.replace(COMPILED, "")
 
 
 def _parameters(replica: TorchReplica) -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.averaging.fragments import Fragments
-from zmqtrain.exchange.averaging.methods import Average, Method, copy_of
+from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
-from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.sums import NetworkSums, Sums
@@ -54,7 +54,7 @@ class AveragingExchange:
     one model a group and not k.
 
     The optimizer's state (momentum) stays each group's own. Between averagings the groups' models differ; the run's model is their
-    mean.
+    mean, or with elastic averaging its center.
     """
 
     def __init__(
@@ -94,6 +94,12 @@ class AveragingExchange:
     @property
     def averaged(self) -> bool:
         return not self.synchronous
+
+    @property
+    def model(self) -> RunModel:
+        if self.synchronous:
+            return RunModel.REPLICA
+        return RunModel.CENTER if isinstance(self._method, Elastic) else RunModel.MEAN
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
@@ -150,6 +156,20 @@ class AveragingExchange:
         for flight in list(self._flights.values()):
             await asyncio.wait({flight.task})
             flight.task.result()
+
+    async def keep(self, step: int, *, last: bool) -> None:
+        return None
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        return None
+
+    def center(self, bucket: Bucket) -> Payload:
+        center = self._method.center(bucket.index)
+        assert center is not None, "only elastic averaging has a center"
+        return center
+
+    async def leave(self) -> None:
+        return None
 
     async def stop(self) -> None:
         await self._sum.stop()
