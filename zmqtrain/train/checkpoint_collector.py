@@ -203,6 +203,9 @@ class CheckpointCollector:
             await self._commit_if_complete(incoming.step)
         except OSError as error:
             self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} cannot be written: {error}"))
+        there = self._there()
+        if incoming.step in self._incoming and incoming.has_lost(there) and incoming.missing(self._nothing, there) == [MODEL]:
+            self._give_up(incoming, "who was to send the model was lost")
         if incoming.step in self._incoming and not incoming.overdue and self._now() >= incoming.began_s + self._patience_s:
             incoming.overdue = True
             reason = f"checkpoint {incoming.step} is not complete after {self._patience_s:g} s{self._missing(incoming)}"
