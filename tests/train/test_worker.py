@@ -190,6 +190,21 @@ async def test_gradients_that_wait_for_their_exchange_are_resumed_too(compute: d
         assert torch.equal(whole.parameters(peer), again.parameters(peer))
 
 
+async def test_the_end_of_a_run_between_exchanges_has_them_too(tmp_path: Path) -> None:
+    """Also after the last evaluation."""
+
+    def topology(steps: int) -> Any:
+        compute = {"groups": 2, "batch_size": 12}
+        return topology_of(job={"steps": steps, "eval_every": 1}, compute=compute, exchange={"kind": "allreduce", "every": 3})
+
+    whole, again = Recipe(), Recipe()
+    assert not (await run(topology(8), whole, folder=tmp_path / "whole")).errors
+    assert not (await run(topology(5), Recipe(), folder=tmp_path / "part")).errors
+    assert not (await run(topology(8), again, folder=tmp_path / "again", resume=tmp_path / "part")).errors
+    for peer in whole.models:
+        assert torch.equal(whole.parameters(peer), again.parameters(peer))
+
+
 async def test_a_checkpoint_between_exchanges_is_refused_by_a_run_that_exchanges_at_others(tmp_path: Path) -> None:
     def topology(every: int) -> Any:
         job = {"steps": 6, "checkpoint_every": 1, "keep_checkpoints": 20}

@@ -126,6 +126,7 @@ class TorchReplica:
         self._step = 0
         self._last = False  # whether the backward that runs is the step's last
         self._next = 0  # the bucket to hand over next
+        self._handed_over: set[int] = set()  # buckets, since they were taken last
         self._backward_s = 0.0  # when backward began with that bucket
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
@@ -333,6 +334,7 @@ class TorchReplica:
                 self._optimizers.prepare(index)  # a schedule may move on before the bucket is taken back
                 held.due = True
             self._backward_s = clock()
+            self._handed_over.add(index)
             self.gates.close(index)
             deliver = partial(self._from_compute, index)
             staging = self._device.staging
@@ -375,6 +377,9 @@ class TorchReplica:
             self._update_bucket(index)
             if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
                 staging.to_host(held.parameters, held.host_parameters, _nothing)
+        if index not in self._handed_over:  # somebody has only looked at the parameters: gradients are still being added up
+            return
+        self._handed_over.discard(index)
         # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
         for name in held.plan.names:
             self._named[name].grad = None
