@@ -162,7 +162,7 @@ def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, A
     if updates is not None:
         fields |= {"steps": max(1, math.ceil(updates / groups)), "epochs": None}
         period = min(period, updates // PARTS)
-    if not topology.job.checkpoint_every:
+    if not topology.job.checkpoint_steps:
         fields["checkpoint_every"] = max(1, period // groups)
     return fields
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +22,8 @@ from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
 from zmqtrain.topology.schema import Topology
+from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
-
-#: What roles need in equal versions; written into the summary.
-PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +182,7 @@ class RunRecord:
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": versions(),
             **(more or {}),
         }
         directory.write_json("summary.json", summary)
@@ -231,16 +227,6 @@ def _failure_text(error: dict[str, Any], directory: Path) -> str:
         return f"stopped: {error.get('message')}\neverything about it: {directory}"
     trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
     return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _hosts(topology: Topology) -> str:

@@ -170,6 +170,7 @@ class Launch:
                 resume=None if self._description.resume is None else Path(self._description.resume),
                 members=lambda: coordinator.view.members,
                 on_event=self._record.checkpoint_event,
+                model=self._directory.path,
             )
             async with asyncio.TaskGroup() as group:
                 background = [
