@@ -88,6 +88,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         checkpoints=directory.checkpoints,
         on_event=record.membership_event,
         on_report=record.report,
+        on_checkpoint=record.checkpoint_event,
     )
     view.begin(f"simulated: {record.title()}")
     began = time.monotonic()

@@ -168,6 +168,8 @@ class Launch:
                 self._topology,
                 self._placement,
                 resume=None if self._description.resume is None else Path(self._description.resume),
+                members=lambda: coordinator.view.members,
+                on_event=self._record.checkpoint_event,
             )
             async with asyncio.TaskGroup() as group:
                 background = [

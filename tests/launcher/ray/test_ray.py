@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher.environment.nodes import PATIENCE_S, Nodes
+from tests.launcher.environment.nodes import Nodes
+from tests.patience import PATIENCE_S
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import Gathering
 from zmqtrain.launcher.ray import engine as engine_module
@@ -105,7 +106,6 @@ def cluster() -> Iterator[str]:
         process.stdout.close()
 
 
-@pytest.mark.timeout(120)
 def test_runs_on_a_cluster(tmp_path: Path, cluster: str) -> None:
     """Two at once: one comes to its end, the other loses an actor, and with it a host."""
     (tmp_path / "trial.toml").write_text(TOPOLOGY.format(address=cluster))
