@@ -83,6 +83,8 @@ def draw(seed: int) -> Draw:
             optimizer = {}
     if exchange.get("merged_fc"):
         optimizer = {}
+    if optimizer and kind == "gossip":
+        exchange["gossip"]["granularity"] = "batch"
     steps = chance.randint(6, 10)
     job: dict[str, Any] = {"seed": chance.randint(0, 99), "checkpoint_every": chance.randint(1, 5)}
     if kind == "gossip" and size == 1:

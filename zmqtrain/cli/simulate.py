@@ -20,6 +20,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.processors import processors
 from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
@@ -65,7 +66,7 @@ def run_simulate(
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:
-        return _many(file, topology, range(first, first + seeds), source, jobs or os.cpu_count() or 1, json_lines=json_lines)
+        return _many(file, topology, range(first, first + seeds), source, jobs or processors(), json_lines=json_lines)
     return _once(topology, first, source, json_lines=json_lines, data=data, run_dir=run_dir)
 
 

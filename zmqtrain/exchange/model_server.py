@@ -19,6 +19,7 @@ from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatt
 from zmqtrain.errors import CheckpointError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
+from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.pieces import Piece
@@ -39,7 +40,6 @@ from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
-from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
@@ -68,6 +68,7 @@ class ModelServerExchange:
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
         self._compressor: Compressor | None = None
+        self._unsent: dict[str, TensorPayload] = {}  # of the checkpoint that the run resumes
         if settings.compression != "none":
             self._compressor = make_compressor(settings.compression, settings.compression_ratio)
 
@@ -101,6 +102,7 @@ class ModelServerExchange:
         numbers = _numbers(replica.buckets)
         configuration = self._configuration(replica, self._base, restored)
         cut = configuration.pieces()
+        self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
@@ -178,15 +180,7 @@ class ModelServerExchange:
         residuals = state.get("residuals")
         if self._compressor is None or not isinstance(residuals, dict):
             return
-        tensors = {}
-        for key, kept in residuals.items():
-            match kept:
-                case [str(dtype), bytes(content)]:
-                    numel = len(content) // dtype_named(dtype).itemsize
-                    tensors[key] = TensorPayload.received(bytearray(content), dtype, (numel,)).tensor
-                case _:
-                    raise CheckpointError(f"the checkpoint holds {kept!r:.100} as the unsent gradient of piece {key}")
-        self._compressor.load_state_dict(tensors)
+        self._unsent = {key: kept_payload(f"the unsent gradient of piece {key}", kept) for key, kept in residuals.items()}
 
     # Start.
 
@@ -205,6 +199,21 @@ class ModelServerExchange:
             restored=restored,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
+
+    def _take_back_unsent(self, replica: Replica, numbers: Sequence[int], cut: Sequence[Piece]) -> None:
+        """Give the compressor what it had not sent when the checkpoint was written."""
+        if self._compressor is None or not self._unsent:
+            return
+        pieces = {str(piece.index): piece for piece in cut if piece.position == self._settings.position}
+        for key, kept in self._unsent.items():
+            piece = pieces.get(key)
+            if piece is None or piece.bucket not in numbers:
+                raise CheckpointError(f"the checkpoint has an unsent gradient of piece {key!r:.40}, which this worker has not")
+            part = replica.buckets[numbers.index(piece.bucket)].gradients.part(piece.start, piece.stop)
+            wanted = "float64" if part.dtype == "float64" else "float32"
+            require_like(f"the unsent gradient of piece {key}", kept, TensorPayload.empty(part.numel, wanted))
+        self._compressor.load_state_dict({key: kept.tensor for key, kept in self._unsent.items()})
+        self._unsent.clear()
 
     async def _send_initial(self, replica: Replica) -> None:
         for index, own in self._first.items():

@@ -82,6 +82,7 @@ class RunRecord:
         """The hosts are known now, and which role is on which."""
         self._topology, self._placement = description.topology, description.placement
         self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._view.regroup({role.peer: role.group for role in self._placement.workers})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
@@ -154,9 +155,11 @@ class RunRecord:
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
+        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        if self._topology.engine.gathers and self._topology.hosts_decide:
+            workers = "a worker for each device or host"
         return (
-            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
-            f"on {_hosts(self._topology)}; run directory {self._directory.path}"
+            f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
         )
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -221,7 +224,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
     report = report_of(error, failure.peer)
     if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
         report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "traceback": ""}
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:

@@ -194,7 +194,7 @@ class ModelServer:
                 self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
         if not self._held and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
-            await self._checkpoints.hold_nothing(sidecar)
+            self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
             return 0
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()

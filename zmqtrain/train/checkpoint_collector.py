@@ -51,16 +51,16 @@ class CheckpointCollector:
         keep: int = 2,
         resume: Checkpoint | None = None,
         weights: Weights | None = None,
-        model: Path | None = None,
-        clock: CheckpointClock | None = None,
         patience_s: float = 600.0,
         members: Callable[[], Collection[PeerId]] | None = None,
         on_event: OnEvent | None = None,
+        model: Path | None = None,
+        clock: CheckpointClock | None = None,
     ) -> None:
-        """``weights``: where the model begins that resumes nothing. ``model``: the folder in which the run's newest model is left.
-        ``clock``: says when it is time for a checkpoint. ``patience_s``: how long the parts of a checkpoint may take until somebody
-        is told. ``members``: who is there now, for runs that go on without those who are not; it is asked again whenever one is
-        lost. Raises `CheckpointError` where ``resume`` is of another shape."""
+        """``weights``: where the model begins that resumes nothing. ``patience_s``: how long the parts of a checkpoint may take
+        until somebody is told. ``members``: who is there now, for runs that go on without those who are not; it is asked again
+        whenever one is lost. ``model``: the folder in which the run's newest model is left. ``clock``: says when it is time for a
+        checkpoint. Raises `CheckpointError` where ``resume`` is of another shape."""
         if resume is not None:
             resume.require(shape)
         self._endpoint, self._checkpoints, self._shape = endpoint, checkpoints, shape
@@ -72,9 +72,9 @@ class CheckpointCollector:
         self._nothing: dict[str, Mapping[str, Value]] = {}  # parts that are always empty
         self._given_up: set[int] = set()  # steps of which no complete checkpoint will come
         self._ended: dict[Tag, asyncio.Future[None]] = {}  # (WRITTEN, step, name) and (COMMITTED, step): done, or why not
-        self._model, self._clock = ModelFile(endpoint, model), clock
         self._lock = asyncio.Lock()  # one change of what is incoming at a time
         self._look = asyncio.Event()  # somebody was lost, or there is another deadline
+        self._model, self._clock = ModelFile(endpoint, model), clock
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
         endpoint.serve(WRITTEN, self._on_written)
@@ -92,9 +92,9 @@ class CheckpointCollector:
         placement: Placement,
         *,
         resume: Path | None = None,
-        model: Path | None = None,
         members: Callable[[], Collection[PeerId]] | None = None,
         on_event: OnEvent | None = None,
+        model: Path | None = None,
     ) -> CheckpointCollector:
         """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it. ``model``: the folder
         in which the run's newest model is left."""
@@ -110,11 +110,11 @@ class CheckpointCollector:
             keep=topology.job.keep_checkpoints,
             resume=checkpoint,
             weights=weights,
-            model=model,
-            clock=CheckpointClock.of(endpoint, topology, placement),
             patience_s=Ladder.of(topology.job.timeout_s).barrier_s,
             members=members,
             on_event=on_event,
+            model=model,
+            clock=CheckpointClock.of(endpoint, topology, placement),
         )
 
     @property
@@ -126,10 +126,10 @@ class CheckpointCollector:
         """Until cancelled. Incomplete checkpoints are removed then."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._watch(), name="watch incomplete checkpoints")
                 self._tasks.create_task(self._model.run(), name="keep the model")
                 if self._clock is not None:
                     self._tasks.create_task(self._clock.run(self._complete), name="time for a checkpoint")
-                self._tasks.create_task(self._watch(), name="watch incomplete checkpoints")
                 async for peer, tag, payload in self._subscription:
                     async with self._lock:
                         await self._take(peer, tag, payload)
@@ -203,6 +203,9 @@ class CheckpointCollector:
             await self._commit_if_complete(incoming.step)
         except OSError as error:
             self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} cannot be written: {error}"))
+        there = self._there()
+        if incoming.step in self._incoming and incoming.has_lost(there) and incoming.missing(self._nothing, there) == [MODEL]:
+            self._give_up(incoming, "who was to send the model was lost")
         if incoming.step in self._incoming and not incoming.overdue and self._now() >= incoming.began_s + self._patience_s:
             incoming.overdue = True
             reason = f"checkpoint {incoming.step} is not complete after {self._patience_s:g} s{self._missing(incoming)}"
@@ -224,10 +227,17 @@ class CheckpointCollector:
         # Everybody sends one part after the other, so of what is older nothing more will come.
         for older in [each for each in self._incoming.values() if each.step < step]:
             self._give_up(older, f"checkpoint {step} is complete, and nothing more of this one will come")
-        await asyncio.to_thread(self._model.publish, folder)
+        await self._publish(step, folder)
         await asyncio.to_thread(prune, self._checkpoints, self._keep)
         self._end((COMMITTED, step))
         self._on_event("checkpoint complete", {"step": step, "seconds": self._now() - incoming.began_s, "folder": str(folder)})
+
+    async def _publish(self, step: int, folder: Path) -> None:
+        """The checkpoint is there, whatever becomes of this."""
+        try:
+            await asyncio.to_thread(self._model.publish, folder)
+        except OSError as error:
+            self._on_event("model failed", {"step": step, "reason": f"the model of step {step} cannot be written: {error}"})
 
     @staticmethod
     def _now() -> float:
@@ -238,8 +248,8 @@ class CheckpointCollector:
         return lambda rank: members is None or f"worker/{rank}" in members
 
     async def _complete(self, step: int) -> None:
-        """Wait until the checkpoint is on disk, or will never be."""
-        await asyncio.wait({self._future((COMMITTED, step))})
+        """Wait until the checkpoint is on disk, or will never be, or is overdue: the next one may be complete."""
+        await asyncio.wait({self._future((COMMITTED, step))}, timeout=self._patience_s)
 
     def _future(self, key: Tag) -> asyncio.Future[None]:
         future = self._ended.get(key)

@@ -18,7 +18,7 @@ from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.errors import UsageError, ZmqTrainError
+from zmqtrain.errors import CheckpointError, UsageError, ZmqTrainError
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members, group_of
@@ -117,9 +117,10 @@ class TrainLoop:
         await self._save(step)
 
     async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
-        """A checkpoint at ``step`` out of turn, since the run ends before its time, with what servers have now. Best effort.
+        """A checkpoint at ``step`` out of turn, since the run ends before its time: best effort.
 
         Returns its step once it is on disk; ``None`` where there is none."""
+        context = self._context
         if not self.work.keeps:
             return None
         try:
@@ -127,10 +128,13 @@ class TrainLoop:
                 if step not in self._kept:
                     await self._have_servers_keep(step, save=True, last=True)
                     await self._save(step)
-                    await self._send_model(step, await self._model_at(step, last=True), alone=False)
-                await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.request_s)
+                    async with asyncio.timeout(context.ladder.request_s):  # others may have given up
+                        state = await self._model_at(step, last=True)
+                    await self._send_model(step, state, alone=False)
+                await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
         except (ZmqTrainError, TimeoutError) as error:
-            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error) or f"not done after {within_s} s")
+            reason = str(error) or type(error).__name__
+            self._recorder.event("part of a checkpoint failed", step=step, reason=reason)
             return None
         return step
 
@@ -345,7 +349,7 @@ class TrainLoop:
                 await self._send_model(step, state, alone=not checkpoint)
             if checkpoint:
                 await self._save(step)
-                await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.barrier_s)
+                await self._wait_for_last(step)
         await exchange.stop()
         await members.stop()
         if early:
@@ -353,6 +357,15 @@ class TrainLoop:
             return
         samples = self.step * self._job_batch
         self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._spread)
+
+    async def _wait_for_last(self, step: int) -> None:
+        """Until the checkpoint of the end is on disk. Where losses are survived, this one's may be one that nobody can mend."""
+        try:
+            await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.barrier_s)
+        except CheckpointError as error:
+            if not self._members.survives:
+                raise
+            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error))
 
     async def _last(self, group: Group) -> ModelState | None:
         """With all workers: the last evaluation. Returns the model that it has judged, for whoever sends it."""

@@ -6,7 +6,7 @@ The schedule is not kept: it is run through again, which ends in the same state 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
 from zmqtrain.train.device.base import Device
@@ -101,9 +102,10 @@ class Saver:
             into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
-        exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
-        self._restore_gradients(own, tensors, replica, exchange)
-        restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        with taking_back(own.name):
+            exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            self._restore_gradients(own, tensors, replica, exchange)
+            restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
 
     @staticmethod
@@ -187,20 +189,10 @@ def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
 
 
 async def send_model(
-    endpoint: Endpoint,
-    step: int,
-    state: Mapping[str, Tensor],
-    about: Mapping[str, Value],
-    members: Sequence[int] | None = None,
-    *,
-    alone: bool,
-    timeout_s: float,
+    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
 ) -> None:
-    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk. ``members``: see
-    `Saver`."""
-    values: dict[str, Value] = {"step": step, **about}
-    if members is not None:
-        values[MEMBERS] = list(members)
+    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
+    values = {"step": step, **about}
     await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
 
 
@@ -234,14 +226,21 @@ def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
 
 def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(replica.model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
-        _, key, name = full.split("/", 2)
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise CheckpointError(f"the checkpoint's optimizer knows {name}, which this model has not: {_ANOTHER_MODEL}")
-        if tensor.shape == parameter.shape:
-            tensor = torch.empty_like(parameter).copy_(tensor) if tensor.dtype == parameter.dtype else tensor.to(parameter.device)
-        replica.optimizer.state[parameter][key] = tensor
+        kind, _, rest = full.partition("/")
+        key, _, name = rest.partition("/")
+        if kind != "optimizer" or name not in parameters:
+            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this model has not: {_ANOTHER_MODEL}")
+        states.setdefault(name, {})[key] = tensor
+    for name, state in states.items():
+        parameter = parameters[name]
+        require_state(replica.optimizer, name, parameter, state)
+        for key, tensor in state.items():
+            if tensor.shape == parameter.shape:
+                same = tensor.dtype == parameter.dtype
+                tensor = torch.empty_like(parameter).copy_(tensor) if same else tensor.to(parameter.device)
+            replica.optimizer.state[parameter][key] = tensor
 
 
 def tensors_of(part: Part) -> dict[str, Tensor]:

@@ -161,8 +161,7 @@ class TorchWork:
     async def send_model(
         self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
     ) -> None:
-        timeout_s = self._context.ladder.barrier_s
-        await send_model(endpoint, step, state, about, self._there(step), alone=alone, timeout_s=timeout_s)
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         batch = await self._batches.batch(step, ahead=ahead)
