@@ -118,7 +118,7 @@ def test_a_bad_loss_and_a_lost_worker(tmp_path: Path, monkeypatch: pytest.Monkey
         evaluate(run)
     with Launched(prepare(tmp_path / "lost"), "trial.toml", *settings) as run:
         run.wait_for(r"^step ([6-9]|\d\d)")
-        run.find("worker").kill()
+        run.find("zmqtrain agent").kill()
         assert run.end() >= 128, run
         about = run.json("model.json")
         assert about["step"] % 3 == 0
