@@ -219,7 +219,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
     report = report_of(error, failure.peer)
     if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
         report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "traceback": ""}
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:
