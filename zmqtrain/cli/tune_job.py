@@ -12,7 +12,8 @@ from typing import Any
 
 from zmqtrain.cli.tune import tuned
 from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
-from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import View, make_view
