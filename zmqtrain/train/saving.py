@@ -148,13 +148,19 @@ def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
 
 def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(replica.model.named_parameters())
+    groups = {id(parameter): group for group in replica.optimizer.param_groups for parameter in group["params"]}
     for full, tensor in tensors.items():
         _, key, name = full.split("/", 2)
         parameter = parameters.get(name)
         if parameter is None:
             raise CheckpointError(f"the checkpoint's optimizer knows {name}, which this model has not: {_ANOTHER_MODEL}")
-        if tensor.shape == parameter.shape:
-            tensor = torch.empty_like(parameter).copy_(tensor) if tensor.dtype == parameter.dtype else tensor.to(parameter.device)
+        group = groups[id(parameter)]
+        if key == "step" and not (group.get("capturable") or group.get("fused")):
+            pass  # counted on the CPU
+        elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
+            tensor = torch.empty_like(parameter).copy_(tensor)
+        else:
+            tensor = tensor.to(parameter.device)
         replica.optimizer.state[parameter][key] = tensor
 
 
