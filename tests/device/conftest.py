@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if "processes" in item.keywords and KIND != "cuda":
+            if item.get_closest_marker("processes") and KIND != "cuda":
                 item.add_marker(pytest.mark.skip(reason="roles in processes of their own do not know the stand-in"))
 
 
