@@ -78,7 +78,7 @@ class TorchWork:
             task.train_data,
             collate=task.collate,
             transform=task.transform,
-            pin=device.torch_device.type == "cuda",
+            pin=device.torch_device.type != "cpu",
             channels_last=compute.channels_last,
             move=None if device.staging is None else device.staging.ahead,
         )
