@@ -44,7 +44,8 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
-        placement = place_before(topology) if topology.engine.gathers else place(topology)
+        unknown = topology.engine.gathers or any(host.slots == 0 for host in topology.hosts)
+        placement = place_before(topology) if unknown else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
         findings += [
             Finding(each.name, True, each.what, each.remedy, warning=True) for each in cautions(topology, placement, gpus())

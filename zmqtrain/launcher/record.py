@@ -22,6 +22,7 @@ from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.model_file import model_lines
 from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
 
@@ -198,8 +199,12 @@ class RunRecord:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
             self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+        elif self.stopped_at is not None:
+            self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+        for line in model_lines(directory.path, self.summary.steps):
+            self._view.note(line)
         return summary
 
     def _how_to_go_on(self) -> str:
@@ -219,7 +224,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
     report = report_of(error, failure.peer)
     if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
         report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "traceback": ""}
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:

@@ -108,6 +108,20 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     os.replace(new, folder / ABOUT)
 
 
+def model_lines(folder: Path, steps: int) -> list[str]:
+    """What to say of the model that a run has left, after its last step, and how it is loaded; nothing where there is none."""
+    about = read_about(folder)
+    if about is None:
+        return []
+    step, file = about.get("step"), folder / NAME
+    when = f"after step {step}" if step == steps else f"after step {step} of {steps}, from the last checkpoint"
+    return [
+        f"the model {when} ({about.get('model')}) is {file}; in PyTorch:",
+        "    from safetensors.torch import load_file",
+        f'    model.load_state_dict(load_file("{file}"))',
+    ]
+
+
 def read_about(folder: Path) -> dict[str, Any] | None:
     """What the model in ``folder`` is; ``None`` where there is none."""
     with suppress(OSError, ValueError):
