@@ -22,8 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if item.get_closest_marker("processes") and KIND != "cuda":
-                item.add_marker(pytest.mark.skip(reason="roles in processes of their own do not know the stand-in"))
+            if item.get_closest_marker("processes") and KIND == "apart":
+                item.add_marker(pytest.mark.skip(reason="processes of their own do not know the stand-in"))
+            if not item.get_closest_marker("processes") and KIND == "cpu":
+                item.add_marker(pytest.mark.skip(reason="the CPU's memory is not apart"))
 
 
 @pytest.fixture
