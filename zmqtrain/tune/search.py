@@ -27,7 +27,7 @@ from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
-from zmqtrain.tune.race import Race, Runner, above, pace
+from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -54,7 +54,7 @@ LEAST = 10
 WATCH, LONG_WATCH = 4, 8
 #: Each time that nothing came of asking it trains so many times as long before it is asked again.
 PATIENCE = 2.0
-#: What asking may take, as a part of what has been trained.
+#: What asking may take, as a part of what has been trained; all of it where that has not come half way.
 ASK = 0.5
 #: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
 MUCH = 0.2
@@ -132,8 +132,8 @@ class Search(Machine):
         self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
     ) -> Generator[Trial, Outcome, Outcome]:
         """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
-        others = self._race.others(self._lead)
-        below = min((each.loss + each.noise for each in others if each.updates < self._lead.updates), default=None)
+        others = [each for each in self._race.sound if each is not self._lead and each.updates < self._lead.updates]
+        below = min((each.loss + each.noise for each in others), default=None)
         watch = round(self._patience * watch)
         begin = self._lead.loss if setting == self._lead.setting else None
         number = len(self.trials)
@@ -181,19 +181,20 @@ class Search(Machine):
         """Training gets nowhere: whether a tenth of the learning rate does from there, or one of those that were left behind, from
         where it was left. Returns whether training goes on as that."""
         lead, begin_s, space = self._lead, self.search_s, self._space
-        may_s = ASK * self.train_s  # the longer it has trained the more it is worth to ask
+        goal, again = space.target or 0.0, self._patience > 1
+        far = lead.loss > (self._first[None] + goal) / 2
+        may_s = self.train_s * (1 if far else ASK)  # the longer it has trained the more it is worth to ask
 
         def affords(trial: Trial) -> bool:
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
-        goal, again = space.target or 0.0, self._patience > 1
-        far = lead.loss > (self._first[None] + goal) / 2
         lower = yield from self._lower(lead, affords, tenth=again)
         # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
         if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
             return self._smaller(lead, lower)
-        if (far or again) and (yield from self._others(lead, affords, anew=far)):
+        here = lead.here if lower is None else lower.here
+        if (far or again) and (yield from self._others(lead, here, affords, anew=far)):
             return True
         if lower is not None:
             return self._smaller(lead, lower)
@@ -228,33 +229,29 @@ class Search(Machine):
         slow = [each for each in choices if pace(each) <= pace(setting) / 2]
         return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
 
-    def _others(self, lead: Runner, affords: Callable[[Trial], bool], *, anew: bool) -> Generator[Trial, Outcome, bool]:
-        """Side by side, each for twice as long in turn, until one has a lower loss or the leader was better by then. ``anew``: the
-        leader's setting with less momentum, too."""
-        reason, race = "whether it does better than what stands still", self._race
+    def _others(
+        self, lead: Runner, here: Point, affords: Callable[[Trial], bool], *, anew: bool
+    ) -> Generator[Trial, Outcome, bool]:
+        """Those left behind, from where they were left: always the one that is furthest ahead of where the leader was after
+        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples.
+        ``anew``: the leader's setting with less momentum, too."""
+        race = self._race
         less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
         if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
             race.enter(replace(lead.setting, momentum=less))
-        runners = race.others(lead)
-        while runners:
-            for runner in sorted(runners, key=lambda each: each.loss):
-                if runner.curve and above(lead.here, runner.here):
-                    told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {lead.loss:.4g} after {lead.updates}"
-                    self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
-                    lead.behind = True
-                    self._follow(runner)
-                    return True
-            further: list[Runner] = []
-            for runner in runners:
-                then = lead.at(runner.updates) if runner.curve else lead.curve[0]
-                if runner.curve and (then is None or above(runner.here, then)):
-                    runner.behind = True
-                    continue
-                trial = self._leg(runner.setting, max(self._first_leg(), runner.updates), "ask", reason, runner.number)
-                if affords(trial):
-                    runner.tell(trial, (yield trial))
-                    further.append(runner)
-            runners = [each for each in further if not each.diverged]
+        while runners := race.rivals(lead):
+            runner = runners[0]
+            if runner.curve and better(runner.here, replace(here, updates=lead.updates)):
+                told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {here.loss:.4g} after {lead.updates}"
+                self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
+                lead.behind = True
+                self._follow(runner)
+                return True
+            reason = "whether it does better than what stands still"
+            trial = self._leg(runner.setting, max(self._first_leg(), runner.updates), "ask", reason, runner.number)
+            if not affords(trial):
+                break
+            runner.tell(trial, (yield trial))
         return False
 
     def _long(self, setting: Setting, updates: int, watch: int) -> Generator[Trial, Outcome, float]:
