@@ -18,7 +18,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ RATES, MOMENTA = (1e-4, 1e-3, 1e-2, 1e-1), (0.0, 0.3, 0.6, 0.9)
 #: Learning rates and momenta of which the target is.
 IN_ONE_PROCESS = ((0.1, 0.9), (0.1, 0.6), (0.1, 0.0), (0.01, 0.9), (0.01, 0.6), (0.001, 0.9))
 #: Of the best of the grid's time: after which part a setting is given up that has come less than half as far.
-EARLY, HALF = 0.35, 0.5
+EARLY, HALF = 0.3, 0.5
 
 FILE = """
 [job]
@@ -194,10 +194,14 @@ class Grid:
             if str(setting) in found:
                 continue
             if math.isfinite(best_s):
+                if self._too_slow(setting, found):
+                    found[str(setting)] = {"seconds": None, "given_up": True, "slow": True}
+                    continue
                 early = self._run(setting, EARLY * best_s)
                 come = 0.0 if early.diverged else early.first - early.loss
                 if early.diverged or come < HALF * far:
-                    found[str(setting)] = {"seconds": None, "given_up": True}
+                    slow = not early.diverged and early.loss < early.first
+                    found[str(setting)] = {"seconds": None, "given_up": True, "slow": slow}
                     continue
                 far = max(far, come)
             outcome = self._run(setting, best_s)
@@ -208,6 +212,11 @@ class Grid:
         self._seen.write_text(json.dumps(found, indent=1))
         setting, best = min(((each, row) for each, row in found.items() if row["seconds"]), key=lambda row: row[1]["seconds"])
         return {"setting": setting, **best}
+
+    def _too_slow(self, setting: Setting, found: dict[str, Any]) -> bool:
+        """Whether ten times its rate is too slow already: it learned, and had come less than half as far."""
+        faster = str(replace(setting, lr=float(f"{10 * setting.lr:g}")))
+        return bool(found.get(faster, {}).get("slow"))
 
     def _run(self, setting: Setting, seconds: float) -> Outcome:
         groups = setting.groups
