@@ -1,7 +1,7 @@
-"""Trials as plain PyTorch loops, with gradients as old as groups make them, in the time that updates take: for hundreds of trainings.
+"""Trials as plain PyTorch loops, with gradients as old as groups make them, in the time that updates take: ten times cheaper.
 
 The arithmetic is real. A group takes ``groups`` times an update's time for a batch, varying by a tenth, and its gradient is of the
-parameters that there were when it began; nothing of the runtime is in between, which makes it ten times cheaper than a simulation.
+parameters that there were when it began. Nothing of the runtime is in between.
 """
 
 from __future__ import annotations
