@@ -21,7 +21,7 @@ from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.job import job_of
 from zmqtrain.tune.trial import Outcome, Trial
 
-#: Seconds of starting and ending a run, and by how much a run goes on that is stopped: workers report twice a second.
+#: Seconds of starting and ending a run. One that is stopped goes on until the next report: workers report twice a second.
 AROUND_S, REPORT_S = 0.02, 0.5
 #: By what times vary.
 SPREAD = 0.1
@@ -58,7 +58,8 @@ class PlainRuns:
         ends = [(takes_s() * (1 + group) / groups, group) for group in range(groups)]
         heapq.heapify(ends)
         steps, read, made, now = [0] * groups, [0] * groups, 0, 0.0
-        while ends and hearing.stop is None:
+        until_s = math.inf  # when it hears that it is to stop
+        while ends and ends[0][0] <= until_s:
             now, group = heapq.heappop(ends)
             loss = self._step(model, readers[group], optimizer, next(batches))
             steps[group] += 1
@@ -68,13 +69,12 @@ class PlainRuns:
             hearing.hear({"kind": "step", "time": now, "step": steps[group], "values": values}, group)
             if job.checkpoint_every and steps[group] % job.checkpoint_every == 0:
                 hearing.hear({"kind": "checkpoint", "step": steps[group]}, group)
+            if hearing.stop is not None and math.isinf(until_s):
+                until_s = math.ceil(now / REPORT_S) * REPORT_S
             if steps[group] < job.steps:
                 heapq.heappush(ends, (now + takes_s(), group))
         self._ends[trial.number] = model.state_dict()
-        whole_s = now + AROUND_S
-        if hearing.stop is not None:
-            whole_s = math.ceil(whole_s / REPORT_S) * REPORT_S
-        return hearing.outcome(whole_s=whole_s)
+        return hearing.outcome(whole_s=now + AROUND_S)
 
     def _step(self, model: nn.Module, reader: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
         """A gradient of the reader's parameters for the model's; the reader has the new ones then."""
