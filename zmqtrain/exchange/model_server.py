@@ -171,6 +171,7 @@ class ModelServerExchange:
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             checkpoint_every=settings.checkpoint_every,
             restored=restored,
+            horizon=self._compensation.horizon,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 

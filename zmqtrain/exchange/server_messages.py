@@ -80,6 +80,8 @@ class Configuration:
     checkpoint_every: int = 0
     restored: bool = False
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
+    horizon: float = 0.0
+    """Updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
     phantom: bool = False
     """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 
