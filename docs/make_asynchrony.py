@@ -21,19 +21,24 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import tuning_tasks
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from examples import mnist, shakespeare
+from zmqtrain import Task
 from zmqtrain.exchange.momentum import Compensation, expected_staleness
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.observe.summary import Summary
 from zmqtrain.server.shard import HeldPiece
+from zmqtrain.simulate.run import Options, simulate
+from zmqtrain.topology.schema import Topology
 
 GROUPS = (2, 4, 8)
 #: Of the time that a group takes for a batch, about its mean.
@@ -208,6 +213,79 @@ def run(name: str, folder: Path, data: str, seeds: list[int], groups: list[int])
                     print(f"{name} {number} groups, {lr}, {how}: {came} ({took:.0f} s)", flush=True)
 
 
+def check(folder: Path, data: str, groups: int = 4, lr: float = 0.05) -> None:
+    """The emulator beside the real roles on the simulated network, with LeNet: the loss after the same samples."""
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = lenet(data)
+    steps = 640 // groups
+    job = replace(job, updates=640)
+    torch.manual_seed(1)
+    sizes = {name: each.numel() for name, each in job.model().named_parameters()}
+    layers = sorted({name.rpartition(".")[0] for name in sizes})
+    numels = {layer: sum(numel for name, numel in sizes.items() if name.rpartition(".")[0] == layer) for layer in layers}
+    described = [{"name": each, "numel": numels[each], "forward_s": 0.03, "backward_s": 0.06} for each in layers]
+    profile = folder / "check.json"
+    profile.write_text(json.dumps({"layers": described, "batch_size": job.batch}))
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: job.factor(step, steps))
+
+    task = Task(
+        model=job.model,
+        loss=job.loss,
+        optimizer=lambda parameters: job.optimizer(parameters, lr),
+        train_data=TensorDataset(*job.train),
+        eval_data=TensorDataset(*job.judged),
+        schedule=schedule if job.warmup else None,
+    )
+    for how, staleness, ahead in (("sync", "sync", "auto"), ("before", "async", "none"), ("ahead", "async", "auto")):
+        topology = Topology.from_dict(
+            {
+                "job": {"task": "given:task", "steps": steps, "eval_every": steps, "timeout": "600 s"},
+                "hosts": [{"name": f"h[1-{groups + 1}]", "slots": 1}],
+                "compute": {
+                    "groups": groups,
+                    "batch_size": job.batch,
+                    "device": "modelled",
+                    "profile": str(profile),
+                    "noise": {"kind": "normal", "spread": JITTER},
+                },
+                "network": {"bandwidth": "10 Gbit/s", "latency": "10 us"},
+                "exchange": {"kind": "model_server", "staleness": staleness},
+                "simulation": {"payload": "real"},
+                "optimizer": {"look_ahead": ahead},
+            }
+        )
+        summary = Summary()
+
+        def hear(peer: str, events: list[dict[str, Any]], summary: Summary = summary) -> None:
+            for event in events:
+                if event.get("kind") not in ("span", "log"):
+                    role, _, rank = peer.partition("/")
+                    summary.add(peer, {"values": {}, **event, "role": role, "rank": int(rank) if rank else None})
+
+        ending = simulate(topology, options=Options(task=task, on_report=hear)).ending
+        values, found = summary.to_dict(), train(job, how, groups, lr)
+        told = f"simulated {values['eval']}, staleness {values['staleness']['mean']:.2f} ({ending.status})"
+        print(f"{how}: {told}; emulated {found['loss']:.4f}, {found['accuracy']:.2f} %", flush=True)
+
+
+def table(folder: Path) -> None:
+    """All cells there are, as JSON beside this file and as Markdown."""
+    cells = [cell for name in JOBS if (file := folder / f"{name}.json").exists() for cell in json.loads(file.read_text())]
+    Path(__file__).with_name("asynchrony.json").write_text(json.dumps(cells, indent=1) + "\n")
+    found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}
+    for name, groups, lr in dict.fromkeys(key[:3] for key in found):
+        three = [found.get((name, groups, lr, how)) for how in ("sync", "before", "ahead")]
+        sync, _, ahead = three
+        texts = ["-" if cell is None else f"{cell['accuracy']:.1f} %, {cell['loss']:.3f}" for cell in three]
+        good = "-"
+        if sync is not None and ahead is not None:
+            good = "yes" if ahead["accuracy"] >= sync["accuracy"] - 1 or ahead["loss"] <= 1.02 * sync["loss"] else "**no**"
+        print(f"| {name} | {groups} | {lr:g} | {' | '.join(texts)} | {good} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
@@ -217,8 +295,17 @@ def main() -> int:
     one.add_argument("--data", required=True)
     one.add_argument("--seeds", type=int, nargs="+", default=[1])
     one.add_argument("--groups", type=int, nargs="+", default=list(GROUPS))
+    checked = what.add_parser("check")
+    checked.add_argument("folder", type=Path)
+    checked.add_argument("--data", required=True)
+    what.add_parser("table").add_argument("folder", type=Path)
     given = parser.parse_args()
-    run(given.name, given.folder, given.data, given.seeds, given.groups)
+    if given.what == "table":
+        table(given.folder)
+    elif given.what == "check":
+        check(given.folder.resolve(), given.data)
+    else:
+        run(given.name, given.folder, given.data, given.seeds, given.groups)
     return 0
 
 
