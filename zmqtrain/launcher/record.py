@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +22,9 @@ from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.model_file import model_lines
+from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
-
-#: What roles need in equal versions; written into the summary.
-PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +82,7 @@ class RunRecord:
         """The hosts are known now, and which role is on which."""
         self._topology, self._placement = description.topology, description.placement
         self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._view.regroup({role.peer: role.group for role in self._placement.workers})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
@@ -157,9 +155,11 @@ class RunRecord:
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
+        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        if self._topology.engine.gathers and self._topology.hosts_decide:
+            workers = "a worker for each device or host"
         return (
-            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
-            f"on {_hosts(self._topology)}; run directory {self._directory.path}"
+            f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
         )
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class RunRecord:
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": versions(),
             **(more or {}),
         }
         directory.write_json("summary.json", summary)
@@ -199,8 +199,12 @@ class RunRecord:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
             self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+        elif self.stopped_at is not None:
+            self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+        for line in model_lines(directory.path, self.summary.steps):
+            self._view.note(line)
         return summary
 
     def _how_to_go_on(self) -> str:
@@ -220,7 +224,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
     report = report_of(error, failure.peer)
     if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
         report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "traceback": ""}
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:
@@ -228,16 +232,6 @@ def _failure_text(error: dict[str, Any], directory: Path) -> str:
         return f"stopped: {error.get('message')}\neverything about it: {directory}"
     trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
     return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _hosts(topology: Topology) -> str:

@@ -1,0 +1,88 @@
+"""What is said of a run at its end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqtrain.errors import ConnectivityError, TaskError
+from zmqtrain.launcher.record import Ending, RunRecord, ending_of
+from zmqtrain.membership.actions import Failure, Outcome
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+
+NAN = {
+    "kind": "nan", "rank": 1, "step": 2, "peer": "worker/1", "message": "the loss is nan", "type": "NonFiniteLossError",
+    "verdict": "user code", "exit_code": 3,
+}  # fmt: skip
+REPORT = {"peer": "worker/1", "type": "NonFiniteLossError", "message": "the loss is nan", "verdict": "user code", "exit_code": 3}
+
+
+def _failure(peer: str, code: int, report: dict[str, Any] | None, *, consequence: bool) -> Failure:
+    error = ConnectivityError("lost") if consequence else TaskError("failed")
+    return Failure(peer, "h1", code, "it failed", report, consequence, error)
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        (),
+        (_failure("worker/1", 3, REPORT, consequence=False),),
+        (_failure("worker/0", -15, None, consequence=True),),
+        (_failure("worker/0", 128, {**REPORT, "exit_code": 128, "type": "PeerLostError"}, consequence=True),),
+        (_failure("worker/0", -9, None, consequence=True), _failure("worker/1", 3, REPORT, consequence=False)),
+    ],
+    ids=["nobody says", "who had it", "ended by its agent", "lost others", "both"],
+)
+def test_a_bad_loss_ends_a_run_in_the_same_way_whoever_is_first_to_say_so(failures: tuple[Failure, ...]) -> None:
+    outcome = Outcome.of("it failed" if failures else None, failures, NAN)
+    ending = ending_of(outcome)
+    assert (ending.status, ending.exit_code) == ("failed", 3)
+    assert ending.error is not None
+    assert {key: ending.error[key] for key in ("type", "verdict", "peer")} == {
+        key: REPORT[key] for key in ("type", "verdict", "peer")
+    }
+
+
+class Said:
+    """A view that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def event(self, event: Any, now: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("complete", "resumed", "said"),
+    [
+        ((100, 358), None, r"before step 358: --resume .*run goes on$"),
+        ((100,), None, r"no checkpoint of that was kept, and --resume .*run goes on from step 100$"),
+        ((), None, "no checkpoint was kept$"),
+        ((), "before/run", "nothing was trained, and --resume before/run goes on$"),
+    ],
+)
+def test_a_preempted_run_says_from_where_it_goes_on(
+    complete: tuple[int, ...], resumed: str | None, said: str, tmp_path: Path
+) -> None:
+    topology, view = Topology.from_dict({"job": {"name": "x"}}), Said()
+    directory = RunDirectory.create("x", exact=tmp_path / "run")
+    description = RunDescription(topology, place(topology), str(tmp_path), None, resumed)
+    record = RunRecord(description, directory, view, world="simulated", clock=lambda: 0.0)  # type: ignore[arg-type]
+    for step in complete:
+        record.checkpoint_event("checkpoint complete", {"step": step, "seconds": 0.1, "folder": "f"})
+    record.checkpoint_event("checkpoint failed", {"step": 200, "reason": "checkpoint 200 is given up"})
+    record.event("worker/0", {"kind": "stopped", "step": 358, "values": {"kept": False}})
+    summary = record.write_up(Ending("preempted", 138), 9.0)
+    assert "warning: checkpoint 200 is given up" in view.notes
+    assert re.search(said, view.notes[-1])
+    assert summary["checkpoints"]["failed"] == [{"step": 200, "reason": "checkpoint 200 is given up"}]
+    assert "checkpoint failed" in (tmp_path / "run" / "events.jsonl").read_text()
