@@ -74,6 +74,8 @@ class TrainLoop:
         self._stop_point.open(first, steps)
         reached = False
         while not reached and (steps is None or self.step < steps):
+            if not await work.more(self.step) and await self._stop_point.end():
+                break  # the data has ended, for all of them; unless all are to stop here anyway
             if await self._stop_point.here(self.step):
                 await self._stop_early(first)
                 return
@@ -113,7 +115,7 @@ class TrainLoop:
         return self._kept == step
 
     def _steps(self) -> int | None:
-        """How many steps each group trains; None: until a metric is reached."""
+        """How many steps each group trains; None: until a metric is reached, or the data ends."""
         job = self._job
         if job.until is not None:
             if not self.work.evaluates:
@@ -121,7 +123,8 @@ class TrainLoop:
             return job.until.max_steps
         if job.steps is not None:
             return job.steps
-        return (job.epochs or 1) * self.work.steps_per_epoch
+        each = self.work.steps_per_epoch
+        return None if each is None else (job.epochs or 1) * each
 
     async def _train_step(self, *, last: bool) -> bool:
         """One step. False where it was given up."""
@@ -130,6 +133,7 @@ class TrainLoop:
         self.phase = Phase.COMPUTING
         self._recorder.witness("begin_step", step=step)
         self.exchange.begin_step(step)
+        epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
         if self.stop_in == step:
             return False
@@ -147,12 +151,13 @@ class TrainLoop:
         self._recorder.event(
             "step",
             step=step,
-            epoch=step // self.work.steps_per_epoch,
+            epoch=epoch,
             loss=result.loss,
             samples=result.samples,
             seconds=loop.time() - start,
             compute_s=result.compute_s + updating_s,
             exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
+            data_s=result.data_s,
             staleness=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
             **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),

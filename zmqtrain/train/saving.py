@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ from zmqtrain.wire.tensor import TensorPayload
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
 
 
+class Keeps(Protocol):
+    """Something with a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saver:
     """Who this worker is, as far as checkpoints care."""
@@ -39,6 +47,8 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    data: Keeps | None = None
+    """Knows how far this worker is in its data."""
     fc: FcClient | None = None
     """Who has the rest of the model, if this worker has only a phase of it."""
 
@@ -62,7 +72,10 @@ class Saver:
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
-        await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+        own: dict[str, Any] = {"random": random, "exchange": exchange.state_dict()}
+        if self.data is not None:
+            own["data"] = self.data.state_dict()
+        await self._send(step, f"worker-{self.rank}", tensors, values | own)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
@@ -92,6 +105,8 @@ class Saver:
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+        if self.data is not None:
+            self.data.load_state_dict(own.sidecar.get("data"))
         restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
 
