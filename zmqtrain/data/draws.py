@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +55,21 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     )
 
 
+class _Alone:
+    """Python's and numpy's generators are the process's, so of several threads that load (workers in one process) one draws at a
+    time."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+_alone = _Alone()
+os.register_at_fork(after_in_child=_alone.renew)  # whoever held it is not in the child
+
+
 @contextmanager
 def drawn_from(seed: Sequence[int], *, restore: bool = False) -> Iterator[None]:
     """Inside, Python's, numpy's and torch's global generators give what follows from ``seed``, in any thread or loader process.
@@ -60,6 +77,11 @@ def drawn_from(seed: Sequence[int], *, restore: bool = False) -> Iterator[None]:
     Torch's global generator itself is left alone in a process that trains: the model draws from it at the same time. Python's and
     numpy's are seeded, and stay as the block leaves them; with ``restore``, for a thread that has them to itself, as they were.
     """
+    with _alone.lock:
+        yield from _drawing(seed, restore)
+
+
+def _drawing(seed: Sequence[int], restore: bool) -> Iterator[None]:
     before = (random.getstate(), np.random.get_state()) if restore else None
     state = np.random.SeedSequence(list(seed)).generate_state(3)
     random.seed(int(state[0]))

@@ -124,7 +124,7 @@ class LoaderProcesses:
             request, read = next(self._replies)
         except StopIteration:
             return None
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # the latter two where it dies while it hands a batch over
             raise _died(error, workers) from error
         if isinstance(read, _Failed):
             raise TaskError(read.message) from LoaderTraceback(read.trace)
@@ -219,7 +219,7 @@ def _begin_process(parent: int | None, init: Callable[[int], Any] | None, number
         init(number)
 
 
-def _died(error: RuntimeError, workers: list[Any]) -> TaskError:
+def _died(error: Exception, workers: list[Any]) -> TaskError:
     """What torch raises where a process is gone, or answers too late."""
     codes = [worker.exitcode for worker in workers if worker.exitcode]
     ends = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes)
@@ -229,4 +229,4 @@ def _died(error: RuntimeError, workers: list[Any]) -> TaskError:
     elif codes and -codes[0] == signal.SIGKILL:
         hint = ": was it killed for want of memory?"
     said = f" ({ends}){hint}" if ends else ""
-    return TaskError(f"a loader process of the task's data has died or does not answer{said}: {error}")
+    return TaskError(f"a loader process of the task's data has died or does not answer{said}: {error or type(error).__name__}")

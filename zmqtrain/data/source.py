@@ -167,9 +167,9 @@ def source_of(
         source = Source(name, data, stream, collate, transform, processes, pin, shard)
     if source.stream and source.shard is None and source.processes is not None and source.processes.num_workers > 1:
         raise TaskError(
-            f"{name} is a stream with num_workers = {source.processes.num_workers}: each process would give all of it again, unless "
-            "it divides itself over them (torch.utils.data.get_worker_info). If it does, say so with shard(dataset, rank, world). If "
-            "not, set num_workers = 1"
+            f"{name} is a stream, and num_workers = {source.processes.num_workers}: each process would give all of it again, "
+            "unless it divides itself over them (torch.utils.data.get_worker_info). If it does, say so with "
+            "shard(dataset, rank, world). If not, set num_workers = 1"
         )
     if source.shard is not None and not source.stream:
         raise TaskError(f"{name} is a map-style dataset, which is divided by itself: shard is for streams")
