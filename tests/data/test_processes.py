@@ -59,7 +59,7 @@ def loader_of(data: Any, workers: int, partition: Partition, **fields: Any) -> L
 def loaders() -> list[psutil.Process]:
     """Not the two that Python keeps for all it spawns."""
     kept = ("resource_tracker", "forkserver")
-    found = psutil.Process().children(recursive=True)
+    found = [process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
     return [process for process in found if not any(word in " ".join(process.cmdline()) for word in kept)]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from zmqtrain.data.nested import PLAIN, leaves
 from zmqtrain.data.partition import Indices
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import TaskError
+
+#: Where frames lie that are not the person's own.
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +186,20 @@ class _Served:
             for leaf in leaves(read):
                 _check_sent(leaf)
         except TaskError as error:
-            return request, _Failed(str(error), "".join(traceback.format_exception(error.__cause__ or error)))
+            return request, _Failed(str(error), _trace_of(error.__cause__ or error))
         return request, read
 
     def __len__(self) -> int:
         return sys.maxsize
+
+
+def _trace_of(error: BaseException) -> str:
+    """The traceback of the person's code, without the frames by which it was called."""
+    trace = traceback.TracebackException.from_exception(error)
+    own = [not frame.filename.startswith(_PACKAGE) for frame in trace.stack]
+    if True in own:
+        trace.stack = traceback.StackSummary.from_list(trace.stack[own.index(True) :])
+    return "".join(trace.format())
 
 
 def _as_it_is(read: Any) -> Any:
