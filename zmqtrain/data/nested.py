@@ -83,9 +83,11 @@ def _to(leaf: Any, device: torch.device) -> Any:
 
 
 def _children(part: Any) -> list[Any] | None:
-    """What is directly in it; ``None`` for what has no parts."""
+    """What is directly in it; ``None`` for what has no parts, or moves by a method of its own (packed sequences, graphs)."""
     if isinstance(part, Mapping):
         return list(part.values())
+    if callable(getattr(part, "to", None)):
+        return None
     if isinstance(part, tuple | list):
         return list(part)
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
