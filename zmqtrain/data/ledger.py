@@ -41,7 +41,7 @@ class Promise:
     def of_ring(cls, *, survives: bool) -> Promise:
         """Of a ring. ``survives``: the run goes on without those that are lost."""
         each = "once while nobody is lost; the ledger says what became of the others" if survives else "once"
-        return cls("ring", "each group's part, which moves on to the next group", each, "from the beginning of the order")
+        return cls("ring", "each group's part, which moves on to the next group", each, "the same order")
 
     @classmethod
     def of_stream(cls, source: Source) -> Promise:
