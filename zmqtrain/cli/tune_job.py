@@ -12,7 +12,8 @@ from typing import Any
 
 from zmqtrain.cli.tune import tuned
 from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
-from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import View, make_view
@@ -22,6 +23,7 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint import find_checkpoints, find_latest
 from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 #: How far the job has come, in the folder of its trainings.
@@ -161,15 +163,14 @@ def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, A
     if updates is not None:
         fields |= {"steps": max(1, math.ceil(updates / groups)), "epochs": None}
         period = min(period, updates // PARTS)
-    if not topology.job.checkpoint_every:
+    if not topology.job.checkpoint_steps:
         fields["checkpoint_every"] = max(1, period // groups)
     return fields
 
 
-def rest(machine_trials: list[tuple[Trial, Outcome]], setting: Setting, reason: str) -> Trial:
-    """Training from where the last one has ended that did not diverge."""
-    sound = [trial.number for trial, outcome in machine_trials if trial.kind == "train" and not outcome.diverged]
-    return Trial(len(machine_trials), setting, 1, "train", "train", reason, sound[-1] if sound else None)
+def rest(machine: Machine, setting: Setting, reason: str) -> Trial:
+    """Training from where it stands: diverging ones have left nothing."""
+    return Trial(len(machine.trials), setting, 1, "train", "train", reason, machine.start)
 
 
 class Watching(Listening):
@@ -181,6 +182,9 @@ class Watching(Listening):
 
     def begin(self, title: str) -> None:
         self._view.begin(title)
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self._view.regroup(group_of)
 
     def note(self, text: str) -> None:
         self._view.note(text)

@@ -19,7 +19,8 @@ from zmqtrain.cli.tune_runs import Folders, LaunchedRuns
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import INTERRUPTED, write_pid
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.plan.regroup import regrouped
@@ -105,7 +106,7 @@ def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
     machine = tuning.resumed("omnivore", Search(space_for(space, speeds.known, job_s=speeds.job_s(), spent_s=speeds.search_s)))
     done = tuning.drive("omnivore", machine, job)
     if done.setting is not None and not job.through:
-        job.train_rest(rest(machine.trials, done.setting, done.reason))
+        job.train_rest(rest(machine, done.setting, done.reason))
         done = replace(done, reason=f"{done.reason} for searching; the job went on to its end", reached=True)
     tuning.end("omnivore", machine, done)
     return 0 if job.through else ZmqTrainError.exit_code

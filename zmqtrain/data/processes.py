@@ -8,7 +8,6 @@ they inherit: they leave signals to the worker, end with it at once, and without
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -114,7 +113,9 @@ class LoaderProcesses:
             self._loader = self._make()
         try:
             self._replies = iter(self._loader)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except OSError as error:
+            raise TaskError(f"a loader process cannot be started ({error}): use fewer num_workers") from error
+        except Exception as error:  # whatever the person's objects raise where they are pickled
             raise TaskError(
                 f"the task's data cannot be sent to a loader process ({type(error).__name__}: {error}); it need not be where these "
                 "are forked: leave multiprocessing_context out"

@@ -32,7 +32,6 @@ class ModelServerSettings:
     clip_norm: float = 0.0
     overlap: bool = True
     """Exchange buckets during backward and the next forward, instead of between them."""
-    checkpoint_every: int = 0
     request_s: float = 60.0
     """How long a server may take to answer a request."""
     wait_s: float = 600.0
@@ -61,7 +60,6 @@ class ModelServerSettings:
             compression_ratio=exchange.compression_ratio,
             clip_norm=topology.optimizer.clip_norm,
             overlap=topology.compute.overlap,
-            checkpoint_every=topology.job.checkpoint_every,
             request_s=ladder.request_s,
             wait_s=ladder.barrier_s,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.batch import batch_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
@@ -29,17 +30,17 @@ from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
-from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.saving import Saver
+from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Shares
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
-from zmqtrain.train.work import StepResult
+from zmqtrain.train.work import ModelState, StepResult
+from zmqtrain.wire.payload import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class TorchWork:
             else:
                 self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
         self._update_s = 0.0
+        self._members = members
         self._fabric, self._link = built.fabric, built.link
 
     @classmethod
@@ -149,9 +151,27 @@ class TorchWork:
             self.after_step()
         return step
 
-    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint).save(step, self._replica, exchange, self._device)
+    @property
+    def keeps(self) -> bool:
         return True
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
+
+    async def keep_merged(self, step: int, *, save: bool) -> None:
+        if self._link is not None:
+            await self._link.client.keep(step, save=save)
+
+    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
+        if self._link is not None and self._context.role.index == 0:
+            state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
+        return state
+
+    async def send_model(
+        self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
+    ) -> None:
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         asked = self._device.clock()
@@ -177,20 +197,28 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
         assert self._evaluation is not None
         await self.quiet()
-        if not mean:
+        if self._link is None or not still:
             return await self._evaluation.run(group, tag)
-        async with mean_for_a_while(self._replica, group, tag):
-            await self.quiet()
-            return await self._evaluation.run(group, tag)
+        client = self._link.client
+        if group.rank == 0:
+            await client.hold(True)
+        await barrier(group, (tag, "held"))
+        values = await self._evaluation.run(group, tag)  # which ends for all at once
+        if group.rank == 0:
+            await client.hold(False)
+        return values
 
-    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+    async def make_equal(self, group: Group, tag: str) -> float:
         await self.quiet()
-        spread = await (mean_of_replicas if mean else spread_of_replicas)(self._replica, group, tag)
+        spread = await spread_of_replicas(self._replica, group, tag)
         await self.quiet()
         return spread
+
+    def state_mean(self, group: Group) -> None:
+        return None
 
     async def close(self, timeout_s: float) -> None:
         if self._fabric is not None:
@@ -200,11 +228,21 @@ class TorchWork:
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
-    def _saver(self, endpoint: Endpoint) -> Saver:
+    def _there(self, step: int) -> tuple[int, ...] | None:
+        """Who has trained the step before, by rank, as far as they are still there; ``None``: all, since nobody may be lost."""
+        if not self._members.survives:
+            return None
+        before = max(0, step - 1)
+        ranks = {worker.peer: worker.index for worker in self._context.placement.workers}
+        return tuple(ranks[peer] for peer in self._members.at(before) if self._members.there(peer, before))
+
+    def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
-        fc = None if self._link is None else self._link.client
         timeout_s = self._context.ladder.barrier_s
-        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=self._batches, fc=fc)
+        merged, data = self._link is not None, self._batches
+        return Saver(
+            endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
+        )
 
 
 def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:
