@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ COMPILED = "_orig_mod."
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
 
 
+class Keeps(Protocol):
+    """Something with a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saver:
     """Who this worker is, as far as checkpoints care."""
@@ -41,6 +49,8 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    data: Keeps | None = None
+    """Knows how far this worker is in its data."""
     merged: bool = False
     """Whether this worker has only a phase of the model."""
     members: tuple[int, ...] | None = None
@@ -64,6 +74,8 @@ class Saver:
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
         values |= {"random": random, "exchange": exchange.state_dict()}
+        if self.data is not None:
+            values["data"] = self.data.state_dict()
         added = _added_up(exchange, step)
         if added is not None:
             # Each worker's own, also where the model is divided: what it will add to them is its own, too.
@@ -104,6 +116,8 @@ class Saver:
         replica.publish()
         with taking_back(own.name):
             exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            if self.data is not None:
+                self.data.load_state_dict(own.sidecar.get("data"))
             self._restore_gradients(own, tensors, replica, exchange)
             restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
