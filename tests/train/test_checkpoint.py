@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,9 +282,12 @@ async def test_a_checkpoint_that_takes_too_long_is_told_and_may_be_complete_stil
         await world.send("worker/0", 1, "model", "group-0", "worker-0")
         while not world.told:  # noqa: ASYNC110 - the collector's own time-out
             await asyncio.sleep(0.01)
-        assert world.told == [("checkpoint late", 1, "checkpoint 1 is not complete after 0.05 s: group-1, worker-1 have not come")]
+        (late,) = world.told
+        assert late[:2] == ("checkpoint late", 1)
+        # On a busy machine the time may have been up before the last part that was sent.
+        assert re.search(r"checkpoint 1 is not complete after 0.05 s: .*group-1, .*worker-1 have not come", late[2])
         await world.send("worker/1", 1, "group-1", "worker-1")
-        assert world.told[1:] == [("checkpoint complete", 1, "")]
+        assert ("checkpoint complete", 1, "") in world.told
         await world.send("worker/0", 2, "model", "group-0", "worker-0")
         await world.send("worker/0", 3, "model", "group-0", "worker-0")
         await world.send("worker/1", 3, "group-1", "worker-1")
