@@ -79,5 +79,6 @@ def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Pat
     with Launched(tmp_path, "trial.toml") as run:
         assert run.end() == 3, run
         error = run.json("error.json")
-        assert error["peer"] == "worker/1" and "it breaks here" in error["message"]
+        assert error["peer"] == "worker/1"
+        assert "it breaks here" in error["message"]
         assert error["verdict"] == "user code"

@@ -80,7 +80,8 @@ def test_when_all_fail_by_themselves_their_links_end_first_and_their_errors_coun
         table.exited(peer, 3, {"message": "a bug", "exit_code": 3})
     assert table.outcome is not None
     assert [failure.exit_code for failure in table.outcome.failures] == [3, 3]
-    assert table.outcome.cause is not None and table.outcome.cause.report is not None
+    assert table.outcome.cause is not None
+    assert table.outcome.cause.report is not None
     assert "a bug" in table.outcome.reason
 
 
@@ -88,7 +89,8 @@ def test_the_last_worker_s_kill_says_more_than_its_closed_link() -> None:
     table = running(1)
     table.take(table.roster.handle_lost("worker/0", "it has closed its endpoint", table.now))
     table.exited("worker/0", -9)
-    assert table.outcome is not None and table.outcome.reason == "worker/0 on h0 was killed by SIGKILL"
+    assert table.outcome is not None
+    assert table.outcome.reason == "worker/0 on h0 was killed by SIGKILL"
 
 
 def test_a_server_s_loss_fails_the_run() -> None:

@@ -304,6 +304,11 @@ class TorchReplica:
         view, grad = held.views[place], parameter.grad
         if grad is not view:  # the first since the bucket was taken
             assert grad is not None
+            if grad.layout != torch.strided:
+                raise TaskError(
+                    f"the parameter {held.plan.names[place]!r} got a sparse gradient, and gradients travel whole: "
+                    "build its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
+                )
             if grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
             parameter.grad = view
