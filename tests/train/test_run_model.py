@@ -68,13 +68,12 @@ def plain_loss(file: Path, model: nn.Module | None = None) -> float:
         return float(nn.functional.cross_entropy(model(inputs), target))
 
 
-def slow_group(peers: tuple[str, ...], seconds: float = 0.004, **fields: Any) -> Callable[[str], Any]:
-    """A recipe with which these workers take longer."""
+def slow_group(peers: tuple[str, ...], seconds: float = 0.004, *, others: float = 0.0, **fields: Any) -> Callable[[str], Any]:
+    """A recipe with which these workers take longer than the others."""
 
     def make(peer: str) -> Any:
         def loss(output: Tensor, target: Tensor) -> Tensor:
-            if peer in peers:
-                time.sleep(seconds)
+            time.sleep(seconds if peer in peers else others)
             return nn.functional.cross_entropy(output, target)
 
         given = {"model": network, "train_data": data_of(96, 5), "eval_data": EVAL, "loss": loss, **fields}
@@ -286,7 +285,7 @@ async def test_a_checkpoint_by_time_is_at_a_step_that_is_the_same_for_all(tmp_pa
     for case in ("async", "allreduce", "gossip"):
         folder = tmp_path / case
         shape = topology(CASES[case][0], steps=60, eval_every=0, checkpoint_every="0.1 s", keep_checkpoints=100)
-        result = await run(shape, slow_group(("worker/2",), 0.01), folder=folder)
+        result = await run(shape, slow_group(("worker/2",), 0.02, others=0.01), folder=folder)
         assert not result.errors, result.errors
         found = [int(path.name.removeprefix("step-")) for path in find_checkpoints(folder)]
         assert len(found) > 1
