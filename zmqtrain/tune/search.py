@@ -60,7 +60,9 @@ ASK = 0.5
 MUCH = 0.2
 #: After how many first legs it is asked for the first time whether smaller steps bring a loss most of the way to the target; after
 #: how many times as many updates again; which part of the way that is; and what it may take beside all training.
-GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 1.6, 0.5, 0.15
+GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 2.0, 0.4, 0.15
+#: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
+SPLIT = 1.5
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
 #: What a probe for the learning rate's fall may take of all time so far.
@@ -282,7 +284,9 @@ class Search(Machine):
         """Training, with a glance now and then at what smaller steps would do. Returns the last part's outcome, and what is left of
         the updates."""
         while True:
-            part = updates if self._space.target is None else min(updates, self._until_glance())
+            part = updates
+            if self._space.target is not None and updates > SPLIT * self._until_glance():
+                part = self._until_glance()
             until = None if fall is None else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
