@@ -392,11 +392,10 @@ class Search(Machine):
                 self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=rates[0])
         if (lead := race.leader) is None:
             return None
-        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=None)
-        if higher is not None and len(momenta) > 1 and pace(between := Setting(one, momenta[1], higher)) > pace(lead.setting):
-            yield from self._further(
-                race.enter(between), first_leg(self._space), phase, "a higher rate with less momentum is between two"
-            )
+        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=lead.setting.lr)
+        if len(momenta) > 1:  # between the best and the next higher rate, or the best with less noise
+            reason = "less momentum: between two rates, or where noise is what limits the highest"
+            yield from self._further(race.enter(Setting(one, momenta[1], higher)), first_leg(space), phase, reason)
         count = len(race.sound)
         while (count := (count + 1) // 2) > 1 and len(ahead := race.ahead(count)) > 1:
             for runner in ahead:
@@ -425,7 +424,8 @@ class Search(Machine):
             groups = lead.setting.groups
             if more < 2 * groups or self._update_s[groups] < WORTH * self._update_s[more]:
                 continue
-            rival = self._race.enter(Setting(more, self._near(more), lead.setting.lr))
+            total = 1 - (1 - lead.setting.momentum) / groups
+            rival = self._race.enter(Setting(more, self._near(more, total), lead.setting.lr))
             for point in lead.curve:
                 updates = round((point.seconds - rival.seconds) / self._update_s[more])
                 last = point is lead.curve[-1]
@@ -470,10 +470,10 @@ class Search(Machine):
     def _enough(self, then: str) -> None:
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
 
-    def _near(self, groups: int) -> float:
-        """The momentum that acts with the implicit one of so many groups like what is wanted in all: the largest momentum of one
-        group, or less where more groups could do without any."""
-        momentum = round(compensated(self._total, implicit_momentum(groups - 1)), 3)
+    def _near(self, groups: int, total: float | None = None) -> float:
+        """The momentum that acts with the implicit one of so many groups like what is wanted in all (``total``): the largest
+        momentum of one group, or less where more groups could do without any."""
+        momentum = round(compensated(self._total if total is None else total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
     def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:
