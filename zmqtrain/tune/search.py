@@ -139,7 +139,7 @@ class Search(Machine):
         self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
     ) -> Generator[Trial, Outcome, Outcome]:
         """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
-        others = [each for each in self._race.sound if each is not self._lead and each.updates < self._lead.updates]
+        others = [each for each in self._race.runners if each is not self._lead and each.updates <= self._lead.updates]
         below = min((each.loss + each.noise for each in others), default=None)
         begin = self._lead.loss if setting == self._lead.setting else None
         watched = Watch(round(self._patience * watch), self._lead.updates, begin, self._space.target, below)
@@ -246,7 +246,7 @@ class Search(Machine):
             if runner.curve and better(runner.here, replace(here, updates=lead.updates)):
                 told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {here.loss:.4g} after {lead.updates}"
                 self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
-                lead.behind = True
+                lead.spent = True
                 self._follow(runner)
                 return True
             reason = "whether it does better than what stands still"
