@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
-
 #: Those that have not begun come before all that have, and after those that are better already.
 NEW = -1e300
 
