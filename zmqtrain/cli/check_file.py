@@ -64,7 +64,7 @@ def _slots(topology: Topology, placement: Placement) -> Finding:
     beside += f" and {counted(placement.fc_servers, 'FC server')}" if placement.fc_servers else ""
     where = "the slots of the hosts that come" if topology.engine.gathers else f"{counted(slots, 'slot')}{shared}"
     workers = f"{counted(placement.world_size, 'worker')} in {counted(placement.groups, 'group')}"
-    if topology.engine.gathers and topology.hosts_decide:
+    if topology.hosts_open and topology.hosts_decide:
         workers = "a worker for each device or host"
     return Finding("slots", True, f"{workers} on {where}, {beside} beside")
 

@@ -146,6 +146,8 @@ class RunRecord:
             self.stopped_at = event["step"]
         self._directory.event(line)
         self.summary.add(peer, line)
+        if line["kind"] == "view" and dict(event.get("values") or {}).get("members") == [peer]:
+            self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
@@ -156,7 +158,7 @@ class RunRecord:
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
         workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
-        if self._topology.engine.gathers and self._topology.hosts_decide:
+        if self._topology.hosts_open and self._topology.hosts_decide:
             workers = "a worker for each device or host"
         return (
             f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
@@ -235,7 +237,7 @@ def _failure_text(error: dict[str, Any], directory: Path) -> str:
 
 
 def _hosts(topology: Topology) -> str:
-    if topology.engine.gathers and "hosts" not in topology.model_fields_set:
+    if topology.hosts_open:
         return "the hosts that come"
     return f"{len(topology.hosts)} host(s)"
 

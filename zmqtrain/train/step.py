@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zmqtrain.data.loader import Batch
+from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
@@ -92,7 +92,7 @@ class TrainStep:
         """The loss, and of how many samples it is the mean."""
         with autocast(self._device, self._settings.precision):
             with user_code("the model's forward"):
-                output = self._replica.model(*part.inputs)
+                output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
                 return output.sum() * 0.0, 0  # others of the group have all of them, and wait for this worker's backward
