@@ -26,8 +26,10 @@ from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
+from zmqtrain.train.device.streams import StreamStaging
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.run_model import become_run_model
 from zmqtrain.train.saving import send_model, whole_state
@@ -266,12 +268,12 @@ class Core:
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
-        flat = tensor.detach().cpu().contiguous() if tensor.is_cuda or not tensor.is_contiguous() else tensor.detach()
+        flat = tensor.detach().cpu().contiguous()
         payload = TensorPayload.of(flat)
         await all_reduce(self._world, payload, ("all_reduce", self._count("all_reduce")))
         if operation == "mean":
             payload.scale_(1.0 / self._world.size)
-        if flat.data_ptr() != tensor.data_ptr():
+        if flat.device != tensor.device or flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
@@ -330,8 +332,5 @@ class Core:
 
 
 def _staging(device: torch.device) -> Staging | None:
-    if device.type != "cuda":
-        return None
-    from zmqtrain.train.device.cuda import CudaStaging
-
-    return CudaStaging(device)
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else StreamStaging(accelerator, device)

@@ -25,6 +25,7 @@ from zmqtrain.exchange.members import Members, group_of
 from zmqtrain.membership.common_stop import Here, StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.all_trained import AllTrained
 from zmqtrain.train.rebalance import Rebalance, announce
 from zmqtrain.train.run_model import gathered
 from zmqtrain.train.work import ModelState, Work
@@ -71,6 +72,7 @@ class TrainLoop:
         self._job_batch = context.topology.compute.batch_size
         self._samples = 0  # that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
+        self._trained = AllTrained(context, lambda: self.step)
 
     async def run(self) -> None:
         """Train to the end."""
@@ -349,7 +351,8 @@ class TrainLoop:
         await exchange.settle()
         await work.quiet()
         await exchange.leave()  # before waiting: no other group may wait for this one's gradients
-        step = self._ended_at = await self._all_have_trained()
+        alike = job.until is None or exchange.synchronous or exchange.averaged
+        step = self._ended_at = self.step if members.survives else await self._trained.wait(members, alike=alike)
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:
@@ -387,16 +390,6 @@ class TrainLoop:
                 # Groups that are not in step may have ended at different steps.
                 await self._evaluate(group, self._ended_at or self.step, "last evaluate")
             return await self._state(group, self._ended_at or self.step)
-
-    async def _all_have_trained(self) -> int:
-        """Wait for all. Returns how many steps each group has trained; where they are not the same, the most."""
-        membership, members = self._context.membership, self._members
-        if members.survives:
-            return self.step
-        if self._job.until is None or self.exchange.synchronous or self.exchange.averaged:
-            await membership.barrier("trained")
-            return self.step
-        return await membership.agree("trained", self.step, members.at(self.step))
 
 
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:

@@ -240,20 +240,25 @@ def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
 
 def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(replica.model.named_parameters())
+    groups = {id(parameter): group for group in replica.optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         kind, _, rest = full.partition("/")
         key, _, name = rest.partition("/")
-        if kind != "optimizer" or name not in parameters:
-            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this model has not: {_ANOTHER_MODEL}")
+        if kind != "optimizer" or name not in parameters or id(parameters[name]) not in groups:
+            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this one has not: {_ANOTHER_MODEL}")
         states.setdefault(name, {})[key] = tensor
     for name, state in states.items():
         parameter = parameters[name]
         require_state(replica.optimizer, name, parameter, state)
+        group = groups[id(parameter)]
         for key, tensor in state.items():
-            if tensor.shape == parameter.shape:
-                same = tensor.dtype == parameter.dtype
-                tensor = torch.empty_like(parameter).copy_(tensor) if same else tensor.to(parameter.device)
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                pass  # counted on the CPU
+            elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
+                tensor = torch.empty_like(parameter).copy_(tensor)
+            else:
+                tensor = tensor.to(parameter.device)
             replica.optimizer.state[parameter][key] = tensor
 
 

@@ -82,7 +82,7 @@ class TorchWork:
         self.shares = Shares.of(context.topology, context.placement, role)
         finish = Finish(
             partial(batch_of, forward=task.forward),
-            pin=device.torch_device.type == "cuda" if built.source.pin is None else built.source.pin,
+            pin=device.torch_device.type != "cpu" if built.source.pin is None else built.source.pin,
             channels_last=compute.channels_last,
             move=None if device.staging is None else device.staging.ahead,
         )
