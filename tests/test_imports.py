@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zmqtrain
+from tests.patience import PATIENCE_S
 
 PACKAGE = Path(zmqtrain.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -37,7 +38,26 @@ LIGHT = [
 def test_what_starts_at_once_does_not_import_torch() -> None:
     imports = "\n".join(f"import {name}" for name in LIGHT)
     code = f"import sys\n{imports}\nprint(sorted(name for name in sys.modules if name in ('torch', 'sklearn', 'scipy')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_imported_before_forking_leaves_gpus_alone() -> None:
+    """A process that forks after CUDA was initialized has children that cannot use it. Even counting devices may be too much."""
+    names = ("is_available", "device_count", "init", "_lazy_init", "current_device", "set_device", "Stream", "Event")
+    code = f"""
+import torch
+asked = []
+for name in {names}:
+    setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
+from zmqtrain.launcher.forkserver import ENTRY, import_entry
+import_entry(ENTRY)
+import sys
+assert "zmqtrain.train.role" in sys.modules, "children import it themselves"
+print(asked)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

@@ -87,13 +87,17 @@ def one_process(
     samples: int,
     *,
     dtype: torch.dtype = torch.float64,
+    given: torch.dtype | None = None,
     clip_norm: float = 0.0,
     decay: float = 1.0,
 ) -> list[Tensor]:
-    """What the whole batch in one process comes to."""
+    """What the whole batch in one process comes to. ``given``: the type in which weights and samples were rounded before."""
     replica = LinearReplica(optimizer, dtype=dtype)
+    for parameter in replica.parameters:
+        parameter.copy_(parameter.to(given or dtype))
     for step in range(steps):
-        replica.backward(*data(step, samples, dtype=dtype), samples)
+        features, target = data(step, samples, dtype=given or dtype)
+        replica.backward([each.to(dtype) for each in features], target.to(dtype), samples)
         for parameter, gradient in zip(replica.parameters, replica.gradients, strict=True):
             parameter.grad = gradient.clone()
         if clip_norm:
@@ -176,9 +180,16 @@ async def exchange_once(exchange: ModelServerExchange, replica: LinearReplica, s
 
 
 async def train(
-    exchange: ModelServerExchange, replica: LinearReplica, steps: int, samples: int, *, decay: float = 1.0, first: int = 0
+    exchange: ModelServerExchange,
+    replica: LinearReplica,
+    steps: int,
+    samples: int,
+    *,
+    decay: float = 1.0,
+    first: int = 0,
+    keep_every: int = 0,
 ) -> list[Tensor]:
-    """A worker that trains on its share of each step's samples."""
+    """A worker that trains on its share of each step's samples, and has servers keep checkpoints."""
     settings = exchange._settings
     groups, size = len(settings.groups), len(settings.groups[0])
     dtype = replica.parameters[0].dtype
@@ -190,6 +201,10 @@ async def train(
         await exchange_once(exchange, replica, step)
         for group in replica.optimizer.param_groups:
             group["lr"] *= decay
+        if keep_every and (step + 1) % keep_every == 0:
+            if settings.group == settings.position == 0:
+                await exchange.keep(step + 1, last=False)
+            await exchange.read("", kept=step + 1)
     await exchange.settle()
     await exchange.stop()
     return replica.parameters

@@ -1,7 +1,7 @@
 """``zmqtrain check FILE``: what a launch of the file would do, and what stands in its way.
 
-Where hosts are other machines it also looks at them, by a process on each that the file's engine starts and ends. Nothing of the
-task is imported or run.
+Where hosts are other machines it also looks at them, by a process on each that the file's engine starts and ends. Where all of them
+are this machine it imports the task, and calls its function, as a worker would.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zmqtrain.cli.check_file import Finding, look_at_file
 from zmqtrain.cli.check_hosts import findings_of
 from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
 from zmqtrain.cli.emulation import emulation_of
-from zmqtrain.errors import EngineError, TopologyError, UsageError
+from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyError, UsageError
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.look import Look, look_at_hosts
 from zmqtrain.topology.load import load_topology
@@ -24,22 +24,38 @@ from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 
 FAULTY = 2
+#: Where these have a fault, importing the task would say the same again.
+_NEEDED = ("task", "data")
 
 
 def run_check(
-    path: str | Path, json: bool = False, *, data: str | None = None, file_only: bool = False, emulate: bool = False
+    path: str | Path,
+    json: bool = False,
+    *,
+    data: str | None = None,
+    file_only: bool = False,
+    emulate: bool = False,
+    load: bool | None = None,
 ) -> int:
     """Check a topology file and print what was found. The exit code is 0, or 2 if anything would keep it from running.
 
     ``data``: what ``--data`` would say at the launch. ``file_only``: look at no other machine. ``emulate``: look at the hosts as
-    ``launch --emulate`` would put them on this machine.
+    ``launch --emulate`` would put them on this machine. ``load``: import the task here; ``None``: where all hosts are this machine.
     """
     try:
         topology = load_topology(path)
     except TopologyError as error:
         print_faults(error, json)
         return FAULTY
+    topology, unasked = _with_room(topology, emulate=emulate, ask=not file_only)
     placement, findings = look_at_file(topology, data)
+    findings += unasked
+    if load is None:
+        load = not file_only and (emulate or topology.engine.kind == "local")
+    if load and all(finding.ok or finding.name not in _NEEDED for finding in findings):
+        from zmqtrain.cli.check_load import look_at_code
+
+        findings += look_at_code(topology, data)
     look: Look | None = None
     if not file_only:
         look = _look(topology, data, findings, emulate=emulate)
@@ -54,6 +70,25 @@ def run_check(
     else:
         print_tables(rows, not faults, str(path))
     return FAULTY if faults else 0
+
+
+def _with_room(topology: Topology, *, emulate: bool, ask: bool) -> tuple[Topology, list[Finding]]:
+    """The topology with the slots that its hosts leave out, as far as they can be asked."""
+    from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
+    from zmqtrain.net.loop import run
+
+    if not lacks_room(topology):
+        return topology, []
+    if emulate:
+        return with_room_here(topology), []
+    if not ask:
+        return topology, [Finding("slots", True, "hosts are asked at the launch where the file does not say them")]
+    notes: list[str] = []
+    try:
+        topology = run(with_room(topology, notes.append))
+    except (HostsError, HostLostError) as error:
+        return topology, [Finding("slots", False, f"hosts cannot be asked for their processors: {error}")]
+    return topology, [Finding("slots", True, note) for note in notes]
 
 
 def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> Look | None:

@@ -90,6 +90,10 @@ def check(
     data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
     file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
     emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
+    load: Annotated[
+        bool | None,
+        typer.Option("--load/--no-load", help="Import the task and call its function. Default: where hosts are this machine."),
+    ] = None,
 ) -> None:
     """Show what a launch of FILE would do, and what stands in its way.
 
@@ -97,7 +101,7 @@ def check(
     """
     from zmqtrain.cli.check import run_check
 
-    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate))
+    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate, load=load))
 
 
 @app.command()
@@ -286,8 +290,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel or "
-            "cluster."
+            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel, "
+            "loader or cluster."
         ),
     ],
     json_lines: Json = False,
@@ -363,11 +367,19 @@ def attach(run: Run = "latest", json_lines: Json = False) -> None:
 
 
 @app.command()
-def stop(run: Run) -> None:
-    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher."""
+def stop(
+    run: Run,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="It is a failure (code 66) if no checkpoint of the last step was kept.")
+    ] = False,
+) -> None:
+    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher.
+
+    It stops with a checkpoint where it can. To stop it at once, use this twice.
+    """
     from zmqtrain.cli.runs import run_stop
 
-    raise typer.Exit(run_stop(run))
+    raise typer.Exit(run_stop(run, checkpoint=checkpoint))
 
 
 @app.command()

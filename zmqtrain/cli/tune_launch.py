@@ -19,7 +19,8 @@ from zmqtrain.cli.tune_runs import Folders, LaunchedRuns
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import INTERRUPTED, write_pid
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.plan.regroup import regrouped
@@ -119,5 +120,5 @@ def updates_of(topology: Topology, data: str | None) -> int | None:
     if job.steps is not None:
         return job.steps
     assert job.task is not None
-    samples = len(load_task(job.task, job.args, data, folders=(".", *job.python_path)).train_data)
+    samples = load_task(job.task, job.args, data, folders=(".", *job.python_path)).training().samples
     return math.ceil((job.epochs or 1) * samples / topology.compute.batch_size)

@@ -14,21 +14,29 @@ from torch.optim import Optimizer
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.data.loader import Fetch, Loader
-from zmqtrain.data.partition import Partition
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.source import Shard
 from zmqtrain.embed.crossing import CallersDevice, Crossing
+from zmqtrain.embed.feed import Feed, make_feed
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
 from zmqtrain.events import EventValue
+from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
+from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
-from zmqtrain.train.mean import mean_of_replicas
+from zmqtrain.train.device.streams import StreamStaging
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.run_model import become_run_model
+from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
-from zmqtrain.train.shares import Shares
-from zmqtrain.train.task import check_dataset, check_model
+from zmqtrain.train.task import check_model
+from zmqtrain.versions import versions
+from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -112,11 +120,13 @@ class Core:
         peers = tuple(role.peer for role in placement.workers)
         self._world = Group(context.endpoint, peers, context.role.index, "session", timeout_s=ladder.barrier_s)
         self.replicated: Replicated | None = None
-        self._numbers = {"barrier": 0, "all_reduce": 0}
+        self._numbers = {"barrier": 0, "all_reduce": 0, "agree": 0}
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
-        self._loaders: list[Loader] = []
+        self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
+        self._samples = 0
+        self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
         self.closed = False
         self._halted: PeerLostError | None = None
@@ -185,34 +195,31 @@ class Core:
         )
         return model, optimizer
 
-    def begin_batches(self, dataset: Any, epoch: int, batch_size: int | None) -> tuple[Loader, range, int]:
-        """A loader of this worker's batches, the epoch's steps for it, and the samples of the whole group's batch."""
-        check_dataset("the session's data", dataset)
-        topology, role, placement = self.context.topology, self.context.role, self.context.placement
-        size, shuffle = batch_size or topology.compute.batch_size, topology.data.shuffle
-        if shuffle == "ring":
-            raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
-        if topology.compute.parts == "measured":
-            raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
-        partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, shuffle)
-        shares = Shares.of(topology, placement, role, size)
-        loader = Loader(
-            Fetch(dataset),
-            lambda step: partition.run(step, *shares.bounds(step)),
-            (topology.job.seed, role.index),
-        )
-        self._loaders.append(loader)
-        steps = partition.steps_per_epoch
-        return loader, range(epoch * steps, (epoch + 1) * steps), size
+    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None) -> Feed:
+        """This worker's batches of an epoch."""
+        feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree)
+        self._feeds.append(feed)
+        return feed
 
-    async def next_batch(self, loader: Loader, step: int, *, last: bool, group_samples: int) -> tuple[Any, ...]:
-        batch = (await loader.batch(step, ahead=not last)).to(self.device)
-        self._share = (batch.samples, group_samples)
-        return (*batch.inputs, batch.target)
+    async def next_batch(self, feed: Feed) -> Batch | None:
+        """As it was collated, as the only input; ``None`` at the end."""
+        batch = await feed.next()
+        if batch is not None:
+            batch = batch.to(self.device)
+            self._share = (batch.samples, feed.group_samples)
+        return batch
 
-    async def end_batches(self, loader: Loader) -> None:
-        self._loaders.remove(loader)
-        await loader.close(self.context.ladder.grace_s)
+    async def end_batches(self, feed: Feed) -> None:
+        self._feeds.remove(feed)
+        await feed.close(self.context.ladder.grace_s)
+
+    async def _agree(self, mine: bool) -> bool:
+        if self._world.size == 1:
+            return mine
+        flag = TensorPayload.empty(1, "float64")
+        flag.numpy()[0] = float(mine)
+        await all_reduce(self._world, flag, ("agree", self._count("agree")))
+        return bool(flag.numpy()[0] == self._world.size)
 
     def _weight(self) -> float:
         if self._share is None:
@@ -224,6 +231,7 @@ class Core:
         assert self.replicated is not None
         self._flush_step()
         samples = self._share[0] if self._share else 0
+        self._samples += samples
         reads = self.replicated.exchange.staleness()
         staleness = sum(reads) / len(reads) if reads else None
         self._ended_step = {
@@ -243,6 +251,8 @@ class Core:
         step = 0 if self.replicated is None else self.replicated.step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
             raise NonFiniteLossError(loss, self.context.role.index, step)
+        if kind == "eval":
+            self._evaluated = (step, values)
         if kind == "step" and self._ended_step is not None:
             self._ended_step.update(values)
         else:
@@ -258,12 +268,12 @@ class Core:
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
-        flat = tensor.detach().cpu().contiguous() if tensor.is_cuda or not tensor.is_contiguous() else tensor.detach()
+        flat = tensor.detach().cpu().contiguous()
         payload = TensorPayload.of(flat)
         await all_reduce(self._world, payload, ("all_reduce", self._count("all_reduce")))
         if operation == "mean":
             payload.scale_(1.0 / self._world.size)
-        if flat.data_ptr() != tensor.data_ptr():
+        if flat.device != tensor.device or flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
@@ -276,27 +286,51 @@ class Core:
         """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
         self._flush_step()
         if self.replicated is not None:
-            exchange, replica = self.replicated.exchange, self.replicated.replica
-            await exchange.settle()
-            if exchange.averaged:
-                await mean_of_replicas(replica, self._world, "finish")
-                replica.take_all()  # the caller's thread, whose this is, waits here
-            await exchange.stop()
+            await self.replicated.exchange.settle()
+            await self.replicated.exchange.leave()
+            await self._take_run_model(self.replicated)
+            await self._leave_model(self.replicated)
+            await self.replicated.exchange.stop()
         self.context.recorder.event("finish", step=0 if self.replicated is None else self.replicated.step)
         self.finished = True
+
+    async def _take_run_model(self, replicated: Replicated) -> None:
+        """The user's model becomes the run's, on all workers."""
+        replica, exchange, role = replicated.replica, replicated.exchange, self.context.role
+        if exchange.averaged:
+            members = self.context.placement.group_members(role.group)
+            own = group_of(self.context.endpoint, members, f"session/{role.group}", self.context.ladder.barrier_s)
+            await become_run_model(replica, exchange, self._world, own, "finish")
+        elif exchange.model is RunModel.SERVERS:
+            await self.context.membership.barrier("session-trained")  # then servers have what all have pushed
+            await exchange.read("finish", last=True)
+            await spread(self._world, replica)
+        replica.take_all()  # the caller's thread, whose this is, waits here
+
+    async def _leave_model(self, replicated: Replicated) -> None:
+        """Rank 0's model, which is the run's, goes into the run's directory, if there is one."""
+        samples = TensorPayload.empty(1, "float64")
+        samples.numpy()[0] = self._samples
+        await all_reduce(self._world, samples, ("finish", "samples"))
+        if self.context.role.index != 0 or replicated.step == 0:
+            return
+        about: dict[str, Value] = {"model": replicated.exchange.model.value, "versions": dict(versions())}
+        if samples.numpy()[0]:  # else the batches were not the session's
+            about["samples"] = int(samples.numpy()[0])
+        about["metrics"] = dict(self._evaluated[1]) if self._evaluated[0] == replicated.step else {}
+        state = whole_state(replicated.replica.model, copied=False)
+        timeout_s = self.context.ladder.barrier_s
+        await send_model(self.context.endpoint, replicated.step, state, about, alone=True, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Let go of the user's model and of the loaders' threads. Also after an error."""
         self.closed = True
         if self.replicated is not None:
             self.replicated.detach()
-        for loader in self._loaders[:]:
-            await self.end_batches(loader)
+        for feed in self._feeds[:]:
+            await self.end_batches(feed)
 
 
 def _staging(device: torch.device) -> Staging | None:
-    if device.type != "cuda":
-        return None
-    from zmqtrain.train.device.cuda import CudaStaging
-
-    return CudaStaging(device)
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else StreamStaging(accelerator, device)

@@ -29,7 +29,7 @@ from zmqtrain.launcher.engine import (
 )
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.nursery import Nursery
-from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
+from zmqtrain.launcher.preempted import INTERRUPTED, PREEMPTED, Preemption, wanted_on_sigterm
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -41,13 +41,13 @@ from zmqtrain.net.curve import Identity
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.processors import gpus
+from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class Launch:
@@ -91,6 +91,8 @@ class Launch:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._view.begin(self._record.title())
+        if not isinstance(self._engine, GatheringEngine):
+            self._warn()
         with self._signals(loop):
             self._life = asyncio.create_task(self._live(), name="run")
             try:
@@ -164,6 +166,9 @@ class Launch:
                 self._topology,
                 self._placement,
                 resume=None if self._description.resume is None else Path(self._description.resume),
+                members=lambda: coordinator.view.members,
+                on_event=self._record.checkpoint_event,
+                model=self._directory.path,
             )
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -187,8 +192,14 @@ class Launch:
         self._description = replace(self._description, topology=self._topology, placement=self._placement)
         self._record.settle(self._description)
         self._directory.write("topology.toml", self._topology.to_toml())
+        self._warn()
         self._token = gathered.token or self._token
         return gathered
+
+    def _warn(self) -> None:
+        """Say what the person may not have meant."""
+        for caution in cautions(self._topology, self._placement, gpus()):
+            self._record.note(str(caution))
 
     def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
         script = self._description.script
@@ -277,21 +288,21 @@ class Launch:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """The first time the run is stopped in good order, the second time at once."""
+        """The first time the run stops with a checkpoint, where it can, the second time at once."""
         self._interrupts += 1
         self._record.quiet = True
         if self._coordinator is not None and self._interrupts == 1:
-            self._view.note("stopping (once more to stop at once)")
-            self._coordinator.halt({"kind": "interrupted", "message": "the run was interrupted"})
+            self._preemption.ask("an interrupt", person=True)
         elif self._life is not None:
             self._life.cancel()
 
     # The end ------------------------------------------------------------------------------------------------------------------
 
     def _ending(self, outcome: Outcome) -> Ending:
-        if self._interrupts:
+        ended_by_itself = outcome.status == "done" and self._record.stopped_at is None
+        if self._interrupts and not ended_by_itself:
             return Ending("interrupted", INTERRUPTED)
-        if outcome.status == "done" and self._record.stopped_at is not None:
+        if outcome.status == "done" and not ended_by_itself:
             return Ending("preempted", PREEMPTED)
         ending = ending_of(outcome)
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending

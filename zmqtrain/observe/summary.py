@@ -21,11 +21,17 @@ class Summary:
         self._steps: dict[int, int] = {}  # rank -> steps done
         self._seconds: list[float] = []
         self._exposed: list[float] = []
+        self._data_s: list[float] = []
+        self._data: dict[str, Any] = {}  # what the run promises of its samples
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
         self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
+        self.newest_checkpoint: int | None = None
+        """The step of the newest that is on disk as a whole."""
+        self._checkpoints = 0
+        self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
         self._began: float | None = None
         self._ended: float | None = None
@@ -35,6 +41,8 @@ class Summary:
         values = event["values"]
         if event["kind"] == "step":
             self._add_step(event["rank"], event["step"], event["time"], values)
+        elif event["kind"] == "start" and isinstance(values.get("data"), Mapping):
+            self._data = dict(values["data"])
         elif event["kind"] == "eval":
             self.eval.update(metrics_of(values))
         elif event["kind"] == "server":
@@ -47,6 +55,12 @@ class Summary:
                 self._momentum.fitted(peer, values.get("fitted"), values.get("updates"))
         elif event["kind"] == "fc":
             self._fc[peer] = values
+        elif event["kind"] == "checkpoint complete":
+            self._checkpoints += 1
+            self.newest_checkpoint = max(event["step"], self.newest_checkpoint or 0)
+            self._not_kept.pop(event["step"], None)
+        elif event["kind"] in ("checkpoint late", "checkpoint failed"):
+            self._not_kept[event["step"]] = values["reason"]
         sent = values.get("bytes_sent")
         if isinstance(sent, int):
             self._bytes_sent[peer] = sent
@@ -60,6 +74,8 @@ class Summary:
         self.samples += int(values.get("samples", 0))
         self._seconds.append(seconds)
         self._exposed.append(float(values.get("exposed_s", 0.0)))
+        if "data_s" in values:
+            self._data_s.append(float(values["data_s"]))
         loss = values.get("loss")
         if isinstance(loss, int | float):
             self.losses[rank] = float(loss)
@@ -93,10 +109,17 @@ class Summary:
             "samples_per_s": self.samples / seconds if seconds > 0 else 0.0,
             "step_s": _spread_of(self._seconds),
             "exposed_communication_s": _spread_of(self._exposed),
+            **({"data": self._data} if self._data else {}),
+            **({"data_wait_s": _spread_of(self._data_s)} if self._data_s else {}),
             "loss": self.loss,
             "eval": dict(self.eval),
             "staleness": self._staleness(),
             **({"fc": self._merged()} if self._fc else {}),
+            "checkpoints": {
+                "complete": self._checkpoints,
+                "newest": self.newest_checkpoint,
+                "failed": [{"step": step, "reason": reason} for step, reason in self._not_kept.items()],
+            },
             "momentum": self._momentum.to_dict(self._staleness()["mean"]),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
@@ -161,10 +184,12 @@ class _MomentumSeen:
             return None
         seen = sum(updates for _, updates in self._fits.values())
         measured = staleness / (1 + staleness)
+        explicit = self.stated.get("explicit") or 0.0
+        ahead = bool(self.stated.get("look_ahead")) and bool(self.stated.get("compensated"))
         return {
             **self.stated,
             "implicit_measured": measured,
-            "total_measured": 1 - (1 - (self.stated.get("explicit") or 0.0)) * (1 - measured),
+            "total_measured": explicit ** (1 + staleness) if ahead else 1 - (1 - explicit) * (1 - measured),
             "fitted": sum(momentum * updates for momentum, updates in self._fits.values()) / seen if seen else None,
             "fitted_updates": seen,
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -10,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from zmqtrain.processors import processors
 from zmqtrain.topology import ranges
 from zmqtrain.topology.login import SshLogin
 from zmqtrain.topology.section import Section, Texts, _tuple
@@ -89,12 +89,14 @@ class Host(Section):
         default=0,
         ge=0,
         le=4096,
-        description="Workers that may compute here at once; each gets an even share of the slots as threads. Left out or 0 on "
-        "this machine: the number of its processors. Model servers wait for the network most of the time and take no slot.",
+        description="Workers that may compute here at once; each gets an even share of the slots as threads. Left out or 0: the "
+        "processors that may be used there, by affinity and the cgroup's quota (this machine, hosts to log in to, and hosts that "
+        "come by themselves; one for each device at least). Model servers wait for the network most of the time and take no slot.",
     )
     devices: Annotated[Texts, AfterValidator(_devices)] = Field(
         default=(),
-        description="Accelerators that workers here take in turn, like `cuda:0`. Empty: as `[compute] device` says.",
+        description="Accelerators that workers here take in turn, like `cuda:0`; where the file says nothing of groups, each has a "
+        "worker. Empty: as `[compute] device` says.",
     )
     bind: Annotated[str, AfterValidator(_bind)] | None = Field(
         default=None,
@@ -118,7 +120,7 @@ class Host(Section):
     @model_validator(mode="after")
     def _slots_of_this_machine(self) -> Host:
         if self.slots == 0 and self.local:
-            object.__setattr__(self, "slots", os.cpu_count() or 1)
+            object.__setattr__(self, "slots", max(processors(), len(self.devices)))
         return self
 
     @property

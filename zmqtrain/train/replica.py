@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
@@ -126,11 +126,15 @@ class TorchReplica:
         self._step = 0
         self._last = False  # whether the backward that runs is the step's last
         self._next = 0  # the bucket to hand over next
+        self._handed_over: set[int] = set()  # buckets, since they were taken last
         self._backward_s = 0.0  # when backward began with that bucket
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
+        self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
+        self.sound: Callable[..., bool] = _always
+        """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """What is entered while the compute thread waits for parameters."""
         self.waited_s = 0.0
@@ -220,6 +224,8 @@ class TorchReplica:
                 start = self._device.clock()
                 self._sharing.wait_writable()
                 self.waited_s += self._device.clock() - start
+        if self._added_before:
+            self._go_on_adding()
         self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
@@ -233,12 +239,56 @@ class TorchReplica:
             self._hand_over(len(self._held))
             self._last = False
 
+    def take_back(self) -> None:
+        """What the step has computed is not sound, so nothing of it was handed over: the parameters are as they were before it."""
+        self._last = False
+        for index, held in enumerate(self._held):
+            self.gates.arrive(index)
+            held.due = False
+
     def take_all(self) -> None:
-        """Wait until the parameters of all buckets are there, and what is due to them is done."""
+        """Wait until the parameters of all buckets are there, what is due to them is done, and the network sees them."""
         for index in range(len(self._held)):
             self._take(index)
         if self._when is Optimize.AFTER and self._sharing is not None:
-            self.publish()  # the network sees the new parameters, too
+            self.publish()
+        elif self._device.staging is not None:
+            self._device.staging.synchronize()  # they may still be on their way to the host
+
+    def take_copies(self) -> None:
+        """What was given back so far is in the model's memory, also in a run that has been halted, where `take_all` only raises."""
+        for held in self._held:
+            if held.arrive is not None:
+                held.arrive()
+                held.arrive = None
+        if self._device.staging is not None:
+            self._device.staging.synchronize()
+
+    def added_up(self) -> dict[str, Tensor]:
+        """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
+        replica's own memory."""
+        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
+
+    def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
+        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
+        for name, gradient in gradients.items():
+            parameter = self._named.get(name)
+            if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
+                own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
+                raise CheckpointError(
+                    f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
+                    "resume with the model and the grid that it was made with"
+                )
+        self._added_before = dict(gradients)
+
+    def _go_on_adding(self) -> None:
+        for held in self._held:
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                if name in self._added_before:
+                    with torch.no_grad():
+                        view.copy_(self._added_before[name])
+                    self._named[name].grad = view
+        self._added_before.clear()
 
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""
@@ -288,7 +338,9 @@ class TorchReplica:
             parameter.grad = view
 
     def _hand_over(self, stop: int) -> None:
-        clock = self._device.clock
+        clock, sound = self._device.clock, self.sound
+        if self._when is Optimize.BEFORE and not sound():
+            return
         for index in range(self._next, stop):
             now = clock()
             self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
@@ -304,14 +356,19 @@ class TorchReplica:
                 self._optimizers.prepare(index)  # a schedule may move on before the bucket is taken back
                 held.due = True
             self._backward_s = clock()
+            self._handed_over.add(index)
             self.gates.close(index)
-            deliver = partial(self._from_compute, index)
             staging = self._device.staging
             if staging is None:
-                deliver()
+                self._from_compute(index)
             else:
-                staging.to_host(*travels, deliver)
+                staging.to_host(*travels, partial(self._copied, index, sound))
         self._next = max(self._next, stop)
+
+    def _copied(self, index: int, sound: Callable[..., bool]) -> None:
+        """A bucket has arrived on the host, and with it the losses that were copied before it. In the staging's thread."""
+        if sound(arrived=True):
+            self._from_compute(index)
 
     def _from_compute(self, index: int) -> None:
         assert self._loop is not None, "connect() comes first"
@@ -346,6 +403,9 @@ class TorchReplica:
             self._update_bucket(index)
             if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
                 staging.to_host(held.parameters, held.host_parameters, _nothing)
+        if index not in self._handed_over:  # somebody has only looked at the parameters: gradients are still being added up
+            return
+        self._handed_over.discard(index)
         # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
         for name in held.plan.names:
             self._named[name].grad = None
@@ -395,3 +455,8 @@ class TorchReplica:
 
 def _nothing() -> None:
     """Nobody waits for the end of this copy."""
+
+
+def _always(*, arrived: bool = False) -> bool:
+    """Who computes has looked at the loss before."""
+    return True

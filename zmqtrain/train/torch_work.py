@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.data.loader import Fetch
+from zmqtrain.collectives.operations import barrier
+from zmqtrain.data.batch import batch_of
+from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
+from zmqtrain.data.source import Source
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
@@ -21,22 +25,22 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
-from zmqtrain.train.batches import make_batches
+from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
-from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.saving import Saver
+from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Shares
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
-from zmqtrain.train.work import StepResult
+from zmqtrain.train.work import ModelState, StepResult
+from zmqtrain.wire.payload import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,9 @@ class _Built:
     task: Task
     replica: TorchReplica
     schedule: LRScheduler | None
-    partition: Partition
+    source: Source
+    partition: Partition | None
+    """None: a stream."""
     fabric: NetworkFabric | None
     link: FcLink | None
     changes: Hyperparameters | None
@@ -59,7 +65,7 @@ class TorchWork:
     def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members) -> None:
         compute, role = context.topology.compute, context.role
         self._context, self._device = context, device
-        self._task, self._replica, self._schedule, self._partition = built.task, built.replica, built.schedule, built.partition
+        self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
         settings = StepSettings(
             rank=role.index,
             group_batch=compute.batch_size,
@@ -73,17 +79,15 @@ class TorchWork:
             self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
         else:
             self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
-        fetch = Fetch(
-            task.train_data,
-            collate=task.collate,
-            transform=task.transform,
-            pin=device.torch_device.type == "cuda",
+        self.shares = Shares.of(context.topology, context.placement, role)
+        finish = Finish(
+            partial(batch_of, forward=task.forward),
+            pin=device.torch_device.type != "cpu" if built.source.pin is None else built.source.pin,
             channels_last=compute.channels_last,
             move=None if device.staging is None else device.staging.ahead,
         )
-        self.shares = Shares.of(context.topology, context.placement, role)
         thread = device.background("zmqtrain-loader")
-        self._batches = make_batches(context, task, self._partition, self.shares, members, fetch, thread)
+        self._batches = make_batches(context, built.source, built.partition, self.shares, members, finish, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
@@ -92,6 +96,7 @@ class TorchWork:
             else:
                 self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
         self._update_s = 0.0
+        self._members = members
         self._fabric, self._link = built.fabric, built.link
 
     @classmethod
@@ -111,8 +116,14 @@ class TorchWork:
         return self._replica
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
         return self._batches.steps_per_epoch
+
+    async def more(self, step: int) -> bool:
+        return await self._batches.more(step)
+
+    def epoch(self, step: int) -> int:
+        return self._batches.epoch(step)
 
     @property
     def evaluates(self) -> bool:
@@ -123,8 +134,9 @@ class TorchWork:
             "parameters": sum(parameter.numel() for parameter in self._replica.parameters),
             "buckets": len(self._replica.buckets),
             "device": str(self._device.torch_device),
-            "samples": self._partition.samples,
+            "samples": self._batches.samples,
             "steps_per_epoch": self.steps_per_epoch,
+            "data": self._batches.promise.values(),
         }
 
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
@@ -139,16 +151,38 @@ class TorchWork:
             self.after_step()
         return step
 
-    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint).save(step, self._replica, exchange, self._device)
+    @property
+    def keeps(self) -> bool:
         return True
 
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        await self._device.run(self._replica.take_copies)
+        await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
+
+    async def keep_merged(self, step: int, *, save: bool) -> None:
+        if self._link is not None:
+            await self._link.client.keep(step, save=save)
+
+    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        await self._device.run(self._replica.take_copies)
+        state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
+        if self._link is not None and self._context.role.index == 0:
+            state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
+        return state
+
+    async def send_model(
+        self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
+    ) -> None:
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
+
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        asked = self._device.clock()
         batch = await self._batches.batch(step, ahead=ahead)
+        data_s = self._device.clock() - asked
         group_batch = self._batches.group_samples(step)
         result = await self._device.run(lambda: self._step(step, batch, hand_over=hand_over, group_batch=group_batch))
         self._batches.used(step)
-        return result
+        return replace(result, data_s=data_s)
 
     def after_step(self) -> None:
         if self._schedule is None:
@@ -165,20 +199,28 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
         assert self._evaluation is not None
         await self.quiet()
-        if not mean:
+        if self._link is None or not still:
             return await self._evaluation.run(group, tag)
-        async with mean_for_a_while(self._replica, group, tag):
-            await self.quiet()
-            return await self._evaluation.run(group, tag)
+        client = self._link.client
+        if group.rank == 0:
+            await client.hold(True)
+        await barrier(group, (tag, "held"))
+        values = await self._evaluation.run(group, tag)  # which ends for all at once
+        if group.rank == 0:
+            await client.hold(False)
+        return values
 
-    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+    async def make_equal(self, group: Group, tag: str) -> float:
         await self.quiet()
-        spread = await (mean_of_replicas if mean else spread_of_replicas)(self._replica, group, tag)
+        spread = await spread_of_replicas(self._replica, group, tag)
         await self.quiet()
         return spread
+
+    def state_mean(self, group: Group) -> None:
+        return None
 
     async def close(self, timeout_s: float) -> None:
         if self._fabric is not None:
@@ -188,11 +230,21 @@ class TorchWork:
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
-    def _saver(self, endpoint: Endpoint) -> Saver:
+    def _there(self, step: int) -> tuple[int, ...] | None:
+        """Who has trained the step before, by rank, as far as they are still there; ``None``: all, since nobody may be lost."""
+        if not self._members.survives:
+            return None
+        before = max(0, step - 1)
+        ranks = {worker.peer: worker.index for worker in self._context.placement.workers}
+        return tuple(ranks[peer] for peer in self._members.at(before) if self._members.there(peer, before))
+
+    def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
-        fc = None if self._link is None else self._link.client
         timeout_s = self._context.ladder.barrier_s
-        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, fc=fc)
+        merged, data = self._link is not None, self._batches
+        return Saver(
+            endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
+        )
 
 
 def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:
@@ -205,14 +257,14 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
                 "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
-    partition = Partition(
-        samples=len(task.train_data),
-        groups=context.placement.groups,
-        group_size=compute.columns,
-        batch_size=compute.batch_size,
-        seed=job.seed,
-        shuffle="none" if topology.data.shuffle == "none" else "global",
-    )
+    if link is not None and task.forward is not None:
+        raise UsageError(
+            "merged_fc computes a part of the model on the FC server, and Task.forward may call all of it: let batches be (input, "
+            "..., target), or mappings with labels"
+        )
+    source = task.training()
+    source.require(compute.batch_size, topology.data.shuffle)
+    partition = None if source.stream else partition_of(source, context.placement.groups, topology)
     started = device.clock()
     model: nn.Module
     with BUILDING:
@@ -249,4 +301,4 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         replica.also_abort(link.abort)
     context.recorder.event("built", seconds=device.clock() - started)
     changes = None if link is None else changes_of(optimizer)
-    return _Built(task, replica, schedule, partition, fabric, link, changes)
+    return _Built(task, replica, schedule, source, partition, fabric, link, changes)

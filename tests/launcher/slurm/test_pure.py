@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.cli.launch import run_launch
 from zmqtrain.errors import TopologyError, UsageError
 from zmqtrain.launcher.slurm.allocation import Allocation, Node, addresses_in, counts, slots_of
@@ -20,6 +21,7 @@ from zmqtrain.launcher.slurm.client import StepTarget, step_words
 from zmqtrain.launcher.slurm.engine import in_allocation
 from zmqtrain.launcher.slurm.submit import Submission, job_command, read_template, render
 from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host, Topology
 
 NODES = Allocation("7", tuple(Node(f"n{number}", f"10.0.0.{number}", 4) for number in (1, 2, 3)))
@@ -79,6 +81,13 @@ def test_a_file_without_hosts_takes_all_nodes() -> None:
     found = in_allocation(topology('[engine]\nkind = "slurm"\n'), NODES)
     assert [(host.name, host.address, host.slots) for host in found.hosts] == [(f"n{i}", f"10.0.0.{i}", 4) for i in (1, 2, 3)]
     assert found.encrypted()
+    # Nothing is said of groups: each node has a worker, with all that the job has there.
+    assert (found.compute.groups, found.compute.group_size) == (1, 3)
+    assert [(role.host, role.threads) for role in place(found).workers] == [("n1", 4), ("n2", 4), ("n3", 4)]
+    gpus = in_allocation(topology('[engine]\nkind = "slurm"\nslurm = { gpus = 2 }\n'), NODES)
+    assert gpus.compute.group_size == 6
+    assert [(role.host, role.device) for role in place(gpus).workers][:3] == [("n1", "cuda:0"), ("n1", "cuda:1"), ("n2", "cuda:0")]
+    assert in_allocation(topology('[compute]\ngroups = 2\n[engine]\nkind = "slurm"\n'), NODES).compute.workers == 2
 
 
 def test_hosts_that_are_named_as_nodes_are_those() -> None:
@@ -240,7 +249,7 @@ class Batch:
 
     def end(self) -> tuple[int, str]:
         """Exit code, and what was asked of Slurm."""
-        code = self.process.wait(20)
+        code = self.process.wait(PATIENCE_S)
         asked = self.folder / "asked"
         return code, asked.read_text() if asked.exists() else ""
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import launched
 from tests.launcher.launched import Launched
 from tests.launcher.ssh.machines import Machines, command, machines
+from tests.patience import PATIENCE_S
+from zmqtrain.processors import processors
 
 HEAD = """
 [job]
@@ -43,14 +44,6 @@ with zmqtrain.session() as session:
         time.sleep(0.02)
     print("sum", session.all_reduce(torch.tensor([session.rank + 1.0])).item())
 """
-#: Of machines that all compute on this one.
-PATIENCE_S = 45.0
-pytestmark = pytest.mark.timeout(100)
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +90,20 @@ def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> No
         assert run.json("summary.json")["hosts"] == ["m1", "m2"]
         assert not any(token in path.read_text(errors="replace") for path in run.run.rglob("*") if path.is_file())
     assert two.left() == []
+
+
+def test_hosts_of_which_nothing_is_said_but_where_they_are(tmp_path: Path, two: Machines) -> None:
+    """Neither slots nor groups: each has one worker, with all its processors, and they are one group."""
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}).replace("slots = 1\n", ""), "asyncssh")
+    text = (tmp_path / "trial.toml").read_text().replace("group_size = 2\n", "").replace("threads = 1\n", "")
+    (tmp_path / "trial.toml").write_text(text)
+    (tmp_path / "go").touch()
+    with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
+        assert run.end() == 0, run
+    summary = run.json("summary.json")
+    assert (summary["groups"], summary["group_size"], summary["hosts"]) == (1, 2, ["m1", "m2"])
+    assert f"slots = {processors()}" in (run.run / "topology.toml").read_text()
+    assert not [line for line in run.lines if "warning" in line]
 
 
 def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> None:
@@ -240,4 +247,4 @@ def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -
 
 
 def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
