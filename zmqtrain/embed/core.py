@@ -17,17 +17,22 @@ from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.loader import Fetch, Loader
 from zmqtrain.data.partition import Partition
 from zmqtrain.embed.crossing import CallersDevice, Crossing
+from zmqtrain.embed.guards import check_optimizer
+from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
+from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
-from zmqtrain.train.shares import Shares
+from zmqtrain.train.shares import Scope as StepScope
+from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.train.task import check_dataset, check_model
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -117,6 +122,7 @@ class Core:
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
         self._loaders: list[Loader] = []
         self._running: set[asyncio.Task[Any]] = set()
+        self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
         self.finished = False
         self.closed = False
         self._halted: PeerLostError | None = None
@@ -154,10 +160,15 @@ class Core:
         for task in self._running:
             task.cancel()
 
-    async def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+    async def replicate(self, model: M, optimizer: O, overlap: bool | None) -> tuple[M, O]:
         if self.replicated is not None:
-            raise UsageError("a session replicates one model; put several into one nn.Module, with one optimizer for all")
+            raise UsageError(
+                "a session replicates one model with one optimizer. Two networks that are trained by turns (a GAN) cannot be "
+                "replicated; what is trained by one optimizer.step() can: put it into one nn.Module, with one optimizer for all"
+            )
         check_model(model)
+        served = self.context.topology.exchange.kind == "model_server"
+        check_optimizer(model, optimizer, served=served)
         topology, ladder = self.context.topology, self.context.ladder
         if topology.optimizer.scale_lr != "none":
             raise UsageError(
@@ -166,6 +177,15 @@ class Core:
             )
         if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
             raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
+        if (
+            overlap is False
+            and topology.exchange.kind == "allreduce"
+            and topology.exchange.every_steps(self.context.placement.groups) > 1
+        ):
+            raise UsageError(
+                "overlap=False with [exchange] every: between exchanges there is no gradient of all workers to be had. "
+                "Leave every out, and put all but the last backward() of a step within session.accumulating()"
+            )
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
@@ -177,13 +197,40 @@ class Core:
         allocate = allocate_in(self.context.arena)
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
         exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
-        replica.connect(exchange.bucket_ready)
-        await exchange.start(replica)
-        self.replicated = Replicated(replica, exchange, self.crossing, weight=self._weight, ended=self._step_ended)
+        first_step = await exchange.start(replica) or 0
+        self.replicated = Replicated(
+            replica,
+            exchange,
+            self.crossing,
+            self._scope(),
+            self._other_loops,
+            first_step=first_step,
+            overlap=overlap,
+            served=served,
+            weight=self._weight,
+            ended=self._step_ended,
+            wait=lambda coroutine, what: self.crossing.wait(self.guard(coroutine), what),
+        )
         self.context.recorder.event(
             "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
         )
         return model, optimizer
+
+    def _coupled(self) -> list[PeerId]:
+        """The others that wait for this worker in every step."""
+        topology, role, placement = self.context.topology, self.context.role, self.context.placement
+        alone = topology.exchange.kind == "model_server" and topology.exchange.policy != "sync"
+        members = placement.group_members(role.group) if alone else tuple(worker.peer for worker in placement.workers)
+        return [] if topology.elastic else [peer for peer in members if peer != role.peer]
+
+    def _scope(self) -> Scope:
+        """The workers whose gradients are one step's."""
+        context = self.context
+        role, placement = context.role, context.placement
+        members = StepScope.of(context.topology, placement, role).members
+        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.ladder.barrier_s)
+        self._other_loops.nearest = members
+        return Scope(group, placement.groups if in_step(context.topology) else 1)
 
     def begin_batches(self, dataset: Any, epoch: int, batch_size: int | None) -> tuple[Loader, range, int]:
         """A loader of this worker's batches, the epoch's steps for it, and the samples of the whole group's batch."""
@@ -248,6 +295,26 @@ class Core:
         else:
             self.context.recorder.event(kind, step=step, **values)
 
+    # In the caller's thread.
+
+    def backward(self, total: Tensor, weight: Tensor | float) -> float:
+        return self._replicated("backward()").backward(total, weight)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        parameters = self._replicated("clip_grad_norm_()").whole("session.clip_grad_norm_()")
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        parameters = self._replicated("clip_grad_value_()").whole("session.clip_grad_value_()")
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _replicated(self, what: str) -> Replicated:
+        if self.replicated is None:
+            raise UsageError(f"session.{what} comes after session.replicate(model, optimizer)")
+        return self.replicated
+
+    # On the loop's thread.
+
     async def settle(self) -> None:
         if self.replicated is not None:
             await self.replicated.exchange.settle()
@@ -277,6 +344,7 @@ class Core:
         self._flush_step()
         if self.replicated is not None:
             exchange, replica = self.replicated.exchange, self.replicated.replica
+            await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
             await exchange.settle()
             if exchange.averaged:
                 await mean_of_replicas(replica, self._world, "finish")

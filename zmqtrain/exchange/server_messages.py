@@ -188,8 +188,9 @@ def norm_tag(number: int) -> Tag:
 
 
 def differing(now: OptimizerSpec, base: OptimizerSpec) -> Sequence[Mapping[str, Value] | None]:
-    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none."""
+    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none. What a schedule has
+    added for itself is none of the optimizer's."""
     return [
-        {key: value for key, value in group.items() if first.get(key) != value} or None
+        {key: value for key, value in group.items() if key in first and first[key] != value} or None
         for group, first in zip(now.groups, base.groups, strict=True)
     ]
