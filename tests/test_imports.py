@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zmqtrain
+from tests.patience import PATIENCE_S
 
 PACKAGE = Path(zmqtrain.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -37,7 +38,7 @@ LIGHT = [
 def test_what_starts_at_once_does_not_import_torch() -> None:
     imports = "\n".join(f"import {name}" for name in LIGHT)
     code = f"import sys\n{imports}\nprint(sorted(name for name in sys.modules if name in ('torch', 'sklearn', 'scipy')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

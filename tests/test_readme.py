@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.timeouts import Ladder
 
@@ -34,7 +35,7 @@ def test_its_program_trains(tmp_path: Path) -> None:
     assert len(program.splitlines()) <= 20
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "zmqtrain", "launch", "two-groups.toml", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "done"

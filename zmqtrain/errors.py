@@ -97,11 +97,12 @@ class TaskError(ZmqTrainError):
 class NonFiniteLossError(TaskError):
     """The loss is NaN or infinite."""
 
-    def __init__(self, loss: float, rank: int, step: int) -> None:
-        self.loss, self.rank, self.step = loss, rank, step
+    def __init__(self, loss: float, rank: int, step: int, kept: str = "") -> None:
+        """``kept``: a sentence about what there is of the run, once that is certain."""
+        self.loss, self.rank, self.step, self.kept = loss, rank, step, kept
         super().__init__(
-            f"the loss is {loss} on rank {rank} at step {step}. A checkpoint of the last good step was kept; lower the "
-            'learning rate, clip gradients ([optimizer] clip_norm), or set [job] on_nan = "continue" to go on regardless'
+            f"the loss is {loss} on rank {rank} at step {step}. {kept and f'{kept}. '}Lower the learning rate, clip gradients "
+            '([optimizer] clip_norm), or set [job] on_nan = "continue" to go on regardless'
         )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
 from zmqtrain.c10d.rendezvous import rendezvous, settings_here
@@ -354,7 +355,7 @@ def run_whole_program(tmp_path: Path, what: str, *backends: str, ranks: int) -> 
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, errors = process.communicate(timeout=50)
+            _, errors = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -382,7 +383,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> 
     assert other.stdout.readline() == "waiting\n"
     other.send_signal(signal.SIGKILL)
     began = time.monotonic()
-    _, errors = one.communicate(timeout=50)
+    _, errors = one.communicate(timeout=PATIENCE_S)
     assert "lost rank 1 while waiting for all_reduce" in errors
     assert "its process has ended" in errors
     assert time.monotonic() - began < 30  # far less than the time-out of minutes

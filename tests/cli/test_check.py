@@ -29,6 +29,16 @@ group_size = 2
 [exchange]
 shards = 2
 """
+TASK = """\
+import torch
+from zmqtrain import Task
+print("the task speaks")
+def task(lr=0.1, data=None):
+    return Task(
+        model=lambda: torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr), train_data=[(torch.zeros(2), torch.zeros(1))] * 8,
+    )
+"""
 
 
 @pytest.fixture
@@ -36,7 +46,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ZMQTRAIN_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
-    (tmp_path / "job.py").write_text("def task(): ...\n")
+    (tmp_path / "job.py").write_text(TASK)
     path = tmp_path / "run.toml"
     path.write_text(GOOD)
     return path
@@ -46,9 +56,9 @@ def rows_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool = False) -> str:
+def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool = False, load: bool | None = None) -> str:
     """The one fault's name and detail."""
-    assert run_check(file, True, file_only=file_only) == 2
+    assert run_check(file, True, file_only=file_only, load=load) == 2
     faults = [f"{row['name']}: {row['detail']}" for row in rows_of(capsys) if row["row"] == "check" and not row["ok"]]
     assert len(faults) == 1
     return faults[0]
@@ -57,7 +67,16 @@ def fault_of(file: Path, capsys: pytest.CaptureFixture[str], *, file_only: bool 
 def test_a_good_file_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(file) == 0
     text = capsys.readouterr().out
-    for part in ("alpha", "worker", "server", "heartbeat", "torch", "task in job.py", "4 workers on 8 slots", "is ready to launch"):
+    for part in (
+        "alpha",
+        "worker",
+        "server",
+        "heartbeat",
+        "torch",
+        "task in job.py",
+        "4 workers in 2 groups on 8 slots",
+        "is ready to launch",
+    ):
         assert part in text
 
 
@@ -87,6 +106,86 @@ def test_too_few_slots(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(GOOD.replace("job.py:task", "job.py:tusk"))
     assert "did you mean 'task'" in fault_of(file, capsys)
+
+
+@pytest.mark.parametrize(
+    ("code", "args", "fault"),
+    [
+        (TASK, "rl = 3", "the task's function job.py:task takes no argument 'rl'; it takes lr, data"),
+        (TASK.replace("lr=0.1", "lr"), "", "the task's function job.py:task needs the argument 'lr': give it in [job] args"),
+        ("def task(): return 3", "", "the task's function job.py:task returned a int; it must return a zmqtrain.Task"),
+        ("task = 3", "", "task is a int, not a function that returns a Task"),
+        ("import missing_module\ntask = 3", "", "ModuleNotFoundError: No module named 'missing_module'"),
+        ("def task():\n    return {}['x']\n", "", "raised KeyError: 'x' ("),
+        ("def task():\n    raise SystemExit(4)\n", "", "job.py:task ends the process (sys.exit(4))"),
+        (TASK.replace("zeros(1))] * 8", "zeros(1))] * 0"), "", "Task.train_data is empty"),
+    ],
+)  # fmt: skip
+def test_a_task_that_is_none(file: Path, capsys: pytest.CaptureFixture[str], code: str, args: str, fault: str) -> None:
+    (file.parent / "job.py").write_text(code)
+    file.write_text(GOOD.replace("[[hosts]]", f"args = {{ {args} }}\n[[hosts]]", 1))
+    said = fault_of(file, capsys)
+    assert said.startswith("load: ")
+    assert fault in said
+    assert run_check(file, True, load=False) == 0
+    assert run_check(file, True, file_only=True) == 0
+
+
+def test_what_a_task_prints_is_no_row(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(file, True) == 0
+    said = capsys.readouterr()
+    details = {row["name"]: row["detail"] for row in map(json.loads, said.out.splitlines()) if row["row"] == "check"}
+    assert details["load"] == "job.py:task returns a task, 8 samples to train on"
+    assert "the task speaks" in said.err
+
+
+def test_a_task_is_loaded_here_only_where_hosts_are_this_machine(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "job.py").write_text("def task(): return 3\n")
+    file.write_text("[job]\ntask = 'job.py'\n[engine]\nkind = 'environment'\n")
+    assert run_check(file, True) == 0
+    capsys.readouterr()
+    assert "returned a int" in fault_of(file, capsys, load=True)
+
+
+@pytest.mark.parametrize(
+    ("compute", "devices", "there", "fault"),
+    [
+        ('device = "cuda"', "", 0, 'device: device = "cuda", but torch finds no CUDA device'),
+        ('device = "cuda"', "", 1, None),
+        ("", 'devices = ["cuda:0", "cuda:1"]', 0, 'device: devices = ["cuda:1"], but torch finds no CUDA device'),
+        ("", 'devices = ["cuda:0", "cuda:1"]', 1, 'device: devices name "cuda:1", but torch finds 1 here, counted from cuda:0'),
+        ("", 'devices = ["cuda:0", "cuda:1"]', 2, None),
+        ('device = "cpu"', 'devices = ["cuda:0"]', 0, None),
+        ("", "", 0, None),
+    ],
+)  # fmt: skip
+def test_cuda_where_there_is_none(
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compute: str,
+    devices: str,
+    there: int,
+    fault: str | None,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    file.write_text(f'[job]\ntask = "job.py:task"\n[[hosts]]\nname = "a"\nslots = 2\n{devices}\n[compute]\n{compute}\n')
+    if fault is None:
+        assert run_check(file, True) == 0
+    else:
+        assert fault_of(file, capsys).startswith(fault)
+
+
+def test_a_host_without_work_is_a_warning(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = '[[hosts]]\nname = "h[1-2]"\nslots = 4\n'
+    file.write_text(f'[job]\ntask = "job.py:task"\n{hosts}[compute]\ngroups = 1\n')
+    assert run_check(file) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "warning" in text
+    assert "h2 would be idle: 1 worker on 1 of 2 hosts" in text
+    assert "is ready to launch, with 1 warning" in text
 
 
 def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +320,7 @@ def test_hosts_that_come_when_the_run_begins(tmp_path: Path, capsys: pytest.Capt
     assert run_check(file, True) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     details = {row["name"]: row["detail"] for row in rows if row["row"] == "check"}
-    assert "64 workers on the slots of the hosts that come" in details["slots"]
+    assert "64 workers in 64 groups on the slots of the hosts that come" in details["slots"]
     assert "another machine" in details["encryption"]
     assert "at the launch" in details["hosts"]
     file.write_text(file.read_text().replace("environment", "kubernets"))

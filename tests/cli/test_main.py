@@ -115,6 +115,39 @@ def test_values_on_the_command_line_go_before_the_file(folder: Path) -> None:
         load_with(folder / "job.toml", ["job.task.deeper=2"])
 
 
+def test_hosts_on_the_command_line(folder: Path) -> None:
+    path = folder / "hosts.toml"
+    path.write_text('[job]\n[[hosts]]\nname = "a"\nslots = 1\n[[hosts]]\nname = "b"\nslots = 1\n')
+    assert [host.slots for host in load_with(path, ["hosts.1.slots=3"]).hosts] == [1, 3]
+    with pytest.raises(TopologyError, match=r"\n  --set hosts.1.slots=-3: hosts\[1\].slots = -3: must be greater"):
+        load_with(path, ["hosts.1.slots=-3"])
+    with pytest.raises(UsageError, match="no table"):
+        load_with(path, ["hosts.2.slots=3"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (["compute.device=gpu"], '--set compute.device=gpu: compute.device = "gpu": must be one of auto, cpu, cuda'),
+        (["job.steps=3", "compute.grups=2"], "--set compute.grups=2: compute.grups: unknown key"),
+        (["nosuch.key=2"], "--set nosuch.key=2: nosuch: unknown key"),
+        (["job.steps=0", "job.steps=-1"], "--set job.steps=-1: job.steps = -1: must be"),
+        (["job.until={}"], "--set job.until={}: job.until.metric: is missing"),
+        (["exchange.kind=gossip"], "sharded.toml:4: exchange.shards = 2: shards is for model servers"),
+    ],
+)  # fmt: skip
+def test_a_fault_quotes_the_setting_that_it_is_about(folder: Path, settings: list[str], fault: str) -> None:
+    path = folder / "sharded.toml"
+    path.write_text("[job]\n\n[exchange]\nshards = 2\n[compute]\ngroups = 2\n")
+    with pytest.raises(TopologyError) as caught:
+        load_with(path, settings)
+    lines = [line.strip().removeprefix(f"{folder}/") for line in str(caught.value).splitlines()[1:]]
+    assert any(line.startswith(fault) for line in lines), lines
+    assert ('did you mean "cuda"?' in lines[0]) is ("device" in settings[0])
+    if "gossip" in settings[0]:
+        assert lines[0].endswith("(with --set exchange.kind=gossip)")
+
+
 def make_run(folder: Path, *, pid: str | None = None) -> RunDirectory:
     run = RunDirectory.create("job", parent=folder / "runs")
     run.write("topology.toml", TOPOLOGY)

@@ -24,6 +24,8 @@ from zmqtrain.topology.load import load_topology
 from zmqtrain.train.checkpoint import find_latest
 from zmqtrain.tune.drift import Drift
 from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.search import Search
+from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 #: So slow that a run can be stopped in its middle.
@@ -155,15 +157,21 @@ def test_a_job_goes_on_with_what_is_left_of_it(file: Path) -> None:
     assert job_with(topology, trial, 10**6).job.checkpoint_every == 1000  # of [tune] period
 
 
-def test_what_is_left_is_trained_from_the_last_training_that_did_not_diverge() -> None:
-    setting, sound = Setting(2, 0.3, 0.05), Outcome(9, 1.0, 2.0, 1.0)
-    trials = [
-        (Trial(number, setting, 9, kind, "train", "because"), outcome)
-        for number, (kind, outcome) in enumerate([("train", sound), ("probe", sound), ("train", Outcome(9, 1.0, 2.0, math.inf))])
-    ]
-    left = rest(trials, setting, "the time is up")
-    assert (left.number, left.start, left.phase) == (3, 0, "train")
-    assert rest([], setting, "the time is up").start is None
+def test_what_is_left_is_trained_from_where_training_stands() -> None:
+    """Not from the end of one that diverged."""
+    search = Search(Space({1: 1.0}, saturation=1, rates=(0.05,), cold=5))
+    assert rest(search, Setting(1, 0.9, 0.05), "the time is up").start is None
+    for loss in (1.0, 0.5, math.inf):  # the race's only one, the cold start, training
+        trial = search.next()
+        assert isinstance(trial, Trial)
+        while trial.kind == "probe" and search.start is not None:
+            search.result(trial, Outcome(9, 1.0, 2.0, 1.0))
+            trial = search.next()
+            assert isinstance(trial, Trial)
+        search.result(trial, Outcome(9, 1.0, 2.0, loss))
+    sound = next(trial.number for trial, _ in search.trials if trial.kind == "train")
+    left = rest(search, Setting(1, 0.9, 0.05), "the time is up")
+    assert (left.number, left.start, left.phase) == (len(search.trials), sound, "train")
 
 
 def test_drift_stops_the_job_once(file: Path) -> None:
@@ -172,6 +180,7 @@ def test_drift_stops_the_job_once(file: Path) -> None:
             self.notes: list[str] = []
 
         def begin(self, title: str) -> None: ...
+        def regroup(self, group_of: Mapping[str, int]) -> None: ...
         def log(self, peer: str, text: str) -> None: ...
         def end(self) -> None: ...
         def event(self, event: object, now: float) -> None: ...

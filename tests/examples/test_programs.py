@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples import own_scheduler, script_join, script_session
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def test_scripts_run_on_groups_and_servers(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(tmp_path / "run")]
     command += ["launch/script.toml", f"examples/{script}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "done"

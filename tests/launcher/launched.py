@@ -15,9 +15,7 @@ from typing import Any
 import psutil
 
 from tests.launcher.family import Family
-
-#: Longest wait for anything, below pytest's own limit.
-PATIENCE_S = 40.0
+from tests.patience import PATIENCE_S
 
 
 class Launched:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
+from tests.patience import PATIENCE_S
 from zmqtrain.net.address import split_address
 
 TASKS = """
@@ -135,7 +136,9 @@ def test_strangers_on_the_ports_of_a_run(tmp_path: Path) -> None:
                         connection.sendall(junk)
         stranger = {"ZMQTRAIN_PEER": "agent/localhost", "ZMQTRAIN_COORDINATOR": coordinator, "ZMQTRAIN_TOKEN": "guessed"}
         command = [sys.executable, "-m", "zmqtrain", "agent"]
-        refused = subprocess.run(command, env={**os.environ, **stranger}, capture_output=True, text=True, timeout=20, check=False)
+        refused = subprocess.run(
+            command, env={**os.environ, **stranger}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert refused.returncode == 65, refused.stderr
         assert "coordinator has another run token" in refused.stderr
         assert "ZMQTRAIN_TOKEN" in refused.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from tests.launcher.launched import Launched
+from tests.patience import PATIENCE_S
 from zmqtrain.net.address import key_in, split_address, without_key
 from zmqtrain.net.curve import KeyPair
 
@@ -50,7 +51,7 @@ def join(address: str, token: str) -> subprocess.CompletedProcess[str]:
     """An agent of somebody's who would like to take part."""
     said = {"ZMQTRAIN_PEER": "agent/localhost", "ZMQTRAIN_COORDINATOR": address, "ZMQTRAIN_TOKEN": token, "ZMQTRAIN_TIMEOUT": "1.2"}
     command = [sys.executable, "-m", "zmqtrain", "agent"]
-    return subprocess.run(command, env={**os.environ, **said}, capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(command, env={**os.environ, **said}, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:

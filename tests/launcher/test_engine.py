@@ -96,7 +96,6 @@ def test_what_an_engine_raises_names_it() -> None:
         raise asyncio.CancelledError
 
 
-@pytest.mark.timeout(100)
 def test_a_run_by_the_example_plug_in(tmp_path: Path) -> None:
     """The package of examples/engine_plugin, laid out as pip does, starts a real run; faulty ones say what is wrong."""
     site = tmp_path / "site"

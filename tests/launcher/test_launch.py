@@ -141,6 +141,7 @@ def test_a_role_that_is_killed(tmp_path: Path, joined: bool) -> None:
         assert run.end() >= 128, run
         error = run.json("error.json")
         assert (error["peer"], error["verdict"]) == ("worker/1", "host lost")
+        assert error["pid"] == int(victim[2])
         assert "SIGKILL" in error["message"]
         assert "SIGKILL" in run.error_text
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from tests.precision import close, exactly, judge_of
 from zmqtrain.events import NullRecorder
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
 from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.geometry import Count, Division, even, halo_traffic
 from zmqtrain.parallel.halo import HEIGHT
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def randomised(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> nn.Module:
@@ -28,16 +27,6 @@ def randomised(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> nn.Modul
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, dtype=dtype, generator=generator) + 0.1
     return module
-
-
-def close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to the tolerance of their type, relative to the largest number."""
-    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
-    if not expected.numel():
-        return
-    error = float((actual - expected).abs().max())
-    scale = max(float(expected.abs().max()), 1.0)
-    assert error <= TOLERANCE[expected.dtype] * scale, f"{what}: off by {error} of {scale}"
 
 
 class Trace(NullRecorder):
@@ -102,18 +91,30 @@ def check_layer(
     dtype: torch.dtype = torch.float64,
     input_gradient: bool = True,
     image: Tensor | None = None,
+    choices: bool = False,
 ) -> ThreadWorld:
-    """Output, dX and summed gradients of parameters against the plain layer's, and messages against the geometry's prediction."""
+    """Output, dX and summed gradients of parameters against the plain layer's, and messages against the geometry's prediction.
+
+    ``choices``: what the layer computes depends on how it rounds, as which row is the nearest; so float64 is no judge of it.
+    """
     module = randomised(module, dtype)
     division = division or even(shape[dim], members)
     generator = torch.Generator().manual_seed(2)
     image = torch.randn(shape, dtype=dtype, generator=generator) if image is None else image
-    plain_input = image.clone().requires_grad_(input_gradient)
-    expected = module(plain_input)
-    gradient = torch.randn(expected.shape, dtype=dtype, generator=generator)
-    if expected.requires_grad:
-        expected.backward(gradient)
-    plain_gradients = [parameter.grad for parameter in module.parameters()]
+
+    def plain(module: nn.Module, image: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        own = image.clone().requires_grad_(input_gradient)
+        result = module(own)
+        if result.requires_grad and gradient is not None:
+            result.backward(gradient)
+        return result.detach(), own.grad, [parameter.grad for parameter in module.parameters()]
+
+    shape_of_output = plain(copy.deepcopy(module), image, None)[0].shape
+    gradient = torch.randn(shape_of_output, dtype=dtype, generator=generator)
+    due, due_dx, due_gradients = plain(copy.deepcopy(module), image, gradient)
+    exact, exact_dx, exact_gradients = plain(judge_of(module), exactly(image), exactly(gradient))
+    if choices:
+        exact, exact_dx, exact_gradients = exactly(due), exactly(due_dx), [exactly(each) for each in due_gradients]
     geometries = []
 
     def run(fabric: ThreadFabric) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -132,13 +133,13 @@ def check_layer(
         return result.detach(), own.grad, [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
 
     results, world = run_ranks(members, run)
-    close(torch.cat([result for result, _, _ in results], dim), expected.detach(), "output")
-    if input_gradient:
-        assert plain_input.grad is not None
-        close(torch.cat([gradient for _, gradient, _ in results if gradient is not None], dim), plain_input.grad, "dX")
-    for number, plain in enumerate(plain_gradients):
-        if plain is not None:
-            close(sum(gradients[number] for _, _, gradients in results), plain, f"gradient of parameter {number}")  # type: ignore[arg-type]
+    close(torch.cat([result for result, _, _ in results], dim), due, "output", exact=exact, least=1.0)
+    if due_dx is not None:
+        close(torch.cat([back for _, back, _ in results if back is not None], dim), due_dx, "dX", exact=exact_dx, least=1.0)
+    for number, (one, judge) in enumerate(zip(due_gradients, exact_gradients, strict=True)):
+        if one is not None:
+            whole = torch.stack([gradients[number] for _, _, gradients in results]).sum(0)
+            close(whole, one, f"gradient of parameter {number}", exact=judge, least=1.0)
     reach, out_division = geometries[0]
     row_bytes = image.element_size() * image.numel() // shape[dim]
     traffic = halo_traffic(reach, division, out_division, row_bytes, input_gradient=input_gradient)

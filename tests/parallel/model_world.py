@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.precision import close, exactly, judge_of
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.site import Site
@@ -23,19 +24,8 @@ STEPS = 3
 #: Of at most 8 processes.
 GRIDS = [Grid(rows, columns) for rows in range(1, 5) for columns in range(1, 5) if rows * columns <= 8]
 grids = st.sampled_from(GRIDS)
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 Call = Callable[[nn.Module, Tensor], Tensor]
-
-
-def close(found: Tensor, due: Tensor, what: str, least: float = 1e-30) -> None:
-    """Equal, relative to the largest number, or to ``least``."""
-    assert found.shape == due.shape, what
-    if due.numel() == 0 or not due.is_floating_point():
-        assert torch.equal(found, due), what
-        return
-    error = float((found - due).abs().max()) / max(float(due.abs().max()), least)
-    assert error <= TOLERANCE[due.dtype], f"{what}: {error:.2e} too far"
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -110,6 +100,7 @@ def compare(
     output = (plain or call)(copy.deepcopy(original), x)
     weight = random(*output.shape, seed=77, dtype=output.dtype)
     due = steps(copy.deepcopy(original), x, lambda _: weight, input_gradient, plain or call, lambda _: None)
+    exact = steps(judge_of(original), exactly(x), lambda _: exactly(weight), input_gradient, plain or call, lambda _: None)
 
     def rank(fabric: ThreadFabric) -> tuple[Run, dict[str, Tensor]]:
         layer = divide(copy.deepcopy(original), Site("layer", grid, fabric))
@@ -129,8 +120,8 @@ def compare(
             # A gradient that is zero but for rounding, as that of the keys' bias, is compared with the others.
             largest = max((float(each.abs().max()) for each in due.gradients[step].values()), default=0.0)
             for name, gradient in found.items():
-                whole = due.gradients[step][name]
-                close(gradient, shards[name].cut(whole, fabric.rank // grid.columns), f"gradient of {name}", largest / 1e3)
+                one, judge = (shards[name].cut(each.gradients[step][name], fabric.rank // grid.columns) for each in (due, exact))
+                close(gradient, one, f"gradient of {name}", exact=judge, least=largest / 1e3)
         counted = {
             label: Sent(count, fabric.traffic.nbytes[label])
             for label, count in fabric.traffic.messages.items()
@@ -143,14 +134,17 @@ def compare(
     for number, (run, state) in enumerate(results):
         assert list(state) == list(due.state), "the names of the original"
         for name, tensor in state.items():
-            close(tensor, due.state[name], f"{name} after {STEPS} steps")
+            close(tensor, due.state[name], f"{name} after {STEPS} steps", exact=exactly(exact.state[name]))
         for step in range(STEPS):
-            output_due, back, back_due = due.outputs[step], run.inputs[step], due.inputs[step]
             what = f"of rank {number} at step {step}"
-            close(run.outputs[step], part(output_due, target, number), f"output {what}", float(output_due.abs().max()))
+            one, judge = due.outputs[step], exact.outputs[step]
+            found, largest = run.outputs[step], float(judge.abs().max())
+            close(found, part(one, target, number), f"output {what}", exact=part(judge, target, number), least=largest)
+            back, back_due, back_exact = run.inputs[step], due.inputs[step], exact.inputs[step]
             assert (back is None) == (back_due is None)
-            if back is not None and back_due is not None:
-                close(back, part(back_due, source, number), f"dX {what}", float(back_due.abs().max()))
+            if back is not None and back_due is not None and back_exact is not None:
+                largest, judge = float(back_exact.abs().max()), part(back_exact, source, number)
+                close(back, part(back_due, source, number), f"dX {what}", exact=judge, least=largest)
     return world
 
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.parallel.domain_world import close, randomised
+from tests.parallel.domain_world import randomised
 from tests.parallel.test_geometry import divisions
+from tests.precision import close, exactly, judge_of
 from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
@@ -25,24 +26,24 @@ FORWARD, BACKWARD = Label("norm", "statistics", "forward"), Label("norm", "stati
 def check(grid: Grid, module: nn.BatchNorm2d, division: Division, samples: Division, dtype: torch.dtype = torch.float64) -> None:
     """Two steps of training and one of evaluation; the second on numbers far from zero."""
     module = randomised(module, dtype)  # type: ignore[assignment]
-    plain = copy.deepcopy(module)
+    plain, judge = copy.deepcopy(module), judge_of(module)
     generator = torch.Generator().manual_seed(1)
     shape = (samples[-1][1], module.num_features, division[-1][1], 3)
     images = [torch.randn(shape, dtype=dtype, generator=generator) * 3 + offset for offset in (0, 20, 5)]
     gradients = [torch.randn(shape, dtype=dtype, generator=generator) for _ in images]
 
-    def steps(layer: nn.Module, part: tuple[slice, ...]) -> list[Tensor]:
+    def steps(layer: nn.Module, part: tuple[slice, ...], type_: torch.dtype = dtype) -> list[Tensor]:
         found = []
         for step, (image, gradient) in enumerate(zip(images, gradients, strict=True)):
             layer.train(step < 2)
-            own = image[part].clone().requires_grad_()
+            own = image[part].to(type_, copy=True).requires_grad_()
             result = layer(own)
-            result.backward(gradient[part])
+            result.backward(gradient[part].to(type_))
             assert own.grad is not None
             found += [result.detach(), own.grad]
         return found
 
-    expected = steps(plain, (slice(None),))
+    expected, exact = steps(plain, (slice(None),)), steps(judge, (slice(None),), torch.float64)
     parts = [
         (slice(*samples[column]), slice(None), slice(*division[row]))
         for row, column in (grid.place(rank) for rank in range(grid.size))
@@ -61,15 +62,16 @@ def check(grid: Grid, module: nn.BatchNorm2d, division: Division, samples: Divis
 
     results, world = run_ranks(grid.size, run)
     for rank, (found, layer) in enumerate(results):
-        for what, (one, whole) in enumerate(zip(found, expected, strict=True)):
-            close(one, whole[parts[rank]], f"tensor {what} of rank {rank}")
+        here = parts[rank]
+        for what, (one, whole, judged) in enumerate(zip(found, expected, exact, strict=True)):
+            close(one, whole[here], f"tensor {what} of rank {rank}", exact=judged[here], least=1.0)
         for name, buffer in plain.named_buffers():
-            close(layer.get_buffer(name).to(dtype), buffer.to(dtype), name)
+            close(layer.get_buffer(name), buffer, name, exact=exactly(judge.get_buffer(name)), least=1.0)
             assert torch.equal(layer.get_buffer(name), results[0][1].get_buffer(name)), "the same bits on all"
         assert {label.term for label in world.traffic[rank].messages} <= {"statistics"}
     for name, parameter in plain.named_parameters():
         total = sum(layer.get_parameter(name).grad for _, layer in results)  # type: ignore[misc]
-        close(total, parameter.grad, name)  # type: ignore[arg-type]
+        close(total, parameter.grad, name, exact=judge.get_parameter(name).grad, least=1.0)  # type: ignore[arg-type]
 
 
 @given(st.data())

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.domain_world import close, randomised
+from tests.parallel.domain_world import randomised
+from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.domain.make import can_divide, domain_layer, domain_traffic
@@ -67,13 +68,13 @@ def test_chains_of_layers_equal_the_plain_model_and_send_what_is_predicted(
     results, world = run_ranks(members, run)
     if results[0][2] is None:
         for result, _, _ in results:
-            close(result, expected.detach(), "output")
+            close(result, expected.detach(), "output", least=1.0)
     else:
-        close(torch.cat([result for result, _, _ in results], 2), expected.detach(), "output")
+        close(torch.cat([result for result, _, _ in results], 2), expected.detach(), "output", least=1.0)
     assert results[0][1].state_dict().keys() == model.state_dict().keys()
     for name, parameter in model.named_parameters():
         total = sum(layers.get_parameter(name).grad for _, layers, _ in results)  # type: ignore[misc]
-        close(total, parameter.grad, name)  # type: ignore[arg-type]
+        close(total, parameter.grad, name, least=1.0)  # type: ignore[arg-type]
 
     division, here = even(shape[2], members), image
     for name, module in start.named_children():

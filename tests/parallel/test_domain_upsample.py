@@ -42,8 +42,8 @@ def test_upsampling(data: st.DataObject) -> None:
     module = nn.Upsample(mode=mode, align_corners=corners, **how)
     division = data.draw(st.one_of(st.none(), divisions(rows, members)))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
-    check_layer(DomainUpsample, module, (2, 3, rows, 5), members, division=division, dtype=dtype)
-    check_layer(DomainUpsample, module, (2, 3, 4, rows), members, division=division, dtype=dtype, dim=3)
+    check_layer(DomainUpsample, module, (2, 3, rows, 5), members, division=division, dtype=dtype, choices=True)
+    check_layer(DomainUpsample, module, (2, 3, 4, rows), members, division=division, dtype=dtype, dim=3, choices=True)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 164), (4, 164), (49, 147), (83, 255)])
@@ -53,7 +53,7 @@ def test_torch_rounds_the_source_of_a_row_and_so_do_strips(rows: int, size: int)
     In double precision torch's own backward takes the rows of single precision, and so is not that of its forward; ours is.
     """
     module, shape = nn.Upsample(size=(size, 2)), (1, 1, rows, 2)
-    check_layer(DomainUpsample, module, shape, 2, dtype=torch.float32)
+    check_layer(DomainUpsample, module, shape, 2, dtype=torch.float32, choices=True)
     check_layer(DomainUpsample, module, shape, 2, input_gradient=False)
 
 

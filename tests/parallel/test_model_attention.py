@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parallel.model_world import GRIDS, close, compare, grids, part, random, randomised
+from tests.parallel.model_world import GRIDS, compare, grids, part, random, randomised
+from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.parallel.model_world import GRIDS, close, compare, grids, part, random
+from tests.parallel.model_world import GRIDS, compare, grids, part, random
+from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
@@ -43,10 +44,16 @@ def crossed(
     original: nn.CrossEntropyLoss, logits: Tensor, target: Tensor, grid: Grid, divisions: Divisions, mean_over: Any
 ) -> None:
     """Loss, gradient and messages against the plain loss: of the column's samples, or of the whole batch."""
-    whole = logits.clone().requires_grad_()
-    due = original(whole, target)
-    due.sum().backward()
-    assert whole.grad is not None
+
+    def plain(start: int, stop: int, type_: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of these samples, in one process."""
+        own = logits[start:stop].to(type_, copy=True).requires_grad_()
+        loss = original(own, target[start:stop])
+        loss.sum().backward()
+        assert own.grad is not None
+        return loss.detach(), own.grad
+
+    whole, judge = (plain(0, len(logits), type_) for type_ in (logits.dtype, torch.float64))
     placement = Placement(grid, "columns", 1, divisions)
 
     def rank(fabric: ThreadFabric) -> tuple[Tensor, Tensor]:
@@ -62,21 +69,19 @@ def crossed(
     results, _ = run_ranks(grid.size, rank)
     for number, (loss, gradient) in enumerate(results):
         if original.reduction == "none":
-            close(loss, part(due.detach(), Placement(grid), number), "loss")
+            close(loss, part(whole[0], Placement(grid), number), "loss", exact=part(judge[0], Placement(grid), number))
         elif original.reduction == "mean" and mean_over == "batch":
-            close(loss, due.detach(), "loss")
+            close(loss, whole[0], "loss", exact=judge[0])
             assert torch.equal(loss, results[0][0])
         else:
             here = tuple(slice(*each) for each in Placement(grid).block(tuple(target.shape), number))
             start, stop = here[0].start, here[0].stop
-            own = logits[start:stop].clone().requires_grad_()
-            alone = original(own, target[start:stop])
-            alone.backward()
-            assert own.grad is not None
-            close(loss, alone.detach(), "loss of the own samples")
-            close(gradient, own.grad[:, slice(*divisions[grid.place(number)[0]])], "gradient of the own samples")
+            (alone, own), (alone_judge, own_judge) = (plain(start, stop, type_) for type_ in (logits.dtype, torch.float64))
+            classes = slice(*divisions[grid.place(number)[0]])
+            close(loss, alone, "loss of the own samples", exact=alone_judge)
+            close(gradient, own[:, classes], "gradient of the own samples", exact=own_judge[:, classes])
             continue
-        close(gradient, part(whole.grad, placement, number), "gradient")
+        close(gradient, part(whole[1], placement, number), "gradient", exact=part(judge[1], placement, number))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

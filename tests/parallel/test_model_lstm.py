@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.parallel.model_world import GRIDS, close, compare, grids, part, random, randomised
+from tests.parallel.model_world import GRIDS, compare, grids, part, random, randomised
+from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.precision import close
 from tests.server.world import LinearReplica, World, one_process, train
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.01)
@@ -30,12 +31,11 @@ async def compare(world: World, optimizer, *, dtype=torch.float64, steps=3, deca
             for exchange, replica in zip(world.exchanges, replicas, strict=True)
         )
     )
-    expected = one_process(optimizer, steps, SAMPLES, dtype=dtype, decay=decay, clip_norm=clip_norm)
-    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    plain = partial(one_process, optimizer, steps, SAMPLES, given=dtype, decay=decay, clip_norm=clip_norm)
+    expected, exact = plain(dtype=dtype), plain(dtype=torch.float64)
     for parameters in results:
-        for bucket, (got, want) in enumerate(zip(parameters, expected, strict=True)):
-            error = float((got - want).norm() / want.norm())
-            assert error <= tolerance, f"bucket {bucket}: {error}"
+        for bucket, (got, want, judge) in enumerate(zip(parameters, expected, exact, strict=True)):
+            close(got, want, f"bucket {bucket}", exact=judge)
     for parameters in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
     applied = len(world.settings.groups) * sum(server.updates for server in world.servers)

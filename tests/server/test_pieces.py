@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def test_pieces(sizes: list[BucketSize], group_size: int, servers: int, split_by
     loads = [
         sum(piece.numel * sizes[piece.bucket].itemsize for piece in cut if piece.server == server) for server in range(servers)
     ]
+    assert sum(load > 0 for load in loads) == min(servers, sum(bucket.numel for bucket in sizes)), "no server is idle for nothing"
     largest = max(piece.numel * sizes[piece.bucket].itemsize for piece in cut)
     assert max(loads) - min(loads) <= largest
 
@@ -37,3 +39,18 @@ def test_a_large_bucket_that_the_bound_does_not_divide() -> None:
     cut = pieces([BucketSize(1001, 4)], 1, 2, 1000)
     assert [piece.numel for piece in cut] == [201, 200, 200, 200, 200]
     assert [piece.server for piece in cut] == [0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("positions", [None, (0, 1)])
+def test_a_small_model_is_cut_finer_so_that_every_server_has_a_piece(positions: tuple[int, ...] | None) -> None:
+    cut = pieces([BucketSize(100, 4, positions)], 2 if positions else 1, 3, 4 << 20)
+    assert {piece.server for piece in cut} == {0, 1, 2}
+    assert len(cut) <= 4
+    tiny = pieces([BucketSize(2, 4)], 1, 3, 4 << 20)
+    assert [(piece.numel, piece.server) for piece in tiny] == [(1, 0), (1, 1)]
+
+
+def test_a_cut_that_leaves_no_server_without_a_piece_stays_as_it_was() -> None:
+    """Checkpoints of before go on."""
+    cut = pieces([BucketSize(1000, 4), BucketSize(10, 4)], 1, 2, 4 << 20)
+    assert [(piece.numel, piece.server) for piece in cut] == [(1000, 0), (10, 1)]

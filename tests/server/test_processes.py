@@ -9,7 +9,6 @@ import pytest
 from zmqtrain.cli.bench.server import bench_server
 
 
-@pytest.mark.timeout(120)
 def test_push_and_pull_between_processes(tmp_path) -> None:
     script = tmp_path / "peer.sh"
     script.write_text('[ "$2 $3" = "2 1" ] && echo "{\\"median_ms\\": 1000.0, \\"mode\\": \\"$4\\"}"\n')

@@ -87,13 +87,17 @@ def one_process(
     samples: int,
     *,
     dtype: torch.dtype = torch.float64,
+    given: torch.dtype | None = None,
     clip_norm: float = 0.0,
     decay: float = 1.0,
 ) -> list[Tensor]:
-    """What the whole batch in one process comes to."""
+    """What the whole batch in one process comes to. ``given``: the type in which weights and samples were rounded before."""
     replica = LinearReplica(optimizer, dtype=dtype)
+    for parameter in replica.parameters:
+        parameter.copy_(parameter.to(given or dtype))
     for step in range(steps):
-        replica.backward(*data(step, samples, dtype=dtype), samples)
+        features, target = data(step, samples, dtype=given or dtype)
+        replica.backward([each.to(dtype) for each in features], target.to(dtype), samples)
         for parameter, gradient in zip(replica.parameters, replica.gradients, strict=True):
             parameter.grad = gradient.clone()
         if clip_norm:

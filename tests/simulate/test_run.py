@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain.errors import DeadlockError, TimeLimitError, UsageError
 from zmqtrain.membership.client import Membership
@@ -87,7 +88,7 @@ def test_the_same_bytes_in_every_process(tmp_path: Path, profile: str) -> None:
         folder = tmp_path / f"run{number}"
         command = [sys.executable, *start, "simulate", str(file), "--run-dir", str(folder)]
         done = subprocess.run(
-            command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True, timeout=50, check=False
+            command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         written.append([(folder / name).read_bytes() for name in ("events.jsonl", "trace.json")])

@@ -118,7 +118,7 @@ def test_many_long_ranges_are_refused_before_they_fill_the_memory() -> None:
 
 
 def test_a_large_cluster_is_written_briefly() -> None:
-    text = '[job]\n[[hosts]]\nname = "n[1-20000]"\naddress = "10.0.0.1"\nslots = 1\n'
+    text = '[job]\n[[hosts]]\nname = "n[1-20000]"\naddress = "10.0.0.1"\nslots = 1\n[compute]\ngroups = 20000\n'
     topology = parse_topology(text)
     assert len(topology.hosts) == 20_000
     written = topology.to_toml()

@@ -239,9 +239,9 @@ def test_thousands_of_faults_are_all_told() -> None:
     """And soon: what may have been meant is looked for in the first few only."""
     many = "".join(f"[[network.hosts]]\nname = 'm{number}'\n" for number in range(2000))
     with pytest.raises(TopologyFaultsError) as caught:
-        parse_topology(f"[job]\n[[hosts]]\nname = 'n[1-4096]'\n{many}")
+        parse_topology(f"[job]\n[compute]\ngroups = 1\n[[hosts]]\nname = 'n[1-4096]'\n{many}")
     assert len(caught.value.faults) == 2000
-    assert caught.value.faults[-1].line == 3 + 2 * 2000
+    assert caught.value.faults[-1].line == 5 + 2 * 2000
 
 
 # Any file that loads is written back to an equal one; any other says what is wrong.

@@ -21,14 +21,15 @@ class CopyStaging:
         self.batches: list[str] = []
         """What happens to tensors of batches."""
         self.pinned: list[Tensor] = []
-        self._delay_s = delay_s
+        self.before_each_copy: Callable[[], None] = lambda: time.sleep(delay_s)
         self._outgoing, self._incoming = self._direction("out"), self._direction("in")
 
     def pin(self, tensor: Tensor) -> None:
         self.pinned.append(tensor)
 
-    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
-        self._copy(self._outgoing, source, target, done)
+    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
+        copied = self._copy(self._outgoing, source, target, done)
+        return lambda: _wait(copied)
 
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
         copied = self._copy(self._incoming, source, target, done)
@@ -39,7 +40,7 @@ class CopyStaging:
         self.batches.append("begun")
 
         def work() -> None:
-            time.sleep(self._delay_s)
+            self.before_each_copy()
             copy.copy_(source)
             copied.set()
 
@@ -66,7 +67,7 @@ class CopyStaging:
 
         def copy() -> None:
             target.fill_(float("nan"))
-            time.sleep(self._delay_s)
+            self.before_each_copy()
             target.copy_(source)
             copied.set()
             done()

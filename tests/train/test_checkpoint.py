@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,11 +146,19 @@ async def test_parts_come_in_from_all_and_a_checkpoint_exists_when_they_are_comp
         worker.add_peer("coordinator", coordinator.address)
         coordinator.add_peer(worker.peer, worker.address)
     committed: list[int] = []
-    collector = CheckpointCollector(coordinator, tmp_path, shape, keep=1, on_commit=lambda step, folder: committed.append(step))
+    told: list[tuple[str, Any]] = []
+
+    def tell(kind: str, values: dict[str, Any]) -> None:
+        told.append((kind, values["step"]))
+        if kind == "checkpoint complete":
+            committed.append(values["step"])
+
+    collector = CheckpointCollector(coordinator, tmp_path, shape, keep=1, on_event=tell)
     running = asyncio.create_task(collector.run())
-    values = {"step": 5, "list": [1, 2.5, None, "text", b"bytes"], "table": {"a": True}}
+    values: dict[str, Any] = {"list": [1, 2.5, None, "text", b"bytes"], "table": {"a": True}}
     try:
         for step in (5, 9):
+            values["step"] = step
             for name in ("model", "group-0", "worker-0"):
                 await send_part(one, step, name, payloads(TENSORS), values, timeout_s=5)
             assert committed == [5] * (step > 5)
@@ -168,6 +177,7 @@ async def test_parts_come_in_from_all_and_a_checkpoint_exists_when_they_are_comp
         running.cancel()
         await asyncio.wait({running})
     assert os.listdir(tmp_path) == ["step-00000009"]  # nothing half-written stays
+    assert told == [("checkpoint complete", 5), ("checkpoint complete", 9), ("checkpoint failed", 10)]
 
     resumed = CheckpointCollector(coordinator, tmp_path, shape, resume=Checkpoint(tmp_path / "step-00000009"))
     running = asyncio.create_task(resumed.run())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.patience import PATIENCE_S
+
 PROGRAM = """
 import asyncio, sys, psutil, torch
 from torch import nn
@@ -42,5 +44,5 @@ assert extra <= size + (64 << 20), (extra, size)
 
 
 def test_extra_memory_of_a_worker() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=55)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

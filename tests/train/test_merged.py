@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from examples import shakespeare
+from tests.precision import close
 from tests.train.test_worker import ADAM, SCHEDULED, alone
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
@@ -63,13 +64,12 @@ def merged(groups: int, size: int, batch: int, *, exchange: dict[str, Any] | Non
     ],
 )
 async def test_synchronous_groups_equal_one_process(groups: int, size: int, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
     recipe, batch = recipe_of(dtype, **fields), 24 // groups
     result = await run(merged(groups, size, batch, exchange={"shards": 2}, job={"steps": 4}), recipe)
     assert not result.errors, result.errors
-    expected = alone(recipe_of(dtype, **fields), 4, 24)
+    plain, exact = (alone(recipe_of(dtype, **fields), 4, 24, judge=judge) for judge in (False, True))
     for worker in range(groups * size):
-        assert (whole(recipe, f"worker/{worker}") - expected).norm() <= tolerance * expected.norm()
+        close(whole(recipe, f"worker/{worker}").to(dtype), plain.to(dtype), exact=exact)
     assert result.recorders["worker/0"].of("finish")[0]["replica_spread"] == 0
     assert [name for name, _ in recipe.models["worker/0"].named_parameters()] == ["0.weight", "0.bias", "3.weight", "3.bias"]
     assert [name for name, _ in recipe.models["fc/0"].named_parameters()] == ["6.weight", "6.bias", "8.weight", "8.bias"]
@@ -125,7 +125,6 @@ async def test_fc_servers_that_divide_the_layers_equal_one_process(
     servers: int, groups: int, size: int, dtype: torch.dtype, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     """So does one FC server that goes on from their checkpoint, and several that go on from its."""
-    tolerance = 1e-10 if dtype is torch.float64 else 1e-5
 
     async def train(servers: int, steps: int, folder: Path, resume: Path | None = None) -> Run:
         job = {"steps": steps, "eval_every": 2, "checkpoint_every": 2}
@@ -134,16 +133,17 @@ async def test_fc_servers_that_divide_the_layers_equal_one_process(
         assert not result.errors, result.errors
         return result
 
-    expected = alone(recipe_of(dtype, **fields), 4, 24)
+    plain, exact = (alone(recipe_of(dtype, **fields), 4, 24, judge=judge) for judge in (False, True))
     several, one = await train(servers, 4, tmp_path / "several"), await train(1, 4, tmp_path / "one")
     await train(1, 4, tmp_path / "then one", tmp_path / "several" / "step-00000002")
     await train(servers, 4, tmp_path / "then several", tmp_path / "one" / "step-00000002")
     for each in ("several", "one", "then one", "then several"):
-        assert (kept(tmp_path / each, 4) - expected).norm() <= tolerance * expected.norm(), each
+        close(kept(tmp_path / each, 4).to(dtype), plain.to(dtype), each, exact=exact)
     assert list(Checkpoint(tmp_path / "several" / "step-00000004").part("model")[0]) == list(network().state_dict())
-    assert several.losses("worker/0") == pytest.approx(one.losses("worker/0"), rel=tolerance)
+    rounding = 100 * torch.finfo(dtype).eps
+    assert several.losses("worker/0") == pytest.approx(one.losses("worker/0"), rel=rounding)
     for mine, its in zip(several.recorders["worker/0"].of("eval"), one.recorders["worker/0"].of("eval"), strict=True):
-        assert mine["eval_loss"] == pytest.approx(its["eval_loss"], rel=tolerance)
+        assert mine["eval_loss"] == pytest.approx(its["eval_loss"], rel=rounding)
     assert several.recorders["fc/0"].of("fc")[0]["updates"] == 4
     assert not several.recorders["fc/1"].of("fc")
 

@@ -24,7 +24,7 @@ class Landscape:
     """From this momentum in all on several groups diverge."""
     floor: float = 0.0
     state: dict[int | None, float] = field(default_factory=lambda: {None: math.log(10)})
-    """Where training stood (logarithm of the loss) after each training trial."""
+    """Where training stood (logarithm of the loss) after each trial that may be gone on from."""
 
     def speed(self, setting: Setting) -> float | None:
         """By how much the logarithm of the loss falls an update; none where it diverges."""
@@ -41,11 +41,12 @@ class Landscape:
             return Outcome(cut, cut * update_s, math.exp(begin), math.inf)
         reached = None
         updates = trial.updates
-        if target is not None and trial.kind == "train" and begin - speed * updates <= math.log(target):
+        goes_on = trial.kind == "train" or trial.keeps
+        if target is not None and goes_on and begin - speed * updates <= math.log(target):
             updates = max(1, math.ceil((begin - math.log(target)) / speed))
             reached = updates * update_s
         end = begin - speed * updates
-        if trial.kind == "train":
+        if goes_on:
             self.state[trial.number] = end
         scored = math.exp(begin - speed * updates * 5 / 6)
         told = None if reached is None else updates

@@ -54,15 +54,30 @@ def test_the_order_of_algorithm_1() -> None:
     assert {(setting.groups, setting.lr) for setting in grid} == {(4, 0.01), (2, 0.01)}  # and half as many groups
 
 
-def test_the_sweep_goes_from_low_to_high_and_stops_early() -> None:
+def test_the_sweep_goes_from_high_to_low_and_stops_early() -> None:
     search, _ = solve(replace(SPACE, rates=(1e-1, 1e-4, 1e-3, 1e-2, 1e0)), Landscape(UPDATE_S), target=0.01)
     swept = [trial.setting for trial, _ in search.trials if trial.phase == "learning rate"]
-    assert [setting.lr for setting in swept] == [1e-4, 1e-3, 1e-2, 1e-1]  # 1e-1 diverges, so 1e0 is left out
-    assert {(setting.groups, setting.momentum) for setting in swept} == {(1, 0.9)}
+    assert [setting.lr for setting in swept][:4] == [1e0, 1e-1, 1e-2, 1e-3]  # 1e-3 is worse, so 1e-4 is left out
+    assert {(setting.groups, setting.momentum) for setting in swept[:4]} == {(1, 0.9)}
+    assert swept[4] == Setting(1, 0.6, 1e-1)  # between the best and the one above it that diverges
+
+
+def test_what_wins_the_race_of_learning_rates_is_training_and_goes_on() -> None:
+    search, _ = solve(replace(SPACE, saturation=1), Landscape(UPDATE_S), target=0.01)
+    won = [trial for trial, _ in search.trials if trial.phase == "learning rate" and trial.setting.lr == 0.01]
+    assert [trial.start for trial in won] == [None, *(trial.number for trial in won[:-1])]
+    cold = next(trial for trial, _ in search.trials if trial.phase == "cold start")
+    assert cold.start == won[-1].number
+    lost = sum(
+        outcome.spent_s for trial, outcome in search.trials if trial.phase == "learning rate" and trial.setting != cold.setting
+    )
+    others = sum(outcome.spent_s for trial, outcome in search.trials if trial.kind == "probe" and trial.phase != "learning rate")
+    assert search.search_s == pytest.approx(lost + others)
 
 
 def test_more_groups_never_try_more_momentum() -> None:
-    search, _ = solve(replace(SPACE, saturation=8), Landscape({**UPDATE_S, 8: 0.5}, best=0.9), target=0.01)
+    faster = {**UPDATE_S, 8: 0.5}
+    search, _ = solve(replace(SPACE, update_s=faster, saturation=8), Landscape(faster), target=0.01)
     tried: dict[int, list[float]] = {}
     for trial, _ in search.trials:
         if trial.phase == "groups":
@@ -105,7 +120,8 @@ def test_groups_that_are_hardly_faster_do_not_replace_fewer_that_learn_sooner() 
     hardly = {1: 1.2, 2: 1.15, 4: 1.1, 8: 1.0}
     search, done = solve(replace(SPACE, update_s=hardly, saturation=8), Stale(hardly), target=0.01)
     assert done.setting == Setting(1, 0.9, 0.01)
-    grid = [trial.setting.groups for trial, _ in search.trials if trial.phase == "grid" and trial.start == 5]
+    first = next(trial.start for trial, _ in search.trials if trial.phase == "grid")
+    grid = [trial.setting.groups for trial, _ in search.trials if trial.phase == "grid" and trial.start == first]
     assert sorted(set(grid), reverse=True) == [8, 4, 2, 1]
 
 
@@ -215,8 +231,12 @@ def test_ties_are_decided_by_longer_trials() -> None:
 def test_trials_begin_where_training_stands_and_are_cut_early() -> None:
     search, _ = solve(SPACE, Landscape(UPDATE_S), target=0.01)
     trained: int | None = None
+    legs = [trial for trial, _ in search.trials if trial.keeps]
     for trial, _ in search.trials:
-        assert trial.start == trained
+        if trial.kind == "train" and trained is None:  # what has won the race
+            assert trial.setting == next(leg for leg in legs if leg.number == trial.start).setting
+        elif not trial.keeps:
+            assert trial.start == trained
         if trial.number:
             assert trial.give_up_above is not None
         if trial.kind == "train":
@@ -243,7 +263,7 @@ def test_less_momentum_than_makes_up_for_asynchrony_must_be_clearly_better(noise
             if trial.kind == "train" or trial.setting.groups != 4 or trial.phase == "groups":
                 return outcome
             by = {0.6: 1.0, 0.3: 1.5, 0.0: 1.7}[trial.setting.momentum]
-            return replace(outcome, first=10.0, loss=10.0 - by, noise=noise)
+            return replace(outcome, loss=outcome.first - by, noise=noise)
 
     search, _ = solve(replace(SPACE, cold=0), Noisy(UPDATE_S), target=1.0)
     trained = next(trial for trial, _ in search.trials if trial.phase == "train")
@@ -258,8 +278,8 @@ def test_a_model_that_has_not_begun_to_learn_is_trained_until_trials_tell_someth
             outcome = super().run(trial, target)
             if trial.number and self.state[trial.start] < 1.5:
                 return outcome
-            loss = outcome.first * (1 + trial.setting.lr)
-            return replace(outcome, loss=loss, end=loss)
+            loss = 10 * (1 + trial.setting.lr)
+            return replace(outcome, first=10.0, loss=loss, end=loss)
 
     search, done = solve(SPACE, Plateau(UPDATE_S, diverges_from=0.02), target=0.01)
     cold = [trial for trial, _ in search.trials if trial.phase == "cold start"]

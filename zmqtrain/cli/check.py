@@ -1,7 +1,7 @@
 """``zmqtrain check FILE``: what a launch of the file would do, and what stands in its way.
 
-Where hosts are other machines it also looks at them, by a process on each that the file's engine starts and ends. Nothing of the
-task is imported or run.
+Where hosts are other machines it also looks at them, by a process on each that the file's engine starts and ends. Where all of them
+are this machine it imports the task, and calls its function, as a worker would.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 
 FAULTY = 2
+#: Where these have a fault, importing the task would say the same again.
+_NEEDED = ("task", "data")
 
 
 def run_check(
-    path: str | Path, json: bool = False, *, data: str | None = None, file_only: bool = False, emulate: bool = False
+    path: str | Path,
+    json: bool = False,
+    *,
+    data: str | None = None,
+    file_only: bool = False,
+    emulate: bool = False,
+    load: bool | None = None,
 ) -> int:
     """Check a topology file and print what was found. The exit code is 0, or 2 if anything would keep it from running.
 
     ``data``: what ``--data`` would say at the launch. ``file_only``: look at no other machine. ``emulate``: look at the hosts as
-    ``launch --emulate`` would put them on this machine.
+    ``launch --emulate`` would put them on this machine. ``load``: import the task here; ``None``: where all hosts are this machine.
     """
     try:
         topology = load_topology(path)
@@ -40,6 +48,12 @@ def run_check(
         print_faults(error, json)
         return FAULTY
     placement, findings = look_at_file(topology, data)
+    if load is None:
+        load = not file_only and (emulate or topology.engine.kind == "local")
+    if load and all(finding.ok or finding.name not in _NEEDED for finding in findings):
+        from zmqtrain.cli.check_load import look_at_code
+
+        findings += look_at_code(topology, data)
     look: Look | None = None
     if not file_only:
         look = _look(topology, data, findings, emulate=emulate)

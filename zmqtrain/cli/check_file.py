@@ -9,6 +9,8 @@ from pathlib import Path
 
 from zmqtrain.errors import PlacementError, UsageError
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
+from zmqtrain.processors import gpus
+from zmqtrain.topology.cautions import cautions, counted
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
@@ -33,6 +35,8 @@ class Finding:
     """What to do. Where all is ``ok``, nothing has to be done, but something may be better."""
     host: str = ""
     """Where; empty: here, or in the file."""
+    warning: bool = False
+    """A run is possible, but may not be what was meant."""
 
 
 def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None, list[Finding]]:
@@ -42,6 +46,9 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     try:
         placement = place_before(topology) if topology.engine.gathers else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
+        findings += [
+            Finding(each.name, True, each.what, each.remedy, warning=True) for each in cautions(topology, placement, gpus())
+        ]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology), *_sync(topology)]
@@ -52,9 +59,13 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
 def _slots(topology: Topology, placement: Placement) -> Finding:
     slots = sum(host.slots for host in topology.hosts)
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
-    beside = f"{placement.servers} model servers" + (f" and {placement.fc_servers} FC server" if placement.fc_servers else "")
-    where = "the slots of the hosts that come" if topology.engine.gathers else f"{slots} slots{shared}"
-    return Finding("slots", True, f"{placement.world_size} workers on {where}, {beside} beside")
+    beside = counted(placement.servers, "model server")
+    beside += f" and {counted(placement.fc_servers, 'FC server')}" if placement.fc_servers else ""
+    where = "the slots of the hosts that come" if topology.engine.gathers else f"{counted(slots, 'slot')}{shared}"
+    workers = f"{counted(placement.world_size, 'worker')} in {counted(placement.groups, 'group')}"
+    if topology.engine.gathers and topology.hosts_decide:
+        workers = "a worker for each device or host"
+    return Finding("slots", True, f"{workers} on {where}, {beside} beside")
 
 
 def _task(topology: Topology) -> Finding:

@@ -162,7 +162,9 @@ def print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
             mark = "[green]ok[/]   " if row["ok"] else "[red]FAULT[/]"
             console.print(f"{mark} {row['name']}: {escape(row['detail'])}", soft_wrap=True, highlight=False)
     _print_remedies(console, [row for row in checks if row["remedy"]])
-    verdict = "[green]is ready to launch[/]" if ok else "[red]would not run: mend the faults above[/]"
+    warned = sum(row["warning"] for row in checks)
+    ready = f"is ready to launch, with {warned} warning{'s' * (warned > 1)}" if warned else "is ready to launch"
+    verdict = f"[{'yellow' if warned else 'green'}]{ready}[/]" if ok else "[red]would not run: mend the faults above[/]"
     console.print(f"{escape(file)} {verdict}", soft_wrap=True, highlight=False)
 
 
@@ -207,8 +209,8 @@ def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
     table = Table(box=None, header_style="dim")
     for heading in ("", "host", "what is wrong", "what to do"):
         table.add_column(heading, overflow="fold")
-    for row in sorted(checks, key=lambda row: bool(row["ok"])):
-        mark = "[yellow]note[/]" if row["ok"] else "[red]FAULT[/]"
+    for row in sorted(checks, key=lambda row: (bool(row["ok"]), not row["warning"])):
+        mark = ("[yellow]warning[/]" if row["warning"] else "[yellow]note[/]") if row["ok"] else "[red]FAULT[/]"
         table.add_row(mark, escape(row["host"] or "-"), escape(row["detail"]), escape(row["remedy"]))
     console.print()
     console.print(table)

@@ -47,9 +47,7 @@ def decided(topology: Topology, folder: Path, data: str | None = None) -> Topolo
 
 
 def _with(topology: Topology, grid: str | None, plan: Plan | None) -> Topology:
-    values = topology.to_dict()
-    if "hosts" not in topology.model_fields_set:
-        del values["hosts"]  # the file has left it open which they are
+    values = topology.to_open_dict()
     values["compute"]["grid"] = grid
     values["parallel"] = {**values["parallel"], "plan": None, "layers": plan.values() if plan else []}
     return Topology.from_dict(values)

@@ -90,6 +90,10 @@ def check(
     data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
     file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
     emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
+    load: Annotated[
+        bool | None,
+        typer.Option("--load/--no-load", help="Import the task and call its function. Default: where hosts are this machine."),
+    ] = None,
 ) -> None:
     """Show what a launch of FILE would do, and what stands in its way.
 
@@ -97,7 +101,7 @@ def check(
     """
     from zmqtrain.cli.check import run_check
 
-    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate))
+    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate, load=load))
 
 
 @app.command()

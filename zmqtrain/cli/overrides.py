@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
+from zmqtrain.topology.faults import Fault, TopologyFaultsError, dotted
 from zmqtrain.topology.load import load_topology, parse_topology
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.toml_lines import find_lines
 from zmqtrain.topology.toml_writer import write_toml
 
 
 def load_with(path: Path, settings: Sequence[str]) -> Topology:
     """The topology in a file with ``settings`` (``section.key=value``) put over it. Raises `TopologyError` and `UsageError`.
 
-    A value is TOML where it can be read as such, else a text. Lines in faults are then of the resulting topology, not of the file.
+    A value is TOML where it can be read as such, else a text. A fault quotes the setting that it is about; one that is about
+    something else has the line of the file.
     """
     if not settings:
         return load_topology(path)
     load_topology(path)  # faults of the file itself come with its own lines
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    document = tomllib.loads(text)
     document.setdefault("job", {})
     for setting in settings:
-        key, equals, text = setting.partition("=")
+        key, equals, value = setting.partition("=")
         if not equals or "." not in key:
             raise UsageError(f"--set {setting}: write section.key=value, like --set job.steps=100")
-        _put(document, key.split("."), _value(text), setting)
-    return parse_topology(write_toml(document), file=f"{path} with --set", name=path.stem)
+        _put(document, key.split("."), _value(value), setting)
+    try:
+        return parse_topology(write_toml(document), file=str(path), name=path.stem)
+    except TopologyFaultsError as error:
+        lines = {dotted(place): line for place, line in find_lines(text).items()}
+        raise TopologyFaultsError([_placed(fault, settings, lines) for fault in error.faults]) from error
+
+
+def _placed(fault: Fault, settings: Sequence[str], lines: Mapping[str, int]) -> Fault:
+    """A fault of the resulting topology, which nobody has seen: about the last setting that says it, else about the file."""
+    for setting in reversed(settings):
+        key = dotted(tuple(int(part) if part.isdigit() else part for part in setting.partition("=")[0].split(".")))
+        if _within(fault.path, key) or _within(key, fault.path):
+            return replace(fault, file=f"--set {setting}", line=None)
+    given = ", ".join(f"--set {setting}" for setting in settings)
+    return replace(fault, line=lines.get(fault.path), message=f"{fault.message} (with {given})")
+
+
+def _within(path: str, other: str) -> bool:
+    """Whether a dotted path is another one, or lies in it."""
+    return path == other or path.startswith((f"{other}.", f"{other}["))
 
 
 def _put(document: dict[str, Any], path: Sequence[str], value: Any, setting: str) -> None:
     table: Any = document
     for part in path[:-1]:
-        table = table[int(part)] if isinstance(table, list) and part.isdigit() and int(part) < len(table) else table
-        if isinstance(table, dict):
+        if isinstance(table, list) and part.isdigit() and int(part) < len(table):
+            table = table[int(part)]
+        elif isinstance(table, dict):
             table = table.setdefault(part, {})
     if not isinstance(table, dict):
         raise UsageError(f"--set {setting}: {'.'.join(path[:-1])} is no table of the topology file")

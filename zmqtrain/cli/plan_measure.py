@@ -13,7 +13,7 @@ from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.trial import Trial, Tried
 from zmqtrain.plan.counted import counted, predicted, stage_of
 from zmqtrain.plan.planner import Planned
-from zmqtrain.plan.setup import model_of
+from zmqtrain.plan.setup import hosts_of_group, model_of
 from zmqtrain.simulate.divided import simulate_divided
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.schema import Topology
@@ -29,8 +29,7 @@ def measured_rows(topology: Topology, planned: Planned, data: str | None) -> lis
     Raises `UsageError` where there is no task or no network, or the model cannot be divided; `TaskError` where its code fails.
     """
     problem, network = planned.problem, links_of(topology)
-    hosts = [host.name for host in topology.hosts for _ in range(host.slots)]
-    hosts += [hosts[-1]] * (problem.processes - len(hosts))
+    hosts = hosts_of_group(topology, problem.processes)
     if any(network.host(host).bandwidth is None for host in hosts):
         raise UsageError('--measure runs the plan on the simulated network: give the file a [network] with bandwidth = "1 Gbit/s"')
     model, inputs = model_of(topology, data)
@@ -42,7 +41,7 @@ def measured_rows(topology: Topology, planned: Planned, data: str | None) -> lis
         steps=STEPS,
         overlap=problem.overlap > 0,
     )
-    tried = simulate_divided(model, inputs, trial, network, hosts=hosts[: problem.processes], seed=topology.job.seed)
+    tried = simulate_divided(model, inputs, trial, network, hosts=hosts, seed=topology.job.seed)
     return [*_by_layer(planned, tried), _total(planned, tried)]
 
 

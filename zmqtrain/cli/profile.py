@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import secrets
 import sys
@@ -17,6 +16,7 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.profile_tables import print_links, print_profile, rows
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.processors import processors
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 
@@ -114,7 +114,7 @@ def _measured(
         # Of a topology file the layers' times are of a worker's part: that is what its modelled devices compute.
         batch=batch or (max(1, compute.batch_size // compute.columns) if given else 0),
         threads=threads or compute.threads,
-        processors=max(1, min(topology.hosts[0].slots, os.cpu_count() or 1)),
+        processors=max(1, min(topology.hosts[0].slots, processors())),
         patience=Patience(seconds),
     )
 

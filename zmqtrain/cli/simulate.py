@@ -19,6 +19,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.processors import processors
 from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
@@ -64,7 +65,7 @@ def run_simulate(
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:
-        return _many(file, topology, range(first, first + seeds), source, jobs or os.cpu_count() or 1, json_lines=json_lines)
+        return _many(file, topology, range(first, first + seeds), source, jobs or processors(), json_lines=json_lines)
     return _once(topology, first, source, json_lines=json_lines, data=data, run_dir=run_dir)
 
 
@@ -87,6 +88,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         checkpoints=directory.checkpoints,
         on_event=record.membership_event,
         on_report=record.report,
+        on_checkpoint=record.checkpoint_event,
     )
     view.begin(f"simulated: {record.title()}")
     began = time.monotonic()

@@ -22,6 +22,7 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint import find_checkpoints, find_latest
 from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 #: How far the job has come, in the folder of its trainings.
@@ -166,10 +167,9 @@ def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, A
     return fields
 
 
-def rest(machine_trials: list[tuple[Trial, Outcome]], setting: Setting, reason: str) -> Trial:
-    """Training from where the last one has ended that did not diverge."""
-    sound = [trial.number for trial, outcome in machine_trials if trial.kind == "train" and not outcome.diverged]
-    return Trial(len(machine_trials), setting, 1, "train", "train", reason, sound[-1] if sound else None)
+def rest(machine: Machine, setting: Setting, reason: str) -> Trial:
+    """Training from where it stands: diverging ones have left nothing."""
+    return Trial(len(machine.trials), setting, 1, "train", "train", reason, machine.start)
 
 
 class Watching(Listening):
@@ -181,6 +181,9 @@ class Watching(Listening):
 
     def begin(self, title: str) -> None:
         self._view.begin(title)
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self._view.regroup(group_of)
 
     def note(self, text: str) -> None:
         self._view.note(text)

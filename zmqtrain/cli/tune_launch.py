@@ -105,7 +105,7 @@ def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
     machine = tuning.resumed("omnivore", Search(space_for(space, speeds.known, job_s=speeds.job_s(), spent_s=speeds.search_s)))
     done = tuning.drive("omnivore", machine, job)
     if done.setting is not None and not job.through:
-        job.train_rest(rest(machine.trials, done.setting, done.reason))
+        job.train_rest(rest(machine, done.setting, done.reason))
         done = replace(done, reason=f"{done.reason} for searching; the job went on to its end", reached=True)
     tuning.end("omnivore", machine, done)
     return 0 if job.through else ZmqTrainError.exit_code

@@ -144,7 +144,7 @@ async def enter_world() -> AsyncIterator[RoleContext]:
         async with enter_run(environment) as (context, _):
             yield context
         return
-    topology = Topology.from_dict({"job": {"name": "alone"}})
+    topology = Topology.from_dict({"job": {"name": "alone"}, "compute": {"group_size": 1}})
     data_path = os.environ.get("ZMQTRAIN_DATA")
     async with open_run(topology, data_path=data_path, network=MemoryNetwork()) as run, run.context("worker/0") as context:
         yield context

@@ -23,6 +23,11 @@ COORDINATOR: PeerId = "coordinator"
 SAVE, RESUME = "checkpoint", "resume"
 #: Requests that the coordinator's collector answers.
 WRITTEN, COMMITTED, OPEN_PART = "checkpoint_written", "checkpoint_committed", "resume_part"
+NOTHING = "checkpoint_nothing"
+#: In the sidecar of a worker's part: the ranks of those whose parts belong to the checkpoint, where they may be fewer than all.
+MEMBERS = "members"
+#: In the sidecar of a part that the checkpoint does not have, because its worker was lost: the rank of its neighbour.
+STANDS_IN = "stands in"
 #: A checkpoint is background traffic: below everything that a step waits for.
 PRIORITY = -1
 
@@ -63,6 +68,13 @@ async def send_part(
 async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> None:
     """Wait until all parts of the step's checkpoint are there and it has its final name."""
     await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)
+
+
+async def send_nothing(
+    endpoint: Endpoint, name: str, sidecar: Mapping[str, Value], *, timeout_s: float, coordinator: PeerId = COORDINATOR
+) -> None:
+    """This role's part of every checkpoint is empty: none waits for it, and all have ``sidecar`` in its place."""
+    await endpoint.request(coordinator, NOTHING, name, dict(sidecar), timeout=timeout_s)
 
 
 async def fetch_part(

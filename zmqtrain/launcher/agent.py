@@ -151,7 +151,7 @@ class Agent:
         if report is not None:  # into the log, not onto the terminal: the launcher shows the first failure of all
             self._lines.append({"kind": LOG, "peer": role.peer, "text": str(report.get("traceback", "")), "quiet": True})
         await self._send_lines()
-        await self._link.exited(role.peer, code, report, stopped=role.peer in self._stopped)
+        await self._link.exited(role.peer, code, report, stopped=role.peer in self._stopped, pid=child.pid)
         return role.peer in self._stopped or 0 <= code < ConnectivityError.exit_code
 
     def _environ(self, role: RolePlacement) -> dict[str, str]:

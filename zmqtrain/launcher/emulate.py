@@ -89,9 +89,10 @@ class EmulatedEngine:
         return "127.0.0.1" if self.namespaces is None else self.namespaces.address_of(host)
 
     def moved(self, topology: Topology) -> Topology:
-        """The topology with its hosts where they are emulated."""
+        """The topology with its hosts where they are emulated, whatever engine reaches those that they stand for."""
         hosts = tuple(host.model_copy(update={"address": self.address_of(host.name)}) for host in topology.hosts)
-        return topology.model_copy(update={"hosts": hosts})
+        engine = topology.engine.model_copy(update={"kind": "local"})
+        return topology.model_copy(update={"hosts": hosts, "engine": engine})
 
     def settings(self, peer: PeerId, settings: NetSettings) -> NetSettings:
         """What the launcher's own endpoint runs by."""

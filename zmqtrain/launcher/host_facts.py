@@ -15,6 +15,7 @@ from typing import Any
 
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.arena.region import available_bytes
+from zmqtrain.processors import gpus, processors
 
 #: Of one name, so many addresses are told.
 _MOST_ADDRESSES = 8
@@ -27,7 +28,8 @@ def facts_here(names: Sequence[str], packages: Sequence[str], paths: Sequence[st
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        "processors": os.cpu_count() or 1,
+        "processors": processors(),
+        "gpus": gpus(),
         "run_folder": _room(_state_folder()),
         "scratch_folder": _room(Path(tempfile.gettempdir())),
         "shm_bytes": _total(_SHARED),

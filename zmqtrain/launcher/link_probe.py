@@ -23,6 +23,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.processors import processors
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.world import wall_s
@@ -44,7 +45,7 @@ def _multiply(count: int) -> float:
     from zmqtrain.plan.measure.peak import measure_peak, threads
     from zmqtrain.plan.measure.timing import Patience
 
-    with threads(min(count, os.cpu_count() or 1)):
+    with threads(min(count, processors())):
         return measure_peak(torch.device("cpu"), Patience(0.4, least=7, most=100)).product
 
 

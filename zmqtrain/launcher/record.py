@@ -43,7 +43,11 @@ def ending_of(outcome: Outcome) -> Ending:
     """How a run ended whose membership had this outcome."""
     if outcome.status == "done":
         return Ending("done", 0)
-    cause = outcome.cause
+    cause, halt = outcome.cause, outcome.halt
+    if halt is not None and halt.get("kind") == "nan" and (cause is None or cause.consequence):
+        # Whoever had the bad loss did not come to say so itself: what it had said when it stopped the run counts as well.
+        report = {**halt, "peer": halt.get("peer", COORDINATOR)}
+        return Ending("failed", int(report["exit_code"]), report)
     if cause is not None and not (cause.consequence and outcome.halt):
         report = _report_of_failure(cause)
         return Ending("failed", int(report["exit_code"]), report)
@@ -66,6 +70,7 @@ class RunRecord:
     ) -> None:
         """``clock``: what the view goes by, for people; by default the loop's."""
         self._topology, self._placement = description.topology, description.placement
+        self._resumed = description.resume
         self._directory, self._view, self._world = directory, view, world
         self.summary = Summary()
         self.quiet = False
@@ -80,6 +85,7 @@ class RunRecord:
         """The hosts are known now, and which role is on which."""
         self._topology, self._placement = description.topology, description.placement
         self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._view.regroup({role.peer: role.group for role in self._placement.workers})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
@@ -94,6 +100,13 @@ class RunRecord:
             self._view.note(f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
+
+    def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
+        """What becomes of a checkpoint (`zmqtrain.train.checkpoint_collector.OnEvent`)."""
+        self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
+        self._directory.flush()
+        if kind != "checkpoint complete":
+            self._view.note(f"warning: {values['reason']}")
 
     def report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
         """What a role reports (`zmqtrain.membership.coordinator.ReportCallback`)."""
@@ -145,9 +158,11 @@ class RunRecord:
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
+        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        if self._topology.engine.gathers and self._topology.hosts_decide:
+            workers = "a worker for each device or host"
         return (
-            f"{self._topology.job.name}: {placement.groups} group(s) of {placement.group_size} worker(s){grid}{servers} "
-            f"on {_hosts(self._topology)}; run directory {self._directory.path}"
+            f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
         )
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -186,10 +201,19 @@ class RunRecord:
         elif ending.error is not None:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
-            self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: --resume {directory.path} goes on")
+            self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
         return summary
+
+    def _how_to_go_on(self) -> str:
+        """After a run that was to keep a checkpoint of the step at which it stopped."""
+        newest = self.summary.newest_checkpoint
+        if newest is not None and newest == self.stopped_at:
+            return f"--resume {self._directory.path} goes on"
+        if newest is not None:
+            return f"no checkpoint of that was kept, and --resume {self._directory.path} goes on from step {newest}"
+        return "no checkpoint was kept" if self._resumed is None else f"nothing was trained, and --resume {self._resumed} goes on"
 
 
 def _report_of_failure(failure: Failure) -> dict[str, Any]:
@@ -199,7 +223,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
     report = report_of(error, failure.peer)
     if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
         report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "traceback": ""}
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:

@@ -41,6 +41,8 @@ from zmqtrain.net.curve import Identity
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.processors import gpus
+from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
@@ -91,6 +93,8 @@ class Launch:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._view.begin(self._record.title())
+        if not isinstance(self._engine, GatheringEngine):
+            self._warn()
         with self._signals(loop):
             self._life = asyncio.create_task(self._live(), name="run")
             try:
@@ -164,6 +168,8 @@ class Launch:
                 self._topology,
                 self._placement,
                 resume=None if self._description.resume is None else Path(self._description.resume),
+                members=lambda: coordinator.view.members,
+                on_event=self._record.checkpoint_event,
             )
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -187,8 +193,14 @@ class Launch:
         self._description = replace(self._description, topology=self._topology, placement=self._placement)
         self._record.settle(self._description)
         self._directory.write("topology.toml", self._topology.to_toml())
+        self._warn()
         self._token = gathered.token or self._token
         return gathered
+
+    def _warn(self) -> None:
+        """Say what the person may not have meant."""
+        for caution in cautions(self._topology, self._placement, gpus()):
+            self._record.note(str(caution))
 
     def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
         script = self._description.script

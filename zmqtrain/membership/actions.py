@@ -104,6 +104,8 @@ class Failure:
     consequence: bool
     """Whether this only follows from another failure."""
     error: ZmqTrainError
+    pid: int | None = None
+    """The process's number on its host, as its agent told it."""
 
     @property
     def of_user(self) -> bool:
@@ -113,7 +115,16 @@ class Failure:
         return self.exit_code is not None and 0 <= self.exit_code < ConnectivityError.exit_code
 
     @staticmethod
-    def of_exit(peer: PeerId, host: str, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, left: bool) -> Failure:
+    def of_exit(
+        peer: PeerId,
+        host: str,
+        exit_code: int,
+        report: Mapping[str, Any] | None,
+        *,
+        stopped: bool,
+        left: bool,
+        pid: int | None = None,
+    ) -> Failure:
         """A role that exited as it should not have. ``stopped``: its agent had ended it on purpose."""
         error: ZmqTrainError
         if report is not None:
@@ -129,7 +140,7 @@ class Failure:
             reason = f"{peer} on {host} exited with code {exit_code} and left no error report; see its log"
             error = TaskError(reason)
         consequence = stopped if report is None else bool(report.get("consequence", False))
-        return Failure(peer, host, exit_code, reason, report, consequence, error)
+        return Failure(peer, host, exit_code, reason, report, consequence, error, pid)
 
 
 def signal_name(number: int) -> str:

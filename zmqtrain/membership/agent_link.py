@@ -68,11 +68,19 @@ class AgentLink:
         """A role's process runs. Call this before the process can join."""
         self._alive.add(peer)
 
-    async def exited(self, peer: PeerId, exit_code: int, report: Mapping[str, Any] | None = None, *, stopped: bool = False) -> None:
+    async def exited(
+        self,
+        peer: PeerId,
+        exit_code: int,
+        report: Mapping[str, Any] | None = None,
+        *,
+        stopped: bool = False,
+        pid: int | None = None,
+    ) -> None:
         """A role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if any.
-        ``stopped``: this agent had told it to end, so that its end is nobody's fault."""
+        ``stopped``: this agent had told it to end, so that its end is nobody's fault. ``pid``: its number on this host."""
         sent: Value = None if report is None else dict(report)
-        version = await self.membership._ask("exited", peer, exit_code, sent, stopped)
+        version = await self.membership._ask("exited", peer, exit_code, sent, stopped, pid)
         self._ended_in[peer] = version if isinstance(version, int) else 0
         # Only now: a heartbeat without the role must not overtake the report.
         self._alive.discard(peer)

@@ -251,10 +251,14 @@ class Coordinator:
         self._do(self._roster.handle_heartbeat(caller, [str(peer) for peer in alive], self._now()))
         return self._roster.is_here(caller)
 
-    async def _serve_exited(self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value) -> Value:
+    async def _serve_exited(
+        self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value, pid: Value = None
+    ) -> Value:
         if not isinstance(peer, str) or not isinstance(exit_code, int) or not (report is None or isinstance(report, dict)):
             raise ProtocolError(f"{caller} sends a wrong report of an exit")
-        self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now()))
+        if not (pid is None or isinstance(pid, int)):
+            raise ProtocolError(f"{caller} sends a wrong report of an exit")
+        self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now(), pid=pid))
         return self._roster.view().version
 
     async def _serve_report(self, caller: PeerId, events: Value) -> Value:

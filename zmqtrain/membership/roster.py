@@ -162,9 +162,17 @@ class Roster(Course):
         return actions
 
     def handle_exited(
-        self, agent: PeerId, peer: PeerId, exit_code: int, report: Mapping[str, Any] | None, *, stopped: bool, now: float
+        self,
+        agent: PeerId,
+        peer: PeerId,
+        exit_code: int,
+        report: Mapping[str, Any] | None,
+        *,
+        stopped: bool,
+        now: float,
+        pid: int | None = None,
     ) -> list[Action]:
-        """An agent reports that a role's process has ended. ``stopped``: the agent ended it on purpose."""
+        """An agent reports that a role's process has ended, and its number. ``stopped``: the agent ended it on purpose."""
         entry, judge = self._crew.get(peer), self._crew.get(agent)
         if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host or entry.exited:
             return []
@@ -181,7 +189,7 @@ class Roster(Course):
             return actions + self._maybe_finish(now)
         if any(failure.peer == peer and failure.report is not None for failure in self.failures):
             return actions + self._maybe_end()  # it has said so itself
-        failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left)
+        failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left, pid=pid)
         if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
             return actions + self._maybe_end()  # the run goes on without it already
         if entry.presence is not Presence.LOST:

@@ -24,6 +24,9 @@ class View(Protocol):
 
     def begin(self, title: str) -> None: ...
 
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        """The workers, and the group of each, are others than one could know at first."""
+
     def note(self, text: str) -> None:
         """Something happened that is worth a line."""
 
@@ -53,9 +56,14 @@ class Rows:
     """The table's rows, as a fold of step events."""
 
     def __init__(self, group_of: Mapping[str, int]) -> None:
-        self._group_of = group_of
-        self.groups: dict[int, _GroupRow] = {group: _GroupRow() for group in sorted(set(group_of.values()))}
+        self.groups: dict[int, _GroupRow] = {}
         self.eval: dict[str, float] = {}
+        self.regroup(group_of)
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        """Before any event: these are the workers."""
+        self._group_of = group_of
+        self.groups = {group: _GroupRow() for group in sorted(set(group_of.values()))}
 
     def add(self, event: Mapping[str, Any], now: float) -> None:
         """Take an event of a role."""
@@ -117,6 +125,9 @@ class TableView:
         self._console.print(title, highlight=False, markup=False)
         self._live.start()
 
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self._rows.regroup(group_of)
+
     def note(self, text: str) -> None:
         self._live.console.print(text, style="dim", highlight=False, markup=False)
 
@@ -157,6 +168,9 @@ class PlainView:
     def begin(self, title: str) -> None:
         print(title, flush=True)
 
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self._rows.regroup(group_of)
+
     def note(self, text: str) -> None:
         print(text, flush=True)
 
@@ -190,6 +204,9 @@ class JsonView:
     """Events as JSON lines on standard output, and nothing else; what roles print goes to standard error."""
 
     def begin(self, title: str) -> None:
+        return None
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
         return None
 
     def note(self, text: str) -> None:

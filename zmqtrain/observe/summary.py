@@ -26,6 +26,10 @@ class Summary:
         self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
+        self.newest_checkpoint: int | None = None
+        """The step of the newest that is on disk as a whole."""
+        self._checkpoints = 0
+        self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
         self._began: float | None = None
         self._ended: float | None = None
@@ -47,6 +51,12 @@ class Summary:
                 self._momentum.fitted(peer, values.get("fitted"), values.get("updates"))
         elif event["kind"] == "fc":
             self._fc[peer] = values
+        elif event["kind"] == "checkpoint complete":
+            self._checkpoints += 1
+            self.newest_checkpoint = max(event["step"], self.newest_checkpoint or 0)
+            self._not_kept.pop(event["step"], None)
+        elif event["kind"] in ("checkpoint late", "checkpoint failed"):
+            self._not_kept[event["step"]] = values["reason"]
         sent = values.get("bytes_sent")
         if isinstance(sent, int):
             self._bytes_sent[peer] = sent
@@ -97,6 +107,11 @@ class Summary:
             "eval": dict(self.eval),
             "staleness": self._staleness(),
             **({"fc": self._merged()} if self._fc else {}),
+            "checkpoints": {
+                "complete": self._checkpoints,
+                "newest": self.newest_checkpoint,
+                "failed": [{"step": step, "reason": reason} for step, reason in self._not_kept.items()],
+            },
             "momentum": self._momentum.to_dict(self._staleness()["mean"]),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,

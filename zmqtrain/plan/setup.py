@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from zmqtrain.plan.profiled import profile_layers, with_times
 from zmqtrain.plan.shipped import before_pooling, shipped_table
 from zmqtrain.plan.trace import SAMPLES, trace_layers
 from zmqtrain.topology.links import links_of
+from zmqtrain.topology.placement import place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
@@ -95,12 +97,22 @@ def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | 
 
 
 def pricing_of(topology: Topology, processes: int) -> Pricing:
-    """As ``[plan] pricing`` says. Of hosts with different numbers of slots, the smallest counts."""
+    """As ``[plan] pricing`` says. Of hosts with different numbers of a group's processes, the smallest counts."""
     settings = topology.plan
     if settings.pricing == "paper":
         return Paper(settings.word_bytes, settings.dx)
-    slots = min(host.slots for host in topology.hosts)
-    return Ours(settings.word_bytes, min(slots, processes) if topology.compute.shared_memory else 1)
+    together = min(Counter(hosts_of_group(topology, processes)).values())
+    return Ours(settings.word_bytes, together if topology.compute.shared_memory else 1)
+
+
+def hosts_of_group(topology: Topology, processes: int) -> tuple[str, ...]:
+    """The host of each process of a group of so many: as a run would place it, by itself where the file has groups of another
+    size."""
+    compute = topology.compute
+    if processes != compute.group_size:
+        alone = {"groups": 1, "group_size": processes, "pipeline": 1, "parts": "even"}
+        topology = topology.model_copy(update={"compute": compute.model_copy(update=alone)})
+    return tuple(role.host for role in place_before(topology).workers[:processes])
 
 
 def link_of(topology: Topology) -> Link:

@@ -66,6 +66,9 @@ class ServerCheckpoints(Protocol):
 
     async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
 
+    async def hold_nothing(self, sidecar: dict[str, Value]) -> None:
+        """The part of every checkpoint is empty."""
+
     async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]: ...
 
 
@@ -182,6 +185,10 @@ class ModelServer:
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
                 self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
+        if not self._held and self._checkpoints is not None:
+            _, sidecar = keep_pieces({}, 0)
+            await self._checkpoints.hold_nothing(sidecar)
+            return 0
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
             return restore_pieces(self._held, tensors, sidecar)
@@ -219,6 +226,8 @@ class ModelServer:
         """Keep the shard as it is now: a run that stops early asks for it."""
         if caller not in self._settings.workers or not self._ready or self._checkpoints is None:
             raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller} now")
+        if not self._held:  # the collector knows
+            return None
         async with self._lock:
             tensors, sidecar = keep_pieces(self._held, step)
         self._background.spawn(self._checkpoints.save(step, tensors, sidecar))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import fetch_part, send_part
+from zmqtrain.exchange.checkpoint_part import fetch_part, send_nothing, send_part
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.server.model_server import ModelServer, ServerSettings
@@ -26,6 +26,9 @@ class CoordinatorCheckpoints:
     async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None:
         payloads = {name: TensorPayload.of(tensor) for name, tensor in tensors.items()}
         await send_part(self.endpoint, step, self.name, payloads, sidecar, timeout_s=self.timeout_s)
+
+    async def hold_nothing(self, sidecar: dict[str, Value]) -> None:
+        await send_nothing(self.endpoint, self.name, sidecar, timeout_s=self.timeout_s)
 
     async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]:
         part = await fetch_part(self.endpoint, self.name, timeout_s=self.timeout_s)

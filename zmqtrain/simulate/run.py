@@ -41,7 +41,7 @@ from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.checkpoint_collector import CheckpointCollector, OnEvent
 from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Options:
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
     on_witness: Witnesses | None = None
+    on_checkpoint: OnEvent | None = None
+    """Is told what becomes of checkpoints."""
     on_begin: Callable[[Callable[[str], None]], None] | None = None
     """Is given a function that stops the run in good order, and says why."""
     debug: bool = False
@@ -166,7 +168,6 @@ class Simulation:
             stack.push_async_callback(endpoint.close)
             serve_description(endpoint, description)
             folder = options.checkpoints or Path("checkpoints")
-            collector = CheckpointCollector.of(endpoint, folder, topology, self._placement, resume=options.resume)
             coordinator = Coordinator(
                 endpoint,
                 self._placement,
@@ -174,6 +175,15 @@ class Simulation:
                 elastic=topology.elastic,
                 on_event=self._event,
                 on_report=self._report,
+            )
+            collector = CheckpointCollector.of(
+                endpoint,
+                folder,
+                topology,
+                self._placement,
+                resume=options.resume,
+                members=lambda: coordinator.view.members,
+                on_event=options.on_checkpoint,
             )
             if options.on_begin is not None:
                 options.on_begin(lambda reason: coordinator.halt({"kind": "interrupted", "message": reason}))

@@ -18,7 +18,9 @@ class Gossip(Section):
         "steps. hypercube: the same in pairs, for a power of two. random: anybody. ring: always the neighbours.",
     )
     rotation: bool = Field(
-        default=True, description="Put the groups in another order after every log2 p steps, so that all pairs meet in time."
+        default=True,
+        description="Put the groups in another order after every log2 p steps. All pairs meet within p log2 p steps, whatever the "
+        "seed. (Random partners need no rotation, and promise nothing.)",
     )
     balanced: bool = Field(
         default=True,

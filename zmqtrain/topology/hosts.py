@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -10,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from zmqtrain.processors import processors
 from zmqtrain.topology import ranges
 from zmqtrain.topology.login import SshLogin
 from zmqtrain.topology.section import Section, Texts, _tuple
@@ -118,7 +118,7 @@ class Host(Section):
     @model_validator(mode="after")
     def _slots_of_this_machine(self) -> Host:
         if self.slots == 0 and self.local:
-            object.__setattr__(self, "slots", os.cpu_count() or 1)
+            object.__setattr__(self, "slots", max(processors(), len(self.devices)))
         return self
 
     @property

@@ -1,9 +1,10 @@
 """Which role runs where: a pure function of the topology.
 
-Workers of a group stay together on one host where one has room, groups spread over the hosts with the most free slots (those of a
-pipeline over the same ones), and model
-servers go round the hosts in turn. Servers take no slot: they wait for the network most of the time. The FC server computes, so it
-goes where slots are left, if any are.
+Workers are spread over all hosts: on free devices first, then on hosts that have nobody yet, then evenly by slots. Where there are
+at least as many groups as hosts, the workers of a group are together on one host as long as one has room; fewer groups are spread,
+too, each over as few hosts as that leaves. The groups of a pipeline are on the same ones. Model servers go round the hosts in turn,
+those without workers first. Servers take no slot: they wait for the network most of the time. The FC server computes, so it goes
+where slots are left, if any are.
 """
 
 from __future__ import annotations
@@ -164,7 +165,9 @@ def place(topology: Topology) -> Placement:
             )
         )
         taken[name] += 1
-    roles.extend(_server(index, topology.hosts) for index in range(topology.servers))
+    # From the last host backwards, those without workers first: groups begin with the first hosts, so there is more room.
+    order = [host for busy in (False, True) for host in reversed(topology.hosts) if (taken[host.name] > 0) is busy]
+    roles.extend(_server(index, order) for index in range(topology.servers))
     roles.extend(_fc_servers(topology, taken))
     return Placement(
         roles=tuple(roles),
@@ -207,23 +210,57 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
-    times = -(-workers // max(1, slots))  # how many workers share a slot
-    # The emptiest host first; of equally empty ones the first in the file.
-    free = [(-host.slots * times, number) for number, host in enumerate(topology.hosts)]
+    room = [host.slots * -(-workers // max(1, slots)) for host in topology.hosts]  # more than slots where workers share them
+    found: list[int] = []
+    if groups < len(topology.hosts):
+        spread = Counter(_spread(topology, room, workers, 1))
+        room = [spread[number] for number in range(len(room))]
+    else:
+        for number in _spread(topology, [count // size for count in room], groups, size):
+            found.extend([number] * size)
+            room[number] -= size
+    found.extend(_together(room, groups - len(found) // size, size))
+    return [topology.hosts[number].name for number in found]
+
+
+def _spread(topology: Topology, room: Sequence[int], count: int, size: int) -> list[int]:
+    """The hosts, by number, of so many units of ``size`` workers, each unit on one: as far as there is ``room``, which is of units.
+
+    First a free device, then a host that has nobody, then the most slots a worker; of equal ones the first in the file."""
+    devices = [0 if topology.compute.device in ("cpu", "modelled") else len(host.devices) for host in topology.hosts]
+
+    def key(number: int, units: int) -> tuple[int, float, int, int]:
+        taken, workers = units * size, (units + 1) * size
+        if taken < devices[number]:
+            return 0, -devices[number] / workers, number, units
+        return (2 if units else 1), -topology.hosts[number].slots / workers, number, units
+
+    waiting = [key(number, 0) for number in range(len(room)) if room[number]]
+    heapify(waiting)
+    found: list[int] = []
+    while waiting and len(found) < count:
+        *_, number, units = heappop(waiting)
+        found.append(number)
+        if units + 1 < room[number]:
+            heappush(waiting, key(number, units + 1))
+    return found
+
+
+def _together(room: Sequence[int], groups: int, size: int) -> list[int]:
+    """The hosts, by number, of the workers of groups: each takes the emptiest whole, then the next, so as few as can be."""
+    free = [(-count, number) for number, count in enumerate(room) if count]
     heapify(free)
-    host_of: list[str] = []
+    found: list[int] = []
     for _ in range(groups):
-        # All groups are of one size, so taking the emptiest host with room never costs another group its place together. A group
-        # that fits on no host takes the emptiest whole, then the next: as few as can be.
         left = size
         while left:
-            room, number = heappop(free)
-            here = min(-room, left)
+            count, number = heappop(free)
+            here = min(-count, left)
             left -= here
-            host_of.extend([topology.hosts[number].name] * here)
-            if -room > here:
-                heappush(free, (room + here, number))
-    return host_of
+            found.extend([number] * here)
+            if -count > here:
+                heappush(free, (count + here, number))
+    return found
 
 
 def _device(wanted: str, host: Host, local_rank: int) -> str:
@@ -234,9 +271,8 @@ def _device(wanted: str, host: Host, local_rank: int) -> str:
     return f"cuda:{local_rank}" if wanted == "cuda" else "auto"
 
 
-def _server(index: int, hosts: tuple[Host, ...]) -> RolePlacement:
-    # From the last host backwards: groups fill the first hosts, so servers go where there is more room.
-    host = hosts[-1 - index % len(hosts)]
+def _server(index: int, hosts: Sequence[Host]) -> RolePlacement:
+    host = hosts[index % len(hosts)]
     return RolePlacement("server", index, f"server/{index}", host.name, index // len(hosts), 1, "cpu", -1, -1)
 
 

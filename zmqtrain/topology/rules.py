@@ -153,8 +153,9 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
     least = compute.group_size * compute.accumulate
     if compute.batch_size < least:
         parts = f" in {compute.accumulate} micro-batches each" if compute.accumulate > 1 else ""
+        why = " (the file says nothing of groups, so all hosts are one)" if topology.hosts_decide else ""
         yield rule(
-            f"a batch smaller than the group: {compute.group_size} workers{parts} need at least {least} samples a step",
+            f"a batch smaller than the group: {compute.group_size} workers{parts} need at least {least} samples a step{why}",
             ("compute", "batch_size"),
             ("compute", "group_size"),
             ("compute", "accumulate"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from zmqtrain.processors import gpus
 from zmqtrain.topology.compute import Compute
 from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
@@ -19,6 +21,7 @@ from zmqtrain.topology.rules import broken_rules
 from zmqtrain.topology.section import Section, _tuple
 from zmqtrain.topology.simulation import Fault, Simulation
 from zmqtrain.topology.tune import Tune
+from zmqtrain.topology.workers import BY_HOSTS, by_hosts, completed
 from zmqtrain.topology.world import Data, EngineSection, Observe, Optimizer
 
 __all__ = [
@@ -64,6 +67,8 @@ class Topology(Section):
         entries = self.hosts or (self._hosts_by_default(),)
         many = sum(entry.count for entry in entries) > MOST_HOSTS
         object.__setattr__(self, "hosts", () if many else tuple(host for entry in entries for host in entry.expanded()))
+        if by_hosts(self.compute) and not many:
+            object.__setattr__(self, "compute", completed(self, gpus()))
         if "kind" not in self.exchange.model_fields_set:
             kind = "model_server" if self.compute.groups > 1 or self.exchange.merged_fc else "allreduce"
             object.__setattr__(self, "exchange", self.exchange.model_copy(update={"kind": kind}))
@@ -73,12 +78,28 @@ class Topology(Section):
         return self
 
     def _hosts_by_default(self) -> Host:
-        if self.engine.kind != "slurm":
+        if self.engine.kind not in ("slurm", "ray"):
             return Host(name="localhost")
-        # Stand for nodes until there is an allocation.
-        nodes = self.engine.slurm.nodes
-        slots = self.engine.slurm.cpus or -(-self.compute.workers // nodes) * (self.compute.threads or 1)
-        return Host(name=f"node[1-{nodes}]", address=f"node[1-{nodes}]", slots=slots)
+        # Stand for nodes until they are there.
+        asked = self.engine.slurm if self.engine.kind == "slurm" else self.engine.ray
+        each = max(1, asked.gpus) if by_hosts(self.compute) else -(-self.compute.workers // asked.nodes)
+        name = f"node[1-{asked.nodes}]"
+        address = name if self.engine.kind == "slurm" else "127.0.0.1"
+        devices = tuple(f"cuda:{number}" for number in range(asked.gpus))
+        return Host(name=name, address=address, slots=asked.cpus or each * (self.compute.threads or 1), devices=devices)
+
+    @property
+    def hosts_decide(self) -> bool:
+        """Whether other hosts would mean another number of workers (`with_hosts`)."""
+        return by_hosts(self.compute)
+
+    def with_hosts(self, hosts: Sequence[Host]) -> Topology:
+        """The job on these hosts, with as many workers as they mean where the file leaves that to them.
+
+        Raises pydantic's ``ValidationError`` where a rule does not hold there."""
+        return Topology.from_dict(
+            {**self.to_open_dict(), "hosts": [host.model_dump(mode="json", exclude_none=True) for host in hosts]}
+        )
 
     @property
     def servers(self) -> int:
@@ -116,6 +137,16 @@ class Topology(Section):
     def to_dict(self) -> dict[str, Any]:
         """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)
+
+    def to_open_dict(self) -> dict[str, Any]:
+        """As `to_dict`, but without what hosts decide and the file leaves to them, and without the hosts where it names none."""
+        values = self.to_dict()
+        if self.hosts_decide:
+            given = self.compute.model_fields_set
+            values["compute"] = {key: value for key, value in values["compute"].items() if key in given or key not in BY_HOSTS}
+        if "hosts" not in self.model_fields_set:
+            del values["hosts"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Topology:

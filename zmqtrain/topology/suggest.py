@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+#: What people call CUDA devices. It is no slip for "cpu", though one letter away.
+_GPU = re.compile(r"gpus?(:\d+)?|nvidia")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str | None:
-    """The known word nearest to what was given, if one is near."""
+    """The known word that means what was given, or is nearest to it, if one is near."""
     by_lower = {word.lower(): word for word in known}
+    if _GPU.fullmatch(given.lower().strip()):
+        if "cuda" in by_lower:
+            return by_lower["cuda"]
+        by_lower = {lower: word for lower, word in by_lower.items() if not lower.startswith("cpu")}
     near = difflib.get_close_matches(given.lower().strip(), by_lower, n=1, cutoff=0.6)
     if near:
         return by_lower[near[0]]

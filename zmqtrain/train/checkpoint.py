@@ -18,22 +18,33 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, WireError
+from zmqtrain.train.checkpoint_meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
 from zmqtrain.wire.dtypes import DTYPES, dtype_named
 from zmqtrain.wire.tensor import TensorPayload
 
-FORMAT = 1
+__all__ = [
+    "META",
+    "MODEL",
+    "Checkpoint",
+    "CheckpointWriter",
+    "PartWriter",
+    "RunShape",
+    "find_checkpoints",
+    "find_latest",
+    "prune",
+    "read_safetensors",
+]
+
 META = "checkpoint.msgpack"
-#: The part with the model's state_dict.
-MODEL = "model"
 _NAME = re.compile(r"step-(\d{8,})")
 _PART = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _SAFETENSORS = {
@@ -45,34 +56,6 @@ _WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES
 #: No header of ours comes near it; a larger one is a torn or foreign file.
 _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class RunShape:
-    """What must be equal for a checkpoint to fit a run."""
-
-    kind: str
-    groups: int
-    group_size: int
-    servers: int
-    fc_servers: int = 0
-    """That keep a part: however many divide the layers, the first one keeps all of them."""
-
-    def parts(self) -> tuple[str, ...]:
-        """The parts of a complete checkpoint.
-
-        ``model`` is rank 0's state_dict; ``group-G`` is what the workers of a group have in common (the optimizer's state, and the
-        parameters where groups differ); servers have parameters and optimizer state of their pieces, FC servers those of their
-        layers; workers the rest (random states, buffers).
-        """
-        groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
-        return (
-            MODEL,
-            *(f"group-{group}" for group in range(groups)),
-            *(f"worker-{rank}" for rank in range(self.groups * self.group_size)),
-            *(f"server-{index}" for index in range(self.servers)),
-            *(f"fc-{index}" for index in range(self.fc_servers)),
-        )
 
 
 class PartWriter:
@@ -105,7 +88,7 @@ class PartWriter:
         for frame in frames:
             self._tensors.write(frame)
 
-    def close(self) -> dict[str, list[int]]:
+    def close(self) -> dict[str, tuple[int, int]]:
         """Put everything on disk. Returns size and CRC of each file."""
         assert self.complete
         return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
@@ -122,21 +105,22 @@ class CheckpointWriter:
         self._final = checkpoints / f"step-{step:08d}"
         self._partial = checkpoints / f".step-{step:08d}.partial"
         self._step, self._shape = step, shape
-        self._files: dict[str, list[int]] = {}
+        self._files: dict[str, tuple[int, int]] = {}
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
     def part(self, name: str, listed: Listed, sidecar: Mapping[str, Any]) -> PartWriter:
         return PartWriter(self._partial, name, listed, sidecar)
 
-    def add(self, files: Mapping[str, list[int]]) -> None:
+    def add(self, files: Mapping[str, tuple[int, int]]) -> None:
         """A part is on disk."""
         self._files.update(files)
 
-    def commit(self) -> Path:
-        """Give the folder its final name; the checkpoint exists from now on."""
+    def commit(self, workers: Collection[int] | None = None) -> Path:
+        """Give the folder its final name; the checkpoint exists from now on. ``workers``: whose parts there are, if not all."""
         meta = _File(self._partial / META)
-        meta.write(msgpack.packb({"format": FORMAT, "step": self._step, "shape": asdict(self._shape), "files": self._files}))
+        there = None if workers is None or len(workers) == self._shape.world_size else frozenset(workers)
+        meta.write(Meta(self._step, self._shape, self._files, there).packed())
         meta.close()
         _sync_folder(self._partial)
         if self._final.exists():  # the run was resumed from an earlier step and came by again
@@ -158,19 +142,16 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"there is no checkpoint {folder}; --resume takes the folder of one, a run, or latest")
         try:
-            meta = msgpack.unpackb((folder / META).read_bytes())
-            version = meta["format"]
-            if version != FORMAT:
-                raise CheckpointError(f"{folder} has format {version}, this zmqtrain reads {FORMAT}: use the release that wrote it")
-            self.step: int = meta["step"]
-            self.shape = RunShape(**meta["shape"])
-            self._files: dict[str, list[int]] = meta["files"]
+            meta = Meta.parse(_content(folder / META, LARGEST_META))
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is no checkpoint: it has no {META}") from None
-        except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        except AnotherFormatError as error:
             raise CheckpointError(
-                f"{folder / META} cannot be read ({type(error).__name__}: {error}): use an earlier one"
-            ) from error
+                f"{folder} has format {error}, this zmqtrain reads {FORMAT}: use the release that wrote it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / META} cannot be read: {error}; use an earlier checkpoint") from error
+        self.step, self.shape, self._files, self._workers = meta.step, meta.shape, meta.files, meta.workers
         for name, (size, crc) in self._files.items():
             self._check(folder / name, size, crc)
 
@@ -182,22 +163,38 @@ class Checkpoint:
                     f"{self.folder} was made with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
                     "set it as it was, or start without --resume"
                 )
-        missing = [part for part in shape.parts() if f"{part}.safetensors" not in self._files]
-        if missing:
-            raise CheckpointError(f"{self.folder} has no part {missing[0]}: use an earlier checkpoint")
+        if self._workers is not None and (shape.kind != "gossip" or shape.group_size > 1):
+            raise CheckpointError(f"{self.folder} has not all workers, and only gossip among groups of one goes on from that")
+        for part in shape.parts(self._workers):
+            self._require_part(part)
+
+    def stands_in(self, part: str) -> int | None:
+        """The worker's neighbour, by rank, where the part is one of a worker that was lost; ``None``: the part is there."""
+        kind, _, number = part.partition("-")
+        if self._workers is None or kind not in ("worker", "group") or int(number) in self._workers:
+            return None
+        return max((rank for rank in self._workers if rank < int(number)), default=max(self._workers))
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:
         """Tensors, which alias the mapped file, and plain values of a part."""
+        self._require_part(name)
         path = self.folder / f"{name}.msgpack"
         try:
-            sidecar = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
-        except (OSError, ValueError, msgpack.UnpackException) as error:
+            sidecar = unpack(_content(path, self._files[path.name][0]))
+            if sidecar.get("step", self.step) != self.step:
+                raise ValueError(f"it is of step {sidecar['step']!r:.60}, and the checkpoint of step {self.step}")
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
         return read_safetensors(self.folder / f"{name}.safetensors"), sidecar
+
+    def _require_part(self, name: str) -> None:
+        if not {f"{name}.safetensors", f"{name}.msgpack"} <= self._files.keys():
+            raise CheckpointError(f"{self.folder} has no part {name}: use an earlier checkpoint")
 
     @staticmethod
     def _check(path: Path, size: int, crc: int) -> None:
         try:
+            _require_file(path)
             with path.open("rb") as file:
                 found, now = 0, 0
                 while block := file.read(4 << 20):
@@ -221,23 +218,59 @@ _SETTINGS = {
 def read_safetensors(path: Path) -> dict[str, TensorPayload]:
     """The tensors of a safetensors file, mapped and not copied. Raises `CheckpointError` for anything else."""
     try:
+        _require_file(path)
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(mapped[:8], "little")
         if length > min(_LARGEST_HEADER, len(mapped) - 8):
             raise ValueError(f"its header is said to have {length} bytes")
-        header = json.loads(bytes(mapped[8 : 8 + length]))
-        tensors = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, stop = entry["data_offsets"]
-                if not 0 <= start <= stop <= len(mapped) - 8 - length:
-                    raise ValueError(f"{name} lies beyond its end")
-                data = mapped[8 + length + start : 8 + length + stop]
-                tensors[name] = TensorPayload.received(data, _WIRE[entry["dtype"]], tuple(entry["shape"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no safetensors file that can be read: {type(error).__name__}: {error}") from error
-    return tensors
+        header = json.loads(bytes(mapped[8 : 8 + length]), object_pairs_hook=_once)
+        data = mapped[8 + length :]
+        tensors, before = {}, 0
+        # As the format says: one after the other, without gap or overlap.
+        entries = [(name, _entry(name, entry)) for name, entry in header.items() if name != "__metadata__"]
+        for name, (start, stop, dtype, shape) in sorted(entries, key=lambda each: each[1][:2]):
+            if start != before or stop > len(data):
+                raise ValueError(f"{name} lies beyond its end" if stop > len(data) else f"{name} does not lie where it must")
+            before = stop
+            tensors[name] = TensorPayload.received(data[start:stop], dtype, shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, WireError) as error:
+        raise CheckpointError(f"{path} is no safetensors file that can be read: {type(error).__name__}: {error!s:.200}") from error
+    return {name: tensors[name] for name, _ in entries}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
+
+
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[int, int, str, tuple[int, ...]]:
+    """Start, stop, dtype and shape of a tensor. Raises `ValueError`, `KeyError` and `TypeError`."""
+    (start, stop), dtype, shape = entry["data_offsets"], _WIRE[entry["dtype"]], tuple(entry["shape"])
+    numbers = (start, stop, *shape)
+    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{name} has {shape!r:.60} at {entry['data_offsets']!r:.60}")
+    if _numel([max(1, size) for size in shape]) >= 2**63 or stop - start != _numel(shape) * dtype_named(dtype).itemsize:
+        raise ValueError(f"{name} of {dtype} {shape!r:.60} has {stop - start} bytes")
+    return start, stop, dtype, shape
+
+
+def _content(path: Path, most: int) -> bytes:
+    """A file's content. Raises `OSError`, and `ValueError` where it is none, or larger than ``most`` bytes."""
+    _require_file(path)
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return content
+
+
+def _require_file(path: Path) -> None:
+    """Raise `OSError` for what is there and no file: to open a pipe waits for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is no file")
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:
@@ -251,12 +284,15 @@ def find_latest(folder: Path) -> Path:
 
     Raises `CheckpointError` where there is none.
     """
-    if (folder / META).is_file():
-        return folder
-    for checkpoints in (folder, folder / "checkpoints"):
-        if found := find_checkpoints(checkpoints):
-            return found[-1]
-    runs = [found[-1] for checkpoints in folder.glob("*/checkpoints") if (found := find_checkpoints(checkpoints))]
+    try:
+        if (folder / META).is_file():
+            return folder
+        for checkpoints in (folder, folder / "checkpoints"):
+            if found := find_checkpoints(checkpoints):
+                return found[-1]
+        runs = [found[-1] for checkpoints in folder.glob("*/checkpoints") if (found := find_checkpoints(checkpoints))]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be looked through for checkpoints: {error}") from error
     if not runs:
         raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run have [job] checkpoint_every?")
     return max(runs, key=lambda path: path.stat().st_mtime_ns)
@@ -284,12 +320,12 @@ class _File:
         self._size += len(data)
         self._crc = zlib.crc32(data, self._crc)
 
-    def close(self) -> list[int]:
+    def close(self) -> tuple[int, int]:
         """Size and CRC."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return [self._size, self._crc]
+        return self._size, self._crc
 
     def abandon(self) -> None:
         with suppress(OSError):  # what was not written yet may not fit on a full disk

@@ -28,6 +28,9 @@ from zmqtrain.train.work import Work
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
+#: Workers that wait for each other only now and then may be so many checkpoints apart.
+MOST_KEPT = 64
+
 
 class Phase(Enum):
     """What the worker does now, as far as stopping it cares."""
@@ -55,7 +58,7 @@ class TrainLoop:
         self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
         self._rebalance = Rebalance.of(context, work.shares)
         self._stop_point = StopPoint(context.endpoint, timeout_s=context.ladder.barrier_s)
-        self._kept: int | None = None  # the step of the newest checkpoint
+        self._kept: list[int] = []  # the steps of the newest checkpoints of which this worker's part is on disk
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
@@ -92,25 +95,38 @@ class TrainLoop:
         """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
         start = asyncio.get_running_loop().time()
         if await self.work.save(self._endpoint, self.exchange, step):
-            self._kept = step
+            self._kept = [*self._kept, step][-MOST_KEPT:]
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
-    async def save_all(self, step: int) -> bool:
-        """A checkpoint at ``step`` out of turn, for which servers are asked for their parts as they are now. Returns whether it is
-        on disk: best effort, since the run ends anyway, for another reason."""
+    async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
+        """A checkpoint at ``step`` out of turn, for which servers are asked for their parts as they are now. Best effort, since the
+        run ends anyway, for another reason.
+
+        Returns its step once it is on disk; ``None`` where there is none."""
         context = self._context
         try:
-            if self._kept != step:
-                if context.role.index == 0:
-                    for server in (*context.placement.server_roles, *context.placement.fc_roles):
-                        await self._endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
-                await self.save(step)
-            if self._kept == step:
-                await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
-        except ZmqTrainError as error:
-            self._recorder.event("checkpoint failed", step=step, reason=str(error))
-            return False
-        return self._kept == step
+            async with asyncio.timeout(within_s):
+                if step not in self._kept:
+                    if context.role.index == 0:
+                        for server in (*context.placement.server_roles, *context.placement.fc_roles):
+                            await self._endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
+                    await self.save(step)
+                if step in self._kept:
+                    await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
+        except (ZmqTrainError, TimeoutError) as error:
+            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error) or f"not done after {within_s} s")
+            return None
+        return step if step in self._kept else None
+
+    def last_good(self, step: int) -> int:
+        """Of which step a checkpoint is right if none may have anything of ``step`` and what follows.
+
+        Gradients that are added up over several steps have something of it already, on workers whose loss is good: then it is the
+        newest step of which there is a checkpoint, or after which gradients were exchanged."""
+        exchanged = step
+        while exchanged and not self.exchange.exchanges(exchanged - 1):
+            exchanged -= 1
+        return max((kept for kept in self._kept if exchanged <= kept <= step), default=exchanged)
 
     def _steps(self) -> int | None:
         """How many steps each group trains; None: until a metric is reached."""
@@ -214,7 +230,7 @@ class TrainLoop:
         if self.step > first:
             if context.placement.servers or context.placement.fc_servers:
                 await context.membership.barrier("stopped")  # now servers have what all have pushed
-            kept = await self.save_all(self.step)
+            kept = await self.save_all(self.step) is not None
         await exchange.stop()
         if not self._members.survives:
             await context.membership.barrier("trained")

@@ -143,6 +143,8 @@ class TorchReplica:
         """Whether a bucket's gradients are forgotten when it is taken back; otherwise the caller sees to that."""
         self.without: frozenset[str] = frozenset()
         """Parameters that the next local update passes over: they have no gradient."""
+        self.sound: Callable[..., bool] = _always
+        """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """What is entered while the compute thread waits for parameters."""
         self.waited_s = 0.0
@@ -244,6 +246,13 @@ class TorchReplica:
                     self._restart(held, place)
             self._hand_over(len(self._held))
             self._last = False
+
+    def take_back(self) -> None:
+        """What the step has computed is not sound, so nothing of it was handed over: the parameters are as they were before it."""
+        self._last = False
+        for index, held in enumerate(self._held):
+            self.gates.arrive(index)
+            held.due = False
 
     def take_all(self) -> None:
         """Wait until the parameters of all buckets are there, and what is due to them is done."""
@@ -369,7 +378,9 @@ class TorchReplica:
             parameter.grad = view
 
     def _hand_over(self, stop: int) -> None:
-        clock = self._device.clock
+        clock, sound = self._device.clock, self.sound
+        if self._when is Optimize.BEFORE and not sound():
+            return
         for index in range(self._next, stop):
             now = clock()
             self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
@@ -386,13 +397,17 @@ class TorchReplica:
                 held.due = True
             self._backward_s = clock()
             self.gates.close(index)
-            deliver = partial(self._from_compute, index)
             staging = self._device.staging
             if staging is None:
-                deliver()
+                self._from_compute(index)
             else:
-                staging.to_host(*travels, deliver)
+                staging.to_host(*travels, partial(self._copied, index, sound))
         self._next = max(self._next, stop)
+
+    def _copied(self, index: int, sound: Callable[..., bool]) -> None:
+        """A bucket has arrived on the host, and with it the losses that were copied before it. In the staging's thread."""
+        if sound(arrived=True):
+            self._from_compute(index)
 
     def _from_compute(self, index: int) -> None:
         assert self._loop is not None, "connect() comes first"
@@ -477,3 +492,8 @@ class TorchReplica:
 
 def _nothing() -> None:
     """Nobody waits for the end of this copy."""
+
+
+def _always(*, arrived: bool = False) -> bool:
+    """Who computes has looked at the loss before."""
+    return True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import Part, fetch_part, send_part
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_part
 from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
@@ -41,17 +41,22 @@ class Saver:
     timeout_s: float
     fc: FcClient | None = None
     """Who has the rest of the model, if this worker has only a phase of it."""
+    members: tuple[int, ...] | None = None
+    """Who trains, by rank, where these may be fewer than the run's workers; the first of them sends the model."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
         """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
 
         All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
+        if self.members is not None:
+            values[MEMBERS] = list(self.members)
+        first = self.rank == (self.members[0] if self.members else 0)
         parts = Parts.of(replica.model)
         state = await device.run(lambda: parts.whole(_state(replica)))
         if self.rank == 0 and self.fc is not None:
             state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
-        if self.rank == 0:
+        if first:
             await self._send(step, MODEL, state, values)
         del state
         if self.kind != "model_server":
@@ -79,6 +84,10 @@ class Saver:
         own = await self._fetch(f"worker-{self.rank}")
         if own is None:
             return None
+        neighbour = own.sidecar.get(STANDS_IN)
+        if isinstance(neighbour, int):
+            await self._begin_like(neighbour, replica)
+            return own.step
         parts = Parts.of(replica.model)
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
@@ -94,6 +103,14 @@ class Saver:
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
         restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
+        """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
+        await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
+        others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
+        state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
+        _load_optimizer_state(replica, state)
+        replica.publish()
 
     @property
     def _apart(self) -> bool:

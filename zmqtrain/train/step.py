@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
+from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.work import StepResult
@@ -55,35 +55,38 @@ class TrainStep:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
         self._share = share_of_model(replica.model, settings.group_batch, loss)
+        self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
         """Without ``hand_over`` the gradients are only added to. ``group_batch``: this step's, where it is another than usual.
 
-        Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
+        Raises `NonFiniteLossError` before anything of the step has left the worker or changed a parameter (on a CPU, before the
+        backward of the micro-batch in question), and `TaskError`."""
         start = self._clock()
         replica, settings = self._replica, self._settings
         scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
         replica.model.train()
         replica.begin_step(step)
         self._share.waited_s()  # evaluations are no part of the step
-        total, samples = 0.0, 0
+        losses = self._losses.of_step(step)
+        replica.sound = losses.sound
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
                 self._share.begin(step, number, len(parts))
                 loss, counted = self._forward(part)
-                value = float(loss.detach())
-            if not math.isfinite(value) and settings.on_nan == "stop":
-                raise NonFiniteLossError(value, settings.rank, step)
-            total += value * counted
-            samples += counted
+                losses.add(loss, counted, wait=not hand_over)
             replica.begin_backward(last=hand_over and number == len(parts) - 1)
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
                 (loss * (scale * counted)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
         exposed_s = replica.waited_s + self._share.waited_s()
-        mean = total / samples if samples else None
-        return StepResult(mean, samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
+        try:
+            mean = losses.mean()
+        except NonFiniteLossError:
+            replica.take_back()
+            raise
+        return StepResult(mean, losses.samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
 
     def _forward(self, part: Batch) -> tuple[Tensor, int]:
         """The loss, and of how many samples it is the mean."""

@@ -92,6 +92,7 @@ class TorchWork:
             else:
                 self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
         self._update_s = 0.0
+        self._members = members
         self._fabric, self._link = built.fabric, built.link
 
     @classmethod
@@ -140,7 +141,7 @@ class TorchWork:
         return step
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint).save(step, self._replica, exchange, self._device)
+        await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
         return True
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
@@ -188,11 +189,19 @@ class TorchWork:
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
-    def _saver(self, endpoint: Endpoint) -> Saver:
+    def _there(self, step: int) -> tuple[int, ...] | None:
+        """Who has trained the step before, by rank, as far as they are still there; ``None``: all, since nobody may be lost."""
+        if not self._members.survives:
+            return None
+        before = max(0, step - 1)
+        ranks = {worker.peer: worker.index for worker in self._context.placement.workers}
+        return tuple(ranks[peer] for peer in self._members.at(before) if self._members.there(peer, before))
+
+    def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
         fc = None if self._link is None else self._link.client
         timeout_s = self._context.ladder.barrier_s
-        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, fc=fc)
+        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, fc=fc, members=members)
 
 
 def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:

@@ -64,9 +64,9 @@ async def _train(context: RoleContext, work: Work, members: Members, halted: asy
             return
         await _halt(context, loop, life, halted.result())
     except NonFiniteLossError as error:
-        await _keep_last_good(context, loop, error)
+        kept = await _keep_last_good(context, loop, error)
         await _give_up(context, loop, error)
-        raise
+        raise NonFiniteLossError(error.loss, error.rank, error.step, kept) from None
     except BaseException as error:
         await _give_up(context, loop, error)
         raise
@@ -99,14 +99,21 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
             raise error
         if not isinstance(error, ConnectivityError):
             raise error
-    await loop.save_all(step)
+    await loop.save_all(loop.last_good(step), within_s=saving_s(context))
     await _give_up(context, loop, ConnectivityError("the run was halted"))
 
 
-async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFiniteLossError) -> None:
-    """This worker's loss is bad: stop all, and keep what there was before this step."""
+def saving_s(context: RoleContext) -> float:
+    """How long a checkpoint may take in a run that was stopped for a bad loss: agents end roles after ``request_s``, and until then
+    it must be known whether there is one."""
+    return context.ladder.request_s - 2 * context.ladder.grace_s
+
+
+async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFiniteLossError) -> str:
+    """This worker's loss is bad: stop all, and keep what there was before this step. Returns what to say about it."""
     role = context.role
     reason = {"kind": "nan", "rank": role.index, "group": role.group, "step": error.step, "peer": role.peer, "message": str(error)}
+    reason |= {"type": type(error).__name__, "verdict": error.verdict, "exit_code": error.exit_code}
     with suppress(ConnectivityError, TimeoutError):
         await context.membership.halt(reason)
         async with asyncio.timeout(context.ladder.request_s):
@@ -114,7 +121,9 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
         await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
     # Another worker may have been first with a bad loss of its own: all keep one checkpoint, that of the first.
     first = context.membership.halt_reason or {}
-    await loop.save_all(int(first["step"]) if first.get("kind") == "nan" else error.step)
+    step = int(first["step"]) if first.get("kind") == "nan" else error.step
+    kept = await loop.save_all(loop.last_good(step), within_s=saving_s(context))
+    return "No checkpoint of the last good step could be kept" if kept is None else f"A checkpoint of step {kept} was kept"
 
 
 async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) -> None:

@@ -45,6 +45,11 @@ class Grid:
         return math.inf if best is None else self.tried[best].loss
 
     @property
+    def updates(self) -> int:
+        """Of its longest trial."""
+        return max((outcome.updates for outcome in self.tried.values()), default=0)
+
+    @property
     def rises(self) -> bool:
         """Whether even the best has only made things worse."""
         best = self.best

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from zmqtrain.tune.drift import Drift
+from zmqtrain.tune.progress import Progress
 from zmqtrain.tune.trial import Outcome, Smoothed, Trial
 
 #: Losses before one that is far too high counts: the first few are noisy.
@@ -25,7 +26,8 @@ class Hearing:
     def __init__(self, trial: Trial, group_size: int, target: float | None = None, smooth: int = 20) -> None:
         """``target``: the loss at which training is done, smoothed over ``smooth`` updates."""
         self._over = smooth
-        self._trial, self._size, self._target = trial, group_size, target
+        self._trial, self._size = trial, group_size
+        self._target = target if trial.kind == "train" or trial.keeps else None
         self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # group and step -> time and loss of each worker so far
         self._updates: list[tuple[float, float]] = []  # when, and the mean loss of the group's batch
         self._began: float | None = None
@@ -36,6 +38,9 @@ class Hearing:
         """Its loss is no number, or far above what it began with."""
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
+        watched = trial.kind == "train" and trial.watch > 0
+        self._progress = Progress(trial.watch, trial.below, trial.begin) if watched else None
+        self._stood: str | None = None
         self._close = False  # its smoothed loss has come to where the trial is to end
         self._kept: Counter[object] = Counter()  # step of a checkpoint -> workers whose part of it is kept
         self.stop: str | None = None
@@ -59,10 +64,11 @@ class Hearing:
             step = event.get("step")
             self._kept[step] += 1
             whole = self._kept[step] == self._size * self._trial.setting.groups
-            reason = None if self._drift is None else self._drift.reason
-            if whole and self.stop is None and (self._close or reason is not None):
-                self._drifted = reason
-                self.stop = reason or f"the loss has come to {self._trial.until:.4g}"
+            drifted = None if self._drift is None else self._drift.reason
+            stood = None if self._progress is None else self._progress.reason
+            if whole and self.stop is None and (self._close or drifted is not None or stood is not None):
+                self._drifted, self._stood = drifted, stood
+                self.stop = drifted or stood or f"the loss has come to {self._trial.until:.4g}"
         elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
             self._momentum = values["momentum"]
 
@@ -83,12 +89,13 @@ class Hearing:
             diverged=diverged or self.diverged,
             smooth=self._over,
             scored=self._trial.scored,
-            target=self._target if self._trial.kind == "train" else None,
+            target=self._target,
             staleness=fmean(self._staleness) if self._staleness else None,
             momentum=self._momentum,
             whole_s=whole_s,
             finished=finished,
             drifted=self._drifted,
+            stood=self._stood,
         )
 
     def _step(self, rank: int, event: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -113,11 +120,13 @@ class Hearing:
     def _update(self, time: float, loss: float) -> None:
         self._updates.append((time, loss))
         smooth, aim, above = self._smoothed.add(loss), self._aim.add(loss), self._trial.give_up_above
+        if self._progress is not None:
+            self._progress.add(loss)
         if above is not None and smooth > above and self.updates > PATIENCE:
             self.diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
-        elif self._trial.kind == "probe" and self.updates >= self._trial.updates:
+        elif self._trial.kind == "probe" and not self._trial.keeps and self.updates >= self._trial.updates:
             self.stop = "the probe has made its updates"
-        elif self._target is not None and self._trial.kind == "train" and self._aim.settled and aim <= self._target:
+        elif self._target is not None and self._aim.settled and aim <= self._target:
             self.stop = "the target is reached"
         elif self._trial.until is not None and self._aim.settled and aim <= self._trial.until:
             self._close = True

@@ -15,7 +15,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Trial
 
-#: A probe is stopped when it has made its updates; groups that are faster than others make more of them.
+#: A probe of several groups is stopped when it has made its updates; groups that are faster than others make more of them.
 SPARE = 4
 #: Checkpoints of a training: it can end before its time at each.
 PARTS = 32
@@ -33,8 +33,12 @@ def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:
     if trial.kind == "train":  # checkpoints on the way: training may end before its time
         every = math.ceil(steps / PARTS)
         steps = every * math.ceil(steps / every)
+    elif trial.keeps:  # one at its end
+        every = steps
+    elif trial.setting.groups > 1:
+        steps *= SPARE
     job: dict[str, Any] = {
-        "steps": steps if trial.kind == "train" else SPARE * steps,
+        "steps": steps,
         "epochs": None,
         "until": None,
         "eval_every": 0,

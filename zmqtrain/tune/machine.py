@@ -92,6 +92,11 @@ class Machine(ABC):
         return self
 
     @property
+    def start(self) -> int | None:
+        """The trial at whose end training stands; none: at the initial parameters."""
+        return self._start
+
+    @property
     def share(self) -> float:
         """Of all time so far, how much went into probes."""
         total = self.search_s + self.train_s
@@ -114,14 +119,34 @@ class Machine(ABC):
 
     # For strategies
 
-    def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
+    def _probe_s(self) -> float:
+        """How long a probe is to take."""
         space = self._space
-        seconds = min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
+        return min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
+
+    def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
         groups = setting.groups
         # As long as the ones before, which it will be compared with: what was measured since is not what matters.
-        length = self._lengths.setdefault(groups, max(space.probe / 4, seconds / self._update_s[groups]))
+        length = self._lengths.setdefault(groups, max(self._space.probe / 4, self._probe_s() / self._update_s[groups]))
         updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
+
+    def _leg(self, setting: Setting, updates: int, phase: str, reason: str, start: int | None) -> Trial:
+        """A probe from there that may be gone on from."""
+        first = self._first.get(None)
+        above = None if first is None else GIVE_UP * first
+        return Trial(len(self.trials), setting, max(setting.groups, updates), "probe", phase, reason, start, above, keeps=True)
+
+    def _adopt(self, setting: Setting, number: int, spent_s: float) -> None:
+        """What has been a probe, or some one after another, is training: it goes on from there. ``spent_s``: their time."""
+        self.search_s -= spent_s
+        self.train_s += spent_s
+        self._setting, self._start, self._diverged = setting, number, 0
+        outcome = self.trials[number][1]
+        self._first[number] = outcome.loss if outcome.end is None else outcome.end
+        self._reached = outcome.reached is not None
+        self._lengths.clear()
+        self._seen.clear()
 
     def _speed(self, groups: int) -> Trial:
         """A few steps from the beginning, which tell how long an update takes with so many groups."""
@@ -176,10 +201,32 @@ class Machine(ABC):
         return max(groups, math.ceil(min(wanted_s, left_s, FOREVER_S) / self._update_s[groups]))
 
     def _train(
-        self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None
+        self,
+        setting: Setting,
+        updates: int,
+        phase: str,
+        reason: str,
+        *,
+        until: float | None = None,
+        watch: int = 0,
+        below: float | None = None,
+        begin: float | None = None,
     ) -> Generator[Trial, Outcome, Outcome]:
-        """Go on from where training stands. ``until``: a loss at which that is enough."""
-        trial = Trial(len(self.trials), setting, updates, "train", phase, reason, self._start, self._give_up_above(), until)
+        """Go on from where training stands. ``until``: a loss at which that is enough. The rest: as of a `Trial`."""
+        trial = Trial(
+            len(self.trials),
+            setting,
+            updates,
+            "train",
+            phase,
+            reason,
+            self._start,
+            self._give_up_above(),
+            until,
+            watch=watch,
+            below=below,
+            begin=begin,
+        )
         self._setting = setting
         self._lengths.clear()
         self._seen.clear()
@@ -190,11 +237,13 @@ class Machine(ABC):
             self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))
             return outcome
         self._start, self._diverged = trial.number, 0
-        self._stalled = outcome.loss > (1 - self._space.worse) * outcome.first
+        self._stalled = outcome.stood is not None or outcome.loss > (1 - self._space.worse) * outcome.first
         self._first[trial.number] = outcome.loss if outcome.end is None else outcome.end
         self._drifted = outcome.drifted is not None
         if outcome.drifted is not None:
             self._decide("drift", outcome.drifted, **values_of(setting))
+        if outcome.stood is not None:
+            self._decide("stands still", outcome.stood, **values_of(setting))
         return outcome
 
 

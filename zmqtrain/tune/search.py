@@ -19,15 +19,15 @@ for the momentum that makes up for asynchrony, the higher learning rate and fewe
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
+from zmqtrain.tune.race import Race, Runner, above, pace
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
@@ -47,11 +47,27 @@ APART = 0.1
 SMALL = 0.05
 #: Of settings that are tied, how many are tried for longer.
 MOST_TIED = 2
+#: Updates of the first leg of a race, at least.
+LEAST = 10
+#: Training is looked at after so many first legs, at first; after a choice of groups and momentum, of which the better ones show
+#: late, after so many probes of it.
+WATCH, LONG_WATCH = 4, 8
+#: Each time that nothing came of asking it trains so many times as long before it is asked again.
+PATIENCE = 2.0
+#: What asking may take, as a part of what has been trained.
+ASK = 0.5
+#: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
+MUCH = 0.2
+#: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
+EARLY, CHOICE = 0.25, 6
+#: What a probe for the learning rate's fall may take of all time so far.
+FALLS = 0.05
+#: More groups are tried from the beginning if an update takes so many times less.
+WORTH = 1.25
 #: What the cold start may take of the time that there is for searching; and all before the end of training.
 COLD = 0.5
 GRID = 0.85
-
-Steps: TypeAlias = Generator[Trial, Outcome, "Setting | None"]
+NOTHING_TRAINS = "nothing trains from here on: even one group with the lowest learning rates diverges"
 
 
 class Search(Machine):
@@ -59,6 +75,10 @@ class Search(Machine):
 
     def __init__(self, space: Space) -> None:
         self._total = max(space.momenta)  # momentum of the optimizer and of asynchrony
+        self._race = Race(space.worse)
+        self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the training that is under way
+        self._patience = 1.0  # how much longer it trains before it is asked whether it gets anywhere
+        self._stood = False  # the last training got nowhere
         super().__init__(space)
 
     def _life(self) -> Life:
@@ -68,39 +88,176 @@ class Search(Machine):
         else:
             saturation = space.saturation
             self._decide("saturation", "the fewest groups that are as fast as any, as far as is known", groups=saturation)
-        cold = yield from self._cold_start(saturation)
-        if cold is None:
+        lead = yield from self._rates()
+        if lead is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
-        if space.cold:
-            for _ in range(MOST_COLD):
-                yield from self._train(
-                    cold, space.cold, "cold start", "the model leaves its first, steep part before many groups help"
-                )
-                if (end := self._end()) is not None:
-                    return end
-                fallen = self._diverged or self._first[self._start] <= (1 - LOWER) * self._first[None]
-                if fallen or self.train_s > COLDEST * space.limit_s:
-                    break
-                self._decide("cold start", "the loss has hardly fallen yet, so trials would tell nothing: as long again")
-        self._stalled = False  # it has only just begun, and its learning rate is the best of a sweep
-        groups, rate = saturation, cold.lr
-        if groups > cold.groups:
+        self._follow((yield from self._double(lead, saturation)))
+        if (end := (yield from self._cold())) is not None:
+            return end
+        groups, rate = saturation, self._lead.setting.lr / (10 if self._diverged else 1)
+        if groups > self._lead.setting.groups:
             self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
         while True:
-            before_s = self.search_s
-            found = yield from self._choose(groups, rate)
-            if found is None or self._diverged > MOST_LOWERED:
-                return Done(self._setting, "nothing trains from here on: even one group with the lowest learning rates diverges")
-            assert found.best is not None
-            chosen = yield from self._against(found.best, found.loss)
-            groups = chosen.groups
-            rate = yield from self._long(chosen, self._due(groups, self.search_s - before_s))
+            if self._diverged > MOST_LOWERED:
+                return Done(self._setting, NOTHING_TRAINS)
+            if self._drifted or (due := self._too_soon()) is None:
+                before_s = self.search_s
+                found = yield from self._choose(groups, rate)
+                if found is None:
+                    return Done(self._setting, NOTHING_TRAINS)
+                assert found.best is not None
+                chosen = yield from self._against(found.best, found.loss)
+                groups = chosen.groups
+                due = self._due(groups, self.search_s - before_s)
+                watch = LONG_WATCH * found.updates
+            else:
+                chosen, watch = replace(self._lead.setting, lr=rate), WATCH * self._first_leg()
+            rate = yield from self._long(chosen, due, watch)
             if (end := self._end()) is not None:
                 return end
             if self._drifted and self._affords(*map(self._speed, space.groups)):  # hosts are not as fast as they were
                 groups = yield from self._speeds()
+            if self._stood and (yield from self._ask()):
+                rate = self._lead.setting.lr
+                if (end := self._end()) is not None:
+                    return end
 
-    def _long(self, setting: Setting, updates: int) -> Generator[Trial, Outcome, float]:
+    def _follow(self, runner: Runner) -> None:
+        """What it has come to is where training stands."""
+        assert runner.number is not None
+        self._lead = runner
+        self._adopt(runner.setting, runner.number, runner.spent_s)
+
+    def _go_on(
+        self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
+    ) -> Generator[Trial, Outcome, Outcome]:
+        """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
+        others = self._race.others(self._lead)
+        below = min((each.loss + each.noise for each in others if each.updates < self._lead.updates), default=None)
+        watch = round(self._patience * watch)
+        begin = self._lead.loss if setting == self._lead.setting else None
+        number = len(self.trials)
+        outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watch, below=below, begin=begin)
+        if not outcome.diverged:
+            self._lead.tell(self.trials[number][0], outcome)
+        self._stood = outcome.stood is not None
+        return outcome
+
+    def _cold(self) -> Generator[Trial, Outcome, Done | None]:
+        """Some training, and more while the loss has hardly fallen. Whether that is the end."""
+        space = self._space
+        for _ in range(MOST_COLD if space.cold else 0):
+            if (end := self._end()) is not None:
+                return end
+            yield from self._go_on(
+                self._lead.setting,
+                space.cold,
+                "cold start",
+                "the model leaves its first, steep part before many groups help",
+                watch=WATCH * self._first_leg(),
+            )
+            if self._stood and (yield from self._ask()):
+                continue
+            if self._diverged or self._lead.loss <= (1 - LOWER) * self._first[None] or self.train_s > COLDEST * space.limit_s:
+                break
+            self._decide("cold start", "the loss has hardly fallen yet, so trials would tell nothing: as long again")
+        self._stalled = False  # it has only just begun, and its learning rate is the best of a sweep
+        return self._end()
+
+    def _too_soon(self) -> int | None:
+        """Updates to train until a search for groups and momentum takes no more than its part of all time so far; none where it may
+        begin. As long as nobody knows when the target will be reached it might cost more than it gains."""
+        space = self._space
+        if space.target is None:
+            return None
+        cost_s = self.search_s + CHOICE * self._probe_s()
+        owed_s = cost_s / EARLY - self.search_s - self.train_s
+        if owed_s <= 0:
+            return None
+        groups = self._lead.setting.groups
+        return min(self._left(groups), max(self._first_leg(), math.ceil(owed_s / self._update_s[groups])))
+
+    def _ask(self) -> Generator[Trial, Outcome, bool]:
+        """Training gets nowhere: whether a tenth of the learning rate does from there, or one of those that were left behind, from
+        where it was left. Returns whether training goes on as that."""
+        lead, begin_s, space = self._lead, self.search_s, self._space
+        may_s = ASK * self.train_s  # the longer it has trained the more it is worth to ask
+
+        def affords(trial: Trial) -> bool:
+            cost_s = trial.updates * self._update_s[trial.setting.groups]
+            return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
+
+        goal, again = space.target or 0.0, self._patience > 1
+        far = lead.loss > (self._first[None] + goal) / 2
+        lower = yield from self._lower(lead, affords, tenth=again)
+        # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
+        if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
+            return self._smaller(lead, lower)
+        if (far or again) and (yield from self._others(lead, affords, anew=far)):
+            return True
+        if lower is not None:
+            return self._smaller(lead, lower)
+        self._patience *= PATIENCE
+        self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
+        return False
+
+    def _lower(self, lead: Runner, affords: Callable[[Trial], bool], *, tenth: bool) -> Generator[Trial, Outcome, Runner | None]:
+        """What smaller steps come to from where training stands, if that is better: the next slower setting, or a ``tenth`` of the
+        rate. Nothing is lost by it where training stands still, so that its own error is all that counts."""
+        setting = lead.setting if self._setting is None else self._setting
+        runner = Runner(replace(setting, lr=setting.lr / 10) if tenth else self._slower(setting))
+        reason = "whether smaller steps do where training stands still"
+        trial = self._leg(runner.setting, max(self._first_leg(), lead.updates // 5), "ask", reason, self._start)
+        if not affords(trial):
+            return None
+        runner.tell(trial, (yield trial))
+        return None if runner.diverged or runner.loss + runner.noise >= lead.loss else runner
+
+    def _smaller(self, lead: Runner, lower: Runner) -> bool:
+        """Go on with them."""
+        self._decide("setting", f"{lower.setting} gets from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting))
+        assert lower.number is not None
+        lead.tell(*self.trials[lower.number])
+        self._adopt(lower.setting, lower.number, lower.spent_s)
+        return True
+
+    def _slower(self, setting: Setting) -> Setting:
+        """The fastest that is at most half as fast, of these groups; of two that are as fast the one with more momentum."""
+        momenta = {setting.momentum, *(each for each in self._space.momenta if each <= setting.momentum)}
+        choices = [replace(setting, momentum=momentum, lr=lr) for momentum in momenta for lr in (setting.lr, setting.lr / 10)]
+        slow = [each for each in choices if pace(each) <= pace(setting) / 2]
+        return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
+
+    def _others(self, lead: Runner, affords: Callable[[Trial], bool], *, anew: bool) -> Generator[Trial, Outcome, bool]:
+        """Side by side, each for twice as long in turn, until one has a lower loss or the leader was better by then. ``anew``: the
+        leader's setting with less momentum, too."""
+        reason, race = "whether it does better than what stands still", self._race
+        less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
+        if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
+            race.enter(replace(lead.setting, momentum=less))
+        runners = race.others(lead)
+        while runners:
+            for runner in sorted(runners, key=lambda each: each.loss):
+                if runner.curve and above(lead.here, runner.here):
+                    told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {lead.loss:.4g} after {lead.updates}"
+                    self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
+                    lead.behind = True
+                    self._follow(runner)
+                    return True
+            further: list[Runner] = []
+            for runner in runners:
+                then = lead.at(runner.updates) if runner.curve else lead.curve[0]
+                if runner.curve and (then is None or above(runner.here, then)):
+                    runner.behind = True
+                    continue
+                trial = self._leg(runner.setting, max(self._first_leg(), runner.updates), "ask", reason, runner.number)
+                if affords(trial):
+                    runner.tell(trial, (yield trial))
+                    further.append(runner)
+            runners = [each for each in further if not each.diverged]
+        return False
+
+    def _long(self, setting: Setting, updates: int, watch: int) -> Generator[Trial, Outcome, float]:
         """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
         the target; the paper tries a tenth each time."""
         reason = f"the best of what was tried: {setting}"
@@ -111,25 +268,40 @@ class Search(Machine):
                 lower = replace(setting, lr=setting.lr / 10)
                 if (yield from self._falls(fall, lower, begin)):
                     setting, reason = lower, "the learning rate falls, for the target is near"
-            outcome = yield from self._train(setting, updates, "train", reason, until=fall.until)
+                    if self._end() is not None:
+                        return setting.lr
+            outcome = yield from self._go_on(setting, updates, "train", reason, until=fall.until, watch=watch)
             if outcome.diverged:
                 return setting.lr / 10
             updates -= outcome.updates
-            if not fall.near(outcome.end) or updates <= 0 or outcome.drifted or self._end() is not None:
+            near = fall.near(outcome.end)
+            if not near or updates <= 0 or outcome.drifted or outcome.stood or self._end() is not None:
                 return setting.lr
 
+    def _soon(self, outcome: Outcome) -> float:
+        """What a probe of which all losses count would come to if it went on for half as long again, at the pace that it had."""
+        over = min(self._space.smooth, outcome.updates // 3)
+        if outcome.end is None or over < self._space.smooth:
+            return outcome.loss
+        slope = (outcome.loss - outcome.end) / ((outcome.updates - over) / 2)
+        return outcome.end - slope * (outcome.updates + over) / 2
+
     def _falls(self, fall: Fall, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
-        """Whether the learning rate falls now."""
+        """Whether the learning rate falls now. If so, the probe that says so is training."""
+        may_s = FALLS * (self.search_s + self.train_s)
+        updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
         reason = "whether a lower learning rate reaches the target by now"
-        trial = replace(self._probe(lower, "fall", reason, times=LONGER), scored=1.0)  # what falls does so at once
-        if not self._affords(trial):
+        trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
+        if updates < self._first_leg() or not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
             fall.stop()
             return False
         outcome = yield trial
         loss = outcome.loss - outcome.noise
-        if fall.hear(begin, loss):
+        if fall.hear(begin, min(loss, self._soon(outcome))):
             self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {loss:.4g} at once", lr=lower.lr)
+            self._lead.tell(trial, outcome)
+            self._adopt(lower, trial.number, outcome.spent_s)
             return True
         then = "no sooner than it is reached anyway" if fall.until is None else f"later, at {fall.until:.4g}"
         self._decide("learning rate", f"a tenth would bring the loss from {begin:.4g} to {loss:.4g}: {then}", lr=10 * lower.lr)
@@ -144,55 +316,77 @@ class Search(Machine):
         self._decide("saturation", "the fewest groups that are as fast as any", groups=found, update_s=measured)
         return found
 
-    def _cold_start(self, saturation: int) -> Steps:
-        """The learning rate for one group, then how many groups help a model that has learned nothing."""
-        space, one = self._space, self._space.groups[0]
-        rates, momentum = sorted(space.rates), max(space.momenta)
-        best: tuple[float, Setting] | None = None
+    def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
+        """The learning rate for one group: those that promise something side by side, ever fewer of them for ever longer."""
+        space, one, race = self._space, self._space.groups[0], self._race
+        rates, momenta = sorted(space.rates, reverse=True), sorted(space.momenta, reverse=True)
+        phase, reason = "learning rate", "from high to low until it gets worse"
         for lowered in range(MOST_LOWERED + 1):
             for rate in rates:
-                setting, reason = Setting(one, momentum, rate), "from low to high until it gets worse"
-                if best is not None and not self._affords(self._probe(setting, "learning rate", reason), part=COLD):
-                    self._enough(f"no higher learning rate than {best[1].lr:g}")
+                runner, before = race.enter(Setting(one, momenta[0], rate)), race.leader
+                if not (yield from self._further(runner, self._first_leg(), phase, reason)):
                     break
-                outcome = yield from self._try(setting, "learning rate", reason)
-                if outcome.diverged or (best is not None and self._worse(outcome.loss, best[0])):
-                    self._decide("learning rate", f"{rate:g} {_fares(outcome)}: higher ones would be worse still", lr=rate)
+                if runner.diverged:
+                    self._decide("learning rate", f"{rate:g} diverges", lr=rate)
+                elif before is not None and above(runner.here, before.here, space.worse):
+                    told = f"{runner.loss:.4g} after {before.loss:.4g}"
+                    self._decide("learning rate", f"{rate:g} is worse ({told}): lower ones would be worse still", lr=rate)
                     break
-                # Of rates that are as good the highest: a model that has not begun to learn shows none.
-                best = min(outcome.loss, math.inf if best is None else best[0]), setting
-            if best is not None:
+            if race.leader is not None:
                 break
-            rates = [rates[0] / 10]
+            rates = [rates[-1] / 10]
             if lowered < MOST_LOWERED:
                 self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=rates[0])
-        if best is None:
+        if (lead := race.leader) is None:
             return None
-        self._decide("learning rate", f"the lowest loss of one group: {best[0]:.4g}", lr=best[1].lr)
-        return (yield from self._double(best, saturation))
-
-    def _double(self, best: tuple[float, Setting], saturation: int) -> Steps:
-        space = self._space
-        groups = best[1].groups
-        for more in [each for each in space.groups if groups < each <= saturation]:
-            if more < 2 * groups:
-                continue
-            setting = Setting(more, self._near(more), best[1].lr)
-            trial = self._probe(
-                setting, "groups", "as many groups as still help at first, with the momentum that makes up for them"
+        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=None)
+        if higher is not None and len(momenta) > 1 and pace(between := Setting(one, momenta[1], higher)) > pace(lead.setting):
+            yield from self._further(
+                race.enter(between), self._first_leg(), phase, "a higher rate with less momentum is between two"
             )
-            if not self._affords(trial, part=COLD):
-                self._enough(f"no more than {groups} groups at first")
-                break
-            outcome = yield from self._try(setting, trial.phase, trial.reason)
-            if not self._worse(best[0], outcome.loss):
-                fared = f"{_fares(outcome)} after {best[0]:.4g}"
-                self._decide(
-                    "groups", f"at first {more} groups are no better than {groups} in the same time ({fared})", groups=groups
-                )
-                break
-            best, groups = (outcome.loss, setting), more
-        return best[1]
+        count = len(race.sound)
+        while (count := (count + 1) // 2) > 1 and len(ahead := race.ahead(count)) > 1:
+            for runner in ahead:
+                yield from self._further(runner, 2 * runner.updates, phase, "the better half goes on for longer")
+            race.drop(ahead)
+        lead = race.leader
+        assert lead is not None
+        self._decide("learning rate", f"the lowest loss of one group: {lead.loss:.4g}", **values_of(lead.setting))
+        return lead
+
+    def _further(self, runner: Runner, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, bool]:
+        """A leg of one, if there is time. Of several that none has been made of yet one is made in any case."""
+        trial = self._leg(runner.setting, updates, phase, reason, runner.number)
+        if self._race.leader is not None and not self._affords(trial, part=COLD):
+            self._enough(f"not {runner.setting} for longer")
+            return False
+        runner.tell(trial, (yield trial))
+        return True
+
+    def _double(self, lead: Runner, saturation: int) -> Generator[Trial, Outcome, Runner]:
+        """How many groups help a model that has learned nothing: twice as many, as long as they are better in the same time. At
+        best they need as few updates, so that what they gain is what an update takes less."""
+        space = self._space
+        reason = "as many groups as still help at first, with the momentum that makes up for them"
+        for more in [each for each in space.groups if each <= saturation]:
+            groups = lead.setting.groups
+            if more < 2 * groups or self._update_s[groups] < WORTH * self._update_s[more]:
+                continue
+            rival = self._race.enter(Setting(more, self._near(more), lead.setting.lr))
+            for point in lead.curve:
+                updates = round((point.seconds - rival.seconds) / self._update_s[more])
+                last = point is lead.curve[-1]
+                if not (yield from self._further(rival, updates, "groups", reason)):
+                    return lead
+                good = not rival.diverged and not self._worse(rival.loss, point.loss)
+                if not good or (last and not self._worse(point.loss, rival.loss)):
+                    fared = "diverges" if rival.diverged else f"ends at {rival.loss:.4g} after {point.loss:.4g}"
+                    told = f"at first {more} groups are no better than {groups} in the same time ({fared})"
+                    self._decide("groups", told, groups=groups)
+                    rival.behind = True
+                    return lead
+            lead = rival
+        return lead
 
     def _climb(self, first: Setting, phase: str, reason: str, enough: float) -> Generator[Trial, Outcome, Grid]:
         """Momenta from ``first``'s down, as long as each is clearly better than those before and there is time for more; no further
@@ -219,6 +413,10 @@ class Search(Machine):
             found.tried[setting] = yield from self._try(setting, phase, reason)
             if found.best is not None and found.best != setting:
                 return
+
+    def _first_leg(self) -> int:
+        """Updates of the first leg of a race."""
+        return max(LEAST, round(self._space.probe / 4))
 
     def _enough(self, then: str) -> None:
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
@@ -343,7 +541,3 @@ def _why(found: Grid) -> str:
     if found.best.momentum == 0:
         return "the best momentum is 0: asynchrony may bring too much of its own"
     return "fewer may be as good, from gradients that are less old"
-
-
-def _fares(outcome: Outcome) -> str:
-    return "diverges" if outcome.diverged else f"ends at {outcome.loss:.4g}"

@@ -46,6 +46,14 @@ class Trial:
     """A smoothed loss at which training has done its part: it ends at its next checkpoint."""
     scored: float = SCORED
     """The last part of it, of which the loss counts."""
+    keeps: bool = False
+    """Of a probe: other trials may begin at its end."""
+    watch: int = 0
+    """Of training: updates after which it ends, at its next checkpoint, if it gets nowhere. 0: it does not."""
+    below: float | None = None
+    """A loss to which another setting came with fewer updates: one that is above it then gets nowhere."""
+    begin: float | None = None
+    """The loss of the training that it goes on with, if that is known."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -81,6 +89,8 @@ class Outcome:
     """Mean loss of its last updates, as many as are smoothed over."""
     drifted: str | None = None
     """Why it was ended before its time: what was measured is not what it was chosen for."""
+    stood: str | None = None
+    """Why it was ended before its time: it gets nowhere."""
 
     @property
     def diverged(self) -> bool:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from tests.launcher.family import Family
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 45.0
 TOKEN = "token of a test, 0123456789abcdef"
 #: What this machine's own scheduler, or a test before, may have left.
 _FOREIGN = ("ZMQTRAIN_", "SLURM", "PET_", "SKYPILOT_", "JOBSET", "MASTER_", "POD_IP")

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.environment.nodes import PATIENCE_S, TOKEN, Nodes, free_port
+from tests.launcher.environment.nodes import TOKEN, Nodes, free_port
+from tests.patience import PATIENCE_S
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.engine import Gathering
 from zmqtrain.launcher.environment.engine import EnvironmentEngine
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.topology.schema import Topology
-
-pytestmark = pytest.mark.timeout(100)
 
 TOPOLOGY = """
 [job]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.launcher.kubernetes.manifest import PERMANENT
 
 UNIT = Path(__file__).parents[3] / "launch" / "zmqtrain-agent.service"
@@ -37,5 +38,5 @@ def test_systemd_understands_it(tmp_path: Path) -> None:
         pytest.skip("systemd-analyze is not here")
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/zmqtrain/bin/zmqtrain", sys.executable))
-    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert UNIT.name not in done.stderr, done.stderr

@@ -196,7 +196,6 @@ def test_what_is_written_is_read_again(document: dict[str, Any]) -> None:
     assert yaml.safe_load(write_yaml(document)) == document
 
 
-@pytest.mark.timeout(100)
 def test_the_pods_train(tmp_path: Path) -> None:
     """Each pod's command, with the variables that a JobSet gives it. Pods have no names here, so they are told the address."""
     port = free_port()

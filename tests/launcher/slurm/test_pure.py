@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.cli.launch import run_launch
 from zmqtrain.errors import TopologyError, UsageError
 from zmqtrain.launcher.slurm.allocation import Allocation, Node, addresses_in, counts, slots_of
@@ -240,7 +241,7 @@ class Batch:
 
     def end(self) -> tuple[int, str]:
         """Exit code, and what was asked of Slurm."""
-        code = self.process.wait(20)
+        code = self.process.wait(PATIENCE_S)
         asked = self.folder / "asked"
         return code, asked.read_text() if asked.exists() else ""
 

@@ -18,6 +18,7 @@ import pytest
 from tests.launcher.launched import Launched
 from tests.launcher.slurm.cluster import Cluster, cluster
 from tests.launcher.test_preempted import TASK
+from tests.patience import PATIENCE_S
 from zmqtrain.launcher.preempted import PREEMPTED
 
 TOPOLOGY = """
@@ -40,8 +41,6 @@ staleness = "sync"
 kind = "slurm"
 slurm = {{ nodes = 2, cpus = 1 }}
 """
-PATIENCE_S = 45.0
-pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture(scope="module")

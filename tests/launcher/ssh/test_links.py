@@ -6,11 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.launcher.ssh.machines import command, machines
-
-pytestmark = pytest.mark.timeout(100)
+from tests.patience import PATIENCE_S
 
 HEAD = """
 [job]
@@ -32,7 +29,7 @@ def test_links_between_machines_are_measured_over_ssh(tmp_path: Path) -> None:
     with machines(2, folder) as two:
         (tmp_path / "trial.toml").write_text(HEAD + two.hosts())
         done = subprocess.run(
-            command("profile", "trial.toml", "--links", "--json"), cwd=tmp_path, capture_output=True, text=True, timeout=90
+            command("profile", "trial.toml", "--links", "--json"), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in done.stdout.splitlines()]

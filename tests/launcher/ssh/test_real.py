@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import launched
 from tests.launcher.launched import Launched
 from tests.launcher.ssh.machines import Machines, command, machines
+from tests.patience import PATIENCE_S
 
 HEAD = """
 [job]
@@ -43,14 +43,6 @@ with zmqtrain.session() as session:
         time.sleep(0.02)
     print("sum", session.all_reduce(torch.tensor([session.rank + 1.0])).item())
 """
-#: Of machines that all compute on this one.
-PATIENCE_S = 45.0
-pytestmark = pytest.mark.timeout(100)
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -240,4 +232,4 @@ def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -
 
 
 def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.observe.report.figures import MOST_POINTS, MOST_ROWS, figures_of, thinned
+from zmqtrain.observe.summary import Summary
 
 
 def event(kind: str, rank: int, step: int | None, time: float, **values: Any) -> dict[str, Any]:
@@ -51,8 +52,35 @@ def test_evaluations_spread_staleness_samples_and_traffic() -> None:
     assert figures["spread"] == [(10, 1.0, pytest.approx(0.3))]
     assert figures["staleness"] == {"2": 1}
     assert figures["samples"] == {"worker/1": {"held": 5, "lost": 0}}
-    assert figures["traffic"]["peers"] == ["worker/0", "worker/1"]
-    assert figures["traffic"]["bytes"] == [[0, 100], [0, 0]]
+
+
+def test_traffic_adds_up_to_its_total() -> None:
+    figures = figures_of(
+        [
+            event("traffic", 0, None, 5.0, bytes_sent=107, sent={"worker/1": 100, "coordinator": 7}),
+            event("traffic", 1, None, 5.0, bytes_sent=53, sent={"worker/0": 50, "coordinator": 3}),
+        ]
+    )
+    traffic = figures["traffic"]
+    assert traffic["rows"] == ["worker/0", "worker/1"]
+    assert traffic["peers"] == ["worker/0", "worker/1", "coordinator"]
+    assert traffic["bytes"] == [[0, 100, 7], [50, 0, 3]]
+    assert traffic["total"] == 107 + 53 == sum(map(sum, traffic["bytes"]))
+
+
+def test_staleness_is_counted_once() -> None:
+    """By the servers where there are any, as in the summary: what workers saw is the same reads."""
+    events = [event("step", rank, step, 1.0, seconds=1.0, staleness=1.0) for rank in range(2) for step in range(4)]
+    assert figures_of(events)["staleness"] == {"1": 8}
+    served = [{**event("server", 0, None, 2.0, staleness={"0": 1, "1": 7}), "role": "server"}]
+    served += [
+        {**event("server", 1, None, 2.0, staleness=staleness), "role": "server"} for staleness in ({"1": 3}, {"1": 6, "2": 2})
+    ]
+    assert figures_of([*events, *served])["staleness"] == {"0": 1, "1": 13, "2": 2}
+    summary = Summary()
+    for each in [*events, *served]:
+        summary.add(f"{each['role']}/{each['rank']}", each)
+    assert summary.to_dict()["staleness"]["histogram"] == {"0": 1, "1": 13, "2": 2}
 
 
 def test_what_happened_is_told_once() -> None:
@@ -87,6 +115,7 @@ def test_wide_and_long_runs_stay_small() -> None:
     assert figures["ranks"][0]["peer"] == "worker/0 to 127"
     assert figures["loss"]["groups"] == {}
     assert len(figures["traffic"]["totals"]) == MOST_ROWS
+    assert figures["traffic"]["total"] == 4096 * 1000
     long = figures_of(event("step", 0, step, float(step), loss=1.0, seconds=1.0) for step in range(20_000))
     assert len(json.dumps(figures)) + len(json.dumps(long)) < 500_000
 
@@ -95,4 +124,4 @@ def test_no_events_no_figures() -> None:
     figures = figures_of([])
     assert figures["loss"]["mean"] == []
     assert figures["ranks"] == []
-    assert figures["traffic"] == {"peers": [], "bytes": [], "totals": {}, "count": 0}
+    assert figures["traffic"] == {"rows": [], "peers": [], "bytes": [], "totals": {}, "count": 0, "total": 0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import psutil
 
 from zmqtrain.cli.bench.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
+from zmqtrain.processors import processors
 
 ROLES = 32
 #: What 32 processes that each import torch themselves take is the peer; one is measured, since they share the processors.
@@ -30,7 +30,7 @@ def bench_launch(*, roles: int = ROLES) -> Iterator[Case]:
     """Launch ``roles`` workers that only join and meet at a barrier. Raises `ZmqTrainError` if the launch fails."""
     joined, memory = _launch(roles)
     alone = float(subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, text=True).stdout)
-    each = roles * alone / min(roles, os.cpu_count() or 1)
+    each = roles * alone / min(roles, processors())
     yield case_of("launch", f"{roles} roles up and joined", joined, "s", f"{roles} imports of torch on all processors", each)
     yield case_of("launch", f"memory of launcher, agent and {roles} roles", memory / 1e6, "MB")
 

@@ -2,8 +2,14 @@
 
 GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps the k-th step's
 partners are at a distance of 2^k, so that what a peer knows has reached all others, directly or not, when the period ends. Then
-the peers take new positions (*partner rotation*): one of p seeded shuffles, which take turns. A step has one set of partners,
-whatever is exchanged in it, and a period one shuffle: to rotate in its middle would lose what the distances add up to.
+the peers take new positions (*partner rotation*). A step has one set of partners, whatever is exchanged in it, and a period one
+order: to rotate in its middle would lose what the distances add up to.
+
+The paper rotates by random shuffles, which leave it to chance who meets whom. Here all orders come from one seeded shuffle, read
+along the zigzag 0, 1, -1, 2, -2, ... modulo n, which is shifted by one from period to period. For an even n no difference between
+its neighbours comes twice, so n periods bring each peer next behind each other one: a row-complete Latin square (Williams 1949).
+For an odd p one peer stays where it is, in front of a zigzag of the others. On a hypercube the pairs of first steps are those of a
+tournament in p - 1 rounds (the circle method). So all pairs meet directly within p periods, whatever the seed.
 
 =============  ============================  ============================  ===================================================
 topology       sends to                      receives from                 promises
@@ -86,8 +92,19 @@ class Schedule:
 
     def _places(self, step: int) -> tuple[Ranks, Ranks]:
         """The position of each rank, and the rank at each position."""
-        rotation = step // self.period % self.world if self.rotation else 0
-        return _shuffle(self.world, (self.seed, _SHUFFLE, rotation)) if self.rotation else _in_order(self.world)
+        if not self.rotation:
+            return _in_order(self.world)
+        return _rotated(self.world, self.seed, step // self.period % self.rounds, self._fixed)
+
+    @property
+    def rounds(self) -> int:
+        """Periods after which the first order comes again, and, with rotation, all pairs have met: p, or one less."""
+        return self.world - self._fixed
+
+    @property
+    def _fixed(self) -> int:
+        """How many peers stay in their place: 0 or 1."""
+        return 1 if self.shape == "hypercube" else self.world % 2
 
     def _random(self, step: int, rank: int) -> Partners:
         key = (self.seed, _STEP, step)
@@ -107,6 +124,16 @@ def is_power_of_two(number: int) -> bool:
 @lru_cache(maxsize=64)
 def _shuffle(world: int, key: tuple[int, int, int]) -> tuple[Ranks, Ranks]:
     ranks = np.argsort(_numbers(world, key), kind="stable").astype(np.int64, copy=False)
+    return _inverse(ranks), _frozen(ranks)
+
+
+@lru_cache(maxsize=64)
+def _rotated(world: int, seed: int, turn: int, fixed: int) -> tuple[Ranks, Ranks]:
+    """A shuffle, in the order of one round: the first ``fixed`` of it where they are, and the others by the zigzag, shifted."""
+    base, others = _shuffle(world, (seed, _SHUFFLE, 0))[1], world - fixed
+    half = (np.arange(others, dtype=np.int64) + 1) // 2
+    zigzag = np.where(np.arange(others) % 2, half, -half)
+    ranks = np.concatenate([base[:fixed], base[fixed:][(zigzag + turn) % others]])
     return _inverse(ranks), _frozen(ranks)
 
 

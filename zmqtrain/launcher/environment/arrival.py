@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from zmqtrain.errors import ProtocolError
 from zmqtrain.launcher.environment.place import Place
 from zmqtrain.launcher.ssh.inspection import own_versions
+from zmqtrain.processors import processors
 
 #: Of any text in it.
 _LONGEST = 255
@@ -78,7 +78,7 @@ def own_arrival(place: Place, interface: str, launcher: str) -> Arrival:
         place.bind,
         interface,
         launcher,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors(),
         socket.gethostname(),
         own_versions(),
     )

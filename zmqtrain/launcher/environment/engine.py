@@ -72,7 +72,7 @@ class EnvironmentEngine:
         settled = register.settle(lobby.seen)
         given = topology.engine.address
         towards = settled.towards if given is None else dict.fromkeys(settled.towards, given)
-        return Gathered(topology.model_copy(update={"hosts": settled.hosts}), towards, run_token(token, self._run))
+        return Gathered(topology.with_hosts(settled.hosts), towards, run_token(token, self._run))
 
     async def open(self, run: EngineRun) -> None:
         """All are there already. Hosts without roles may go."""

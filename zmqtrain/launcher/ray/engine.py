@@ -57,7 +57,7 @@ class RayEngine:
         if find_spec("ray") is None:
             raise UsageError('[engine] kind = "ray" needs Ray: pip install zmqtrain[ray]')
         topology = gathering.topology
-        hosts = asked_for(topology)
+        hosts = topology.hosts
         await self._connect(topology.engine.ray.address)
         await self._reserve(topology, hosts)
         found = await self._within(ACTOR_S, [actor.look.remote() for actor in self._actors.values()], "start their actors")
@@ -67,7 +67,7 @@ class RayEngine:
             raise HostsError(table(faults, len(hosts)))
         placed = tuple(host.model_copy(update={"address": seen["address"]}) for host, seen in zip(hosts, found, strict=True))
         towards = await addresses_towards(placed, topology.engine.address)
-        return Gathered(topology.model_copy(update={"hosts": placed}), towards, port=topology.job.port)
+        return Gathered(topology.with_hosts(placed), towards, port=topology.job.port)
 
     async def open(self, run: EngineRun) -> None:
         """All hosts were looked at when they were gathered."""
@@ -151,16 +151,6 @@ class RayEngine:
                 return await asyncio.gather(*waits)
         except (TimeoutError, RayActorError) as error:
             raise HostLostError(f"nodes of the Ray cluster did not {what}: {str(error) or f'not within {limit_s:g} s'}") from error
-
-
-def asked_for(topology: Topology) -> tuple[Host, ...]:
-    """The hosts that the run is to have: those of the file, or so many as it asks Ray for."""
-    if "hosts" in topology.model_fields_set:
-        return topology.hosts
-    ray = topology.engine.ray
-    slots = ray.cpus or -(-topology.compute.workers // ray.nodes) * (topology.compute.threads or 1)
-    devices = tuple(f"cuda:{number}" for number in range(ray.gpus))
-    return tuple(Host(name=f"node{number}", slots=slots, devices=devices) for number in range(1, ray.nodes + 1))
 
 
 def bundle_of(host: Host) -> dict[str, float]:

@@ -124,5 +124,8 @@ def in_allocation(topology: Topology, allocation: Allocation) -> Topology:
     """The topology on the nodes of an allocation: all of them, or as many as it names hosts. Raises `UsageError`, and
     `TopologyError` where the file's rules do not hold there."""
     given = topology.hosts if "hosts" in topology.model_fields_set else None
-    hosts = [host.model_dump(mode="json", exclude_none=True) for host in allocation.hosts(given)]
-    return Topology.from_dict({**topology.to_dict(), "hosts": hosts})
+    hosts = allocation.hosts(given)
+    if given is None:  # a node has what a job of this file asks for
+        devices = topology.hosts[0].devices
+        hosts = tuple(host.model_copy(update={"devices": devices}) for host in hosts)
+    return topology.with_hosts(hosts)

@@ -1,7 +1,7 @@
 """The program on the other side: it looks a host over, starts the host's agent, tells what it prints, and stops it.
 
-It is sent over the channel as text, with `keeper`, and needs Python alone (3.7 or later), since its first task is to find out what
-is missing.
+It is sent over the channel as text, with `keeper` and `zmqtrain.processors`, and needs Python alone (3.7 or later), since its first
+task is to find out what is missing.
 Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a
 login shell may print words of its own.
 
@@ -32,6 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 from zmqtrain.launcher.ssh.keeper import KILLED_S, LOOK_S, alive, began, end_session, keep, open_pidfd, send, wait_until_gone
+from zmqtrain.processors import gpus, processors
 
 MARK = "#zmqtrain "
 #: Log text in one answer.
@@ -125,6 +126,10 @@ class Host:
                 missing = [name for name in files if not os.path.exists(os.path.join(folder, name))]
                 faults += [(f"no {name} in {folder}", "set sync = true in [engine] to copy yours") for name in missing]
         return {"python": platform.python_version(), "packages": {name: _version(name) for name in packages}, "faults": faults}
+
+    def room(self) -> dict[str, Any]:
+        """How much may compute here."""
+        return {"processors": processors(), "gpus": gpus()}
 
     def unpack(self, size: int) -> dict[str, Any]:
         """Take a folder, as a tar file that follows. Says where it is now."""

@@ -36,7 +36,8 @@ class Figures:
         self._split: dict[int, list[float]] = {}  # step -> [time, compute, exposed, other, count]
         self._ranks: dict[str, _Rank] = defaultdict(_Rank)
         self._slow: list[tuple[float, str, int, float]] = []
-        self._staleness: Counter[int] = Counter()
+        self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
+        self._seen: Counter[int] = Counter()  # by workers, in their steps: the same reads once more where there are servers
         self._spread: dict[int, list[float]] = {}  # step -> [time, sum, count]
         self._samples: dict[str, Mapping[str, Any]] = {}
         self._traffic: dict[str, Mapping[str, int]] = {}
@@ -56,7 +57,7 @@ class Figures:
             for name, value in metrics_of(values).items():
                 self._eval[name].append((step, at, value))
         elif kind == "server":
-            self._staleness.update({int(key): int(count) for key, count in dict(values.get("staleness") or {}).items()})
+            self._served[peer] = Counter({int(key): int(count) for key, count in dict(values.get("staleness") or {}).items()})
         elif kind == "spread" and isinstance(step, int):
             _sum_up(self._spread, step, at, float(values.get("distance") or 0.0))
         elif kind == "samples":
@@ -79,7 +80,7 @@ class Figures:
         self._ranks[peer].add(compute, exposed, other)
         stale = mean_staleness(values)
         if stale is not None:
-            self._staleness[round(stale)] += 1
+            self._seen[round(stale)] += 1
         if step > 0:  # the first is slow everywhere
             self._slow.append((seconds, peer, step, exposed))
             if len(self._slow) > 50 * SLOWEST:
@@ -119,12 +120,16 @@ class Figures:
                 {"peer": peer, "step": step, "seconds": seconds, "exposed_s": exposed}
                 for seconds, peer, step, exposed in sorted(self._slow, reverse=True)[:SLOWEST]
             ],
-            "staleness": {str(value): count for value, count in sorted(self._staleness.items())},
+            "staleness": {str(value): count for value, count in sorted(self._staleness().items())},
             "spread": thinned(_means(self._spread)),
             "samples": dict(sorted(self._samples.items(), key=lambda item: peer_order(item[0]))[:MOST_ROWS]),
             "traffic": _matrix(self._traffic),
             "marks": self._marks,
         }
+
+    def _staleness(self) -> Counter[int]:
+        """What the servers counted; where there are none, what workers saw: as the summary has it."""
+        return sum(self._served.values(), Counter[int]()) or self._seen
 
 
 class _Rank:
@@ -179,15 +184,16 @@ def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
 
 
 def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
-    """Bytes from each role (a row) to each other (a column). Of many, only what each sent in all."""
-    peers = sorted({*traffic, *(to for sent in traffic.values() for to in sent)}, key=peer_order)
-    roles = [peer for peer in peers if peer.startswith(("worker/", "server/", "fc/"))]
-    if len(roles) > MOST_ROWS:
-        totals = {peer: sum(sent.values()) for peer, sent in traffic.items()}
+    """Bytes from each role (a row of ``bytes``, named in ``rows``) to whomever it has sent any (``peers``), the coordinator too,
+    and ``total``, their sum. Of many roles, only what each of those that sent most did in all."""
+    rows = sorted(traffic, key=peer_order)
+    peers = sorted({to for sent in traffic.values() for to in sent}, key=peer_order)
+    totals = {peer: sum(sent.values()) for peer, sent in traffic.items()}
+    found: Json = {"rows": [], "peers": [], "bytes": [], "totals": {}, "count": len(rows), "total": sum(totals.values())}
+    if max(len(rows), len(peers)) > MOST_ROWS:
         most = sorted(totals, key=lambda peer: (-totals[peer], peer_order(peer)))[:MOST_ROWS]
-        return {"peers": [], "bytes": [], "totals": {peer: totals[peer] for peer in most}, "count": len(roles)}
-    rows = [[int(traffic.get(source, {}).get(to, 0)) for to in roles] for source in roles]
-    return {"peers": roles, "bytes": rows, "totals": {}, "count": len(roles)}
+        return found | {"totals": {peer: totals[peer] for peer in most}}
+    return found | {"rows": rows, "peers": peers, "bytes": [[int(traffic[row].get(to, 0)) for to in peers] for row in rows]}
 
 
 def figures_of(events: Iterable[Mapping[str, Any]], *, group_size: int = 1) -> Json:

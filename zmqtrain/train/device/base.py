@@ -27,8 +27,11 @@ class Staging(Protocol):
         """
         ...
 
-    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
-        """Begin to copy once what is queued on the device so far has run, and return at once; then call ``done`` (any thread)."""
+    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
+        """Begin to copy once what is queued on the device so far has run, and return at once; then call ``done`` (any thread).
+
+        ``source`` must stay until then. Call what is returned to wait until it has been copied; it raises what has gone wrong.
+        """
         ...
 
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:

@@ -40,11 +40,11 @@ class CudaStaging:
             )
         self._pinned.append(tensor)
 
-    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> None:
+    def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
         # The stream that is current here is the one on which the gradients are made (autograd sets it in its own threads, too).
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(torch.cuda.current_stream(self._device))
-        self._outgoing.copy(source, target, done, after=made)
+        return self._outgoing.copy(source, target, done, after=made).synchronize
 
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
         copied = self._incoming.copy(source, target, done)

@@ -1,0 +1,62 @@
+"""How long a test may take, and wait for a process: one place, since a busy machine decides it and not the test.
+
+A test without processes fails at the limit of pyproject.toml. One that has started processes gets `LIMIT_S` instead, without being
+marked: whether it has is looked at when the ordinary limit is up.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Generator
+from types import FrameType
+from typing import Any
+
+import psutil
+import pytest
+
+#: Of a test that starts processes, in seconds: each imports torch, and other work may have the processors.
+LIMIT_S = 600.0
+#: Longest wait for a process or for what it says: the test can then still tell what it waited for.
+PATIENCE_S = 200.0
+
+
+class Children:
+    """The processes that were started since this was made."""
+
+    def __init__(self) -> None:
+        self._alive, self._ended = _alive(), _ended()
+
+    def started(self) -> bool:
+        """Whether there have been any, gone or not."""
+        return bool(_alive() - self._alive) or _ended() != self._ended
+
+
+def _alive() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
+def _ended() -> tuple[int, int]:
+    """Grows when a child has been waited for: no process runs without a page of memory."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_minflt, used.ru_majflt
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:
+    """Beside the timer of pytest-timeout, which is asked again once where the test has processes."""
+    children = Children()
+    result = yield
+    give_up: Any = signal.getsignal(signal.SIGALRM)
+    if not callable(give_up) or settings.timeout >= LIMIT_S:
+        return result  # another method than signals: its limit holds
+
+    def rings(number: int, frame: FrameType | None) -> None:
+        if children.started():
+            signal.signal(signal.SIGALRM, give_up)
+            signal.setitimer(signal.ITIMER_REAL, LIMIT_S - settings.timeout)
+        else:
+            give_up(number, frame)
+
+    signal.signal(signal.SIGALRM, rings)
+    return result

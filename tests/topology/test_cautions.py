@@ -1,0 +1,82 @@
+"""What a person may not have meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.topology import schema
+from zmqtrain.topology.cautions import cautions
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place, place_before
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this machine had none."""
+    monkeypatch.setattr(schema, "gpus", lambda: 0)
+
+
+def said(text: str, gpus: int = 0) -> list[str]:
+    topology = parse_topology("[job]\n" + text)
+    placement = place_before(topology) if topology.engine.gathers else place(topology)
+    return [each.what for each in cautions(topology, placement, gpus)]
+
+
+def hosts(*slots: int, devices: str = "") -> str:
+    more = f"devices = {devices}\n" if devices else ""
+    return "".join(f'[[hosts]]\nname = "h{number}"\nslots = {count}\n{more}' for number, count in enumerate(slots))
+
+
+TWO = '["cuda:0", "cuda:1"]'
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", []),
+        (hosts(8, 8, 8), []),
+        (hosts(8, 4, 2) + "[compute]\ngroups = 3\n", []),
+        (hosts(8, 4, 2) + "[compute]\ngroups = 2\n", []),  # the third has the model server
+        (hosts(8, 4, 2) + "[compute]\ngroup_size = 2\n", ["h2 would be idle: 2 workers on 2 of 3 hosts"]),
+        (hosts(4, 4, 4, 4) + "[compute]\ngroups = 1\n", ["h1, h2 and h3 would be idle: 1 worker on 1 of 4 hosts"]),
+        (
+            hosts(*[1] * 12) + "[compute]\ngroups = 1\n",
+            ["h1, h2, h3, h4, h5, h6, h7, h8 and 3 more would be idle: 1 worker on 1 of 12 hosts"],
+        ),
+        (hosts(8, devices=TWO), []),
+        (hosts(8, devices=TWO) + "[compute]\ngroups = 1\n", ["cuda:1 of h0 would be idle"]),
+        (hosts(8, devices=TWO) + '[compute]\ngroups = 1\ndevice = "cpu"\n', []),
+        (hosts(1, devices=TWO), ["cuda:1 of h0 would be idle"]),
+        (hosts(8, 8, devices=TWO) + "[compute]\ngroup_size = 3\n", ["cuda:1 of h1 would be idle"]),
+        (hosts(8) + "[compute]\nthreads = 4\n", ["4 of 8 slots would be idle"]),
+        (hosts(8) + "[compute]\nthreads = 5\n", []),
+        (hosts(8) + "[compute]\nthreads = 2\ngroups = 4\n", []),
+        (
+            hosts(8, 8, 8) + '[compute]\ngroups = 1\n[exchange]\nkind = "model_server"\nshards = 2\n',
+            ["14 of 24 slots would be idle"],
+        ),
+        (hosts(8) + '[exchange]\nkind = "gossip"\n', ['one group has nobody to gossip with: kind = "gossip" does nothing here']),
+        (
+            hosts(8, 8) + '[compute]\ngroup_size = 2\n[exchange]\nkind = "averaging"\n',
+            ['one group has nobody to average with: kind = "averaging" does nothing here'],
+        ),
+        (hosts(8, 8) + '[exchange]\nkind = "gossip"\n', []),
+        ('[engine]\nkind = "environment"\n[exchange]\nkind = "gossip"\n', []),  # who knows which hosts come
+        ('[[hosts]]\nname = "n[1-2]"\naddress = "10.0.0.[1-2]"\n[engine]\nkind = "environment"\n', []),
+    ],
+)  # fmt: skip
+def test_what_is_worth_a_warning(text: str, what: list[str]) -> None:
+    assert said(text) == what
+
+
+def test_gpus_of_this_machine() -> None:
+    assert said(hosts(8) + "[compute]\ngroups = 1\n", gpus=4) == ["3 of this machine's 4 GPUs would be idle"]
+    assert said(hosts(8) + "[compute]\ngroups = 4\n", gpus=4) == []
+    assert said(hosts(8) + '[compute]\ngroups = 1\ndevice = "cpu"\n', gpus=4) == []
+    assert said(hosts(8, 8) + "[compute]\ngroups = 2\n", gpus=4) == []  # emulated hosts
+
+
+def test_the_remedy_for_too_few_slots() -> None:
+    topology = parse_topology("[job]\n" + hosts(1, devices=TWO))
+    (caution,) = cautions(topology, place(topology))
+    assert str(caution) == "warning: cuda:1 of h0 would be idle: raise slots of h0: a worker on a device takes one"

@@ -1,0 +1,78 @@
+"""Settings side by side: who leads, who goes on, and who is asked again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from zmqtrain.tune.race import Point, Race, Runner, above, pace
+from zmqtrain.tune.trial import Outcome, Setting, Trial
+
+
+def leg(runner: Runner, number: int, updates: int, loss: float, noise: float = 0.01) -> None:
+    trial = Trial(number, runner.setting, updates, "probe", "learning rate", "because", runner.number, keeps=True)
+    runner.tell(trial, Outcome(updates, 2.0 * updates, 2.3, loss, noise, whole_s=2.0 * updates + 1))
+
+
+def race_of(*losses: float, momentum: float = 0.9) -> Race:
+    race = Race(0.02)
+    for number, loss in enumerate(losses):
+        leg(race.enter(Setting(1, momentum, 10.0**-number)), number, 15, loss)
+    return race
+
+
+def test_a_runner_remembers_its_way() -> None:
+    runner = Runner(Setting(1, 0.9, 0.1))
+    assert (runner.updates, runner.seconds, runner.loss, runner.noise, runner.number) == (0, 0.0, math.inf, 0.0, None)
+    leg(runner, 3, 10, 2.0, 0.1)
+    leg(runner, 5, 20, 1.0)
+    assert (runner.updates, runner.seconds, runner.loss, runner.number, runner.spent_s) == (30, 60.0, 1.0, 5, 62.0)
+    assert runner.at(5) == runner.at(10) == Point(10, 20.0, 2.0, 0.1)
+    assert runner.at(20) == Point(20, 40.0, 1.5, 0.1)
+    assert runner.at(31) is None
+    leg(runner, 6, 40, math.inf)
+    assert runner.diverged
+    assert (runner.updates, runner.number) == (30, 5)
+
+
+def test_the_leader_has_the_lowest_loss_or_learns_faster_where_that_tells_nothing() -> None:
+    leader = race_of(1.5, 2.0, 2.3).leader
+    assert leader is not None
+    assert leader.setting.lr == 1
+    leader = race_of(2.30, 2.29, 2.31).leader
+    assert leader is not None
+    assert leader.setting.lr == 1
+    assert race_of(math.inf, math.inf).leader is None
+    assert pace(Setting(1, 0.9, 0.1)) == pytest.approx(1)
+    assert pace(Setting(1, 1.0, 0.1)) < math.inf
+
+
+def test_the_better_half_goes_on_without_what_is_clearly_above() -> None:
+    race = race_of(2.30, 2.29, 2.31, 2.5)
+    assert [each.setting.lr for each in race.ahead(2)] == [1, 0.1]
+    assert [each.setting.lr for each in race.ahead(4)] == [1, 0.1, 0.01]
+    assert len(race_of(1.0, 2.0, 2.0).ahead(2)) == 1
+    assert race_of(math.inf).ahead(2) == ()
+
+
+def test_what_is_clearly_above_the_best_after_as_many_samples_is_behind() -> None:
+    race = race_of(2.30, 2.29)
+    ahead = race.ahead(2)
+    for number, (runner, loss) in enumerate(zip(ahead, (1.0, 2.0), strict=True)):
+        leg(runner, 10 + number, 30, loss)
+    race.drop(ahead)
+    assert [each.behind for each in ahead] == [False, True]
+    assert race.others(ahead[0]) == []
+
+
+def test_the_most_promising_is_asked_first() -> None:
+    race = race_of(2.0, math.inf, 2.2, 2.1)
+    assert [each.setting.lr for each in race.others(race.runners[0])] == [0.001, 0.01]
+    assert race.has(Setting(1, 0.9, 0.1))
+    assert not race.has(Setting(1, 0.6, 0.1))
+
+
+@pytest.mark.parametrize(("loss", "noise", "found"), [(1.3, 0.1, True), (1.15, 0.1, False), (1.03, 0.0, False)])
+def test_above_is_by_both_standard_errors_and_more_than_a_tie(loss: float, noise: float, found: bool) -> None:
+    assert above(Point(1, 1.0, loss, noise), Point(1, 1.0, 1.0, noise), 0.05) is found

@@ -1,0 +1,111 @@
+"""What a person may not have meant, though a run can do it: machines that would be idle, exchanges with nobody. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.schema import Host, Topology
+
+#: Hosts or devices that a caution lists before it says how many more there are.
+MOST_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """Something that is worth a warning before a run."""
+
+    name: str
+    """What it is about: ``idle`` or ``exchange``."""
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.what}: {self.remedy}"
+
+
+def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[Caution, ...]:
+    """All that is worth a warning, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
+    host."""
+    if topology.engine.gathers and "hosts" not in topology.model_fields_set:
+        return ()
+    return (*_hosts(topology, placement), *_devices(topology, placement, gpus), *_slots(topology, placement), *_alone(topology))
+
+
+def _hosts(topology: Topology, placement: Placement) -> Iterator[Caution]:
+    idle = [host.name for host in topology.hosts if not placement.of_host(host.name)]
+    if idle:
+        busy = len(topology.hosts) - len(idle)
+        yield Caution(
+            "idle",
+            f"{_listed(idle)} would be idle: {_roles(placement)} on {busy} of {len(topology.hosts)} hosts",
+            "raise [compute] groups or group_size, or leave both out (then each host has a worker), or leave the hosts out",
+        )
+
+
+def _devices(topology: Topology, placement: Placement, gpus: int) -> Iterator[Caution]:
+    if topology.compute.device not in ("auto", "cuda"):
+        return
+    remedy = "raise [compute] groups or group_size to use them, or leave both out (then each device has a worker)"
+    idle = [f"{device} of {host.name}" for host in topology.hosts for device in _unused(host, placement)]
+    if idle:
+        full = [host.name for host in topology.hosts if len(placement.of_host(host.name)) >= host.slots < len(host.devices)]
+        if full:
+            remedy = f"raise slots of {_listed(full)}: a worker on a device takes one"
+        yield Caution("idle", f"{_listed(idle)} would be idle", remedy)
+    (host, *more) = topology.hosts
+    workers = sum(role.kind == "worker" for role in placement.of_host(host.name))
+    if not more and host.local and not host.devices and workers < gpus:
+        yield Caution("idle", f"{gpus - workers} of this machine's {gpus} GPUs would be idle", remedy)
+
+
+def _unused(host: Host, placement: Placement) -> Sequence[str]:
+    here = placement.of_host(host.name)
+    used = {role.device for role in here}
+    return [device for device in host.devices if device not in used and device != "cpu"] if here else ()
+
+
+def _slots(topology: Topology, placement: Placement) -> Iterator[Caution]:
+    """Where processors compute: half of them, or more, have nothing to do."""
+    compute = topology.compute
+    if compute.device == "modelled" or any(host.slots == 0 for host in topology.hosts):
+        return
+    hosts = [host for host in topology.hosts if placement.of_host(host.name)]
+    if compute.device != "cpu" and (compute.device == "cuda" or any(host.devices for host in hosts)):
+        return  # their devices count
+    slots, used = sum(host.slots for host in hosts), 0
+    for host in hosts:
+        roles = placement.of_host(host.name)
+        threads = sum(role.threads for role in roles if role.kind == "worker") // compute.pipeline
+        used += min(host.slots, threads + sum(role.threads for role in roles if role.kind != "worker"))
+    if 2 * used <= slots:
+        remedy = f"leave [compute] threads = {compute.threads} out, or raise it" if compute.threads else "add workers"
+        yield Caution("idle", f"{slots - used} of {slots} slots would be idle", remedy)
+
+
+def _alone(topology: Topology) -> Iterator[Caution]:
+    kind = topology.exchange.kind
+    if kind in ("gossip", "averaging") and topology.compute.groups == 1:
+        doing = "gossip" if kind == "gossip" else "average"
+        yield Caution(
+            "exchange",
+            f'one group has nobody to {doing} with: kind = "{kind}" does nothing here',
+            "raise [compute] groups, or leave [exchange] kind out",
+        )
+
+
+def counted(count: int, what: str) -> str:
+    """So many of them, in words."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _roles(placement: Placement) -> str:
+    servers = placement.servers + placement.fc_servers
+    return counted(placement.world_size, "worker") + (f" and {counted(servers, 'server')}" if servers else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > MOST_LISTED:
+        return f"{', '.join(names[:MOST_LISTED])} and {len(names) - MOST_LISTED} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

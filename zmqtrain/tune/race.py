@@ -1,0 +1,154 @@
+"""Settings that are tried from the beginning side by side, each a little further in turn, and never forgotten.
+
+Successive halving (Jamieson and Talwalkar 2016): all go a short way, the better half goes on for twice as long, and so forth. What
+is left behind keeps where it has come to, and goes on from there should the leader stand still (freeze-thaw, Swersky et al. 2014).
+So only what the losers took is lost; the winner's way was training.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zmqtrain.tune.trial import Outcome, Setting, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """How far one has come."""
+
+    updates: int
+    seconds: float
+    loss: float
+    noise: float
+    """Standard error."""
+
+
+@dataclass(slots=True)
+class Runner:
+    """A training from the beginning, in legs."""
+
+    setting: Setting
+    """Of its last leg."""
+    curve: list[Point] = field(default_factory=list)
+    """The end of each leg."""
+    number: int | None = None
+    """The last leg's trial; none before the first, or where that began no leg."""
+    spent_s: float = 0.0
+    diverged: bool = False
+    behind: bool = False
+    """Its leader was better with as many samples."""
+
+    def tell(self, trial: Trial, outcome: Outcome) -> None:
+        """What came of a leg."""
+        self.setting = trial.setting
+        self.spent_s += outcome.spent_s
+        if outcome.diverged:
+            self.diverged = True
+            return
+        self.number = trial.number
+        self.curve.append(Point(self.updates + outcome.updates, self.seconds + outcome.seconds, outcome.loss, outcome.noise))
+
+    @property
+    def updates(self) -> int:
+        return self.curve[-1].updates if self.curve else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[-1].seconds if self.curve else 0.0
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1].loss if self.curve else math.inf
+
+    @property
+    def noise(self) -> float:
+        return self.curve[-1].noise if self.curve else 0.0
+
+    @property
+    def here(self) -> Point:
+        """The last point. Only after a leg."""
+        return self.curve[-1]
+
+    def at(self, updates: int) -> Point | None:
+        """Where it was after so many updates, between the two legs' ends around them; none beyond the last one, or before any."""
+        place = bisect_left([point.updates for point in self.curve], updates)
+        if place == len(self.curve):
+            return None
+        after = self.curve[place]
+        if place == 0 or after.updates == updates:
+            return after
+        before = self.curve[place - 1]
+        part = (updates - before.updates) / (after.updates - before.updates)
+        return Point(
+            updates,
+            before.seconds + part * (after.seconds - before.seconds),
+            before.loss + part * (after.loss - before.loss),
+            max(before.noise, after.noise),
+        )
+
+
+def above(one: Point, other: Point, worse: float = 0.0) -> bool:
+    """Whether a loss is clearly above another: by more than both standard errors, and than ``worse`` of it."""
+    return one.loss - other.loss > max(one.noise + other.noise, worse * abs(other.loss))
+
+
+@dataclass(slots=True)
+class Race:
+    """Who takes part."""
+
+    worse: float
+    """By so much of a loss another is the worse one."""
+    runners: list[Runner] = field(default_factory=list)
+
+    def enter(self, setting: Setting) -> Runner:
+        """One more."""
+        runner = Runner(setting)
+        self.runners.append(runner)
+        return runner
+
+    def has(self, setting: Setting) -> bool:
+        """Whether it takes part, or did."""
+        return any(each.setting == setting for each in self.runners)
+
+    @property
+    def leader(self) -> Runner | None:
+        """The lowest loss; of those that are as good the one that learns fastest, since a model that has not begun shows no
+        difference. None where all diverge."""
+        sound = [each for each in self.runners if not each.diverged and each.curve]
+        if not sound:
+            return None
+        lowest = min(each.loss for each in sound)
+        return max((each for each in sound if each.loss <= lowest + self.worse * abs(lowest)), key=lambda each: pace(each.setting))
+
+    @property
+    def sound(self) -> list[Runner]:
+        """Those that have come somewhere and are still in it."""
+        return [each for each in self.runners if not each.diverged and not each.behind and each.curve]
+
+    def ahead(self, count: int) -> Sequence[Runner]:
+        """So many that go on: the leader first, nobody who is clearly above it."""
+        lead = self.leader
+        if lead is None:
+            return ()
+        near = [each for each in self.sound if each is not lead and not above(each.here, lead.here, self.worse)]
+        return [lead, *sorted(near, key=lambda each: each.loss)][:count]
+
+    def drop(self, ahead: Sequence[Runner]) -> None:
+        """Of those that have just gone on for longer, whoever is clearly above the best of them with as many samples is behind."""
+        lead = min((each for each in ahead if not each.diverged), key=lambda each: each.loss, default=None)
+        for each in ahead:
+            if lead is not None and not each.diverged and each.updates >= lead.updates:
+                each.behind = above(each.here, lead.here, self.worse)
+
+    def others(self, lead: Runner) -> list[Runner]:
+        """Whom to ask where the leader gets nowhere, the most promising first, and last those that have not begun."""
+        found = [each for each in self.runners if each is not lead and not each.diverged and not each.behind]
+        return sorted(found, key=lambda each: (each.loss, -pace(each.setting)))
+
+
+def pace(setting: Setting) -> float:
+    """How far an update moves in the end: with momentum each gradient counts 1 / (1 - momentum) times."""
+    return setting.lr / (1 - min(setting.momentum, 0.999))
