@@ -947,8 +947,7 @@ def table() -> str:
     """The rows as docs/sessions.md has them. ``python -m tests.embed.loops`` prints them."""
     marks = {True: "refused", False: "="}
     lines = [f"| loop | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
-    for each in ROWS:
-        lines.append(f"| {each.name} | {' | '.join(marks[kind in each.refused] for kind in KINDS)} |")
+    lines += [f"| {each.name} | {' | '.join(marks[kind in each.refused] for kind in KINDS)} |" for each in ROWS]
     return "\n".join(lines)
 
 
