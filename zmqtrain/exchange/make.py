@@ -37,6 +37,8 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
     call), rather than bucket by bucket where it can.
     """
     topology, placement, role = context.topology, context.placement, context.role
+    # Whether a scaled gradient is finite is known when all of it is there.
+    whole_updates = whole_updates or topology.compute.precision == "float16"
     kind, overlap = topology.exchange.kind, topology.compute.overlap
     every = topology.exchange.every_steps(placement.groups)
     if kind == "model_server":

@@ -126,9 +126,13 @@ class PushMeta:
     """The version of the piece that the gradient was computed with."""
     hyperparameters: Mapping[str, Value] | None = None
     """Those of the optimizer's that differ from the configuration at this step, if any."""
+    passed_over: bool = False
+    """Nobody is to update by it: the whole gradient was not finite. It counts as an update that changes nothing."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
+        if self.passed_over:
+            return [*head, dict(self.hyperparameters or {}), True]
         return [*head, dict(self.hyperparameters)] if self.hyperparameters else head
 
     @classmethod
@@ -139,6 +143,8 @@ class PushMeta:
                 return cls(group, version)
             case [int(group), int(version), dict(hyperparameters)]:
                 return cls(group, version, hyperparameters)
+            case [int(group), int(version), dict(hyperparameters), True]:
+                return cls(group, version, hyperparameters, True)
         raise ProtocolError(f"a push says {value!r:.100} of itself, which is no group, version and hyperparameters")
 
 

@@ -39,6 +39,7 @@ from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.held_bucket import HeldBucket, hold, views_of
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
+from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
@@ -136,6 +137,8 @@ class TorchReplica:
         self._also_abort: list[Callable[[BaseException], None]] = []
         self.divisor = settings.loss_scale
         """By what gradients are divided when they are handed over."""
+        self.loss_scale: LossScale | None = None
+        """Where losses are scaled so that it depends on gradients: who judges them, and passes over updates by bad ones."""
         self.holding = False
         """Gradients are the caller's own tensors, which he copies into the buckets (`fill_gradients`) before they are handed over;
         backward leaves the buckets alone."""
@@ -191,6 +194,13 @@ class TorchReplica:
             else:
                 held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
         self.gates.arrive(bucket.index)
+
+    def judged(self, finite: bool, step: int) -> bool:
+        """Whether the gradient of ``step``, that of all who update together, is finite. Returns it."""
+        if self.loss_scale is not None and self.loss_scale.judged(finite):
+            scale, passed_over = self.loss_scale.value, self.loss_scale.passed_over
+            self._recorder.event("loss scale", step=step, scale=scale, passed_over=passed_over)
+        return finite
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
@@ -465,6 +475,11 @@ class TorchReplica:
         if self._sharing is not None:
             self._sharing.taken(index)
 
+    def _finite(self) -> bool:
+        """Of the gradients that an update goes by. One synchronization."""
+        flats = [held.host_sums if self._device.staging is None else held.gradients for held in self._held]
+        return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
+
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
         with self._recorder.span("update", "compute", step=self._step):
@@ -480,10 +495,11 @@ class TorchReplica:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
                 self._named[name].grad = None if name in self.without else view
-        if clip and self.settings.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
-        with user_code("the optimizer's step()"):
-            self.optimizer.step()
+        if self.loss_scale is None or self.judged(self._finite(), self._step):
+            if clip and self.settings.clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+            with user_code("the optimizer's step()"):
+                self.optimizer.step()
         if staging is None:
             for index in range(len(self._held)):
                 self._read(index)

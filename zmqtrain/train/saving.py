@@ -67,7 +67,10 @@ class Saver:
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
-        await self._send(step, f"worker-{self.rank}", tensors, values | {"random": random, "exchange": exchange.state_dict()})
+        own: dict[str, Any] = {"random": random, "exchange": exchange.state_dict()}
+        if replica.loss_scale is not None:
+            own["loss_scale"] = replica.loss_scale.state()
+        await self._send(step, f"worker-{self.rank}", tensors, values | own)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
@@ -100,6 +103,8 @@ class Saver:
             into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
+        if replica.loss_scale is not None:
+            replica.loss_scale.load(own.sidecar.get("loss_scale"))
         exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
         restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step

@@ -22,8 +22,8 @@ from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, requi
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
-#: By what losses are multiplied in float16 arithmetic, so that small gradients do not vanish; divided out again before gradients
-#: travel. A power of two: no digit is lost.
+#: By what losses are multiplied in float16 arithmetic, where it does not depend on gradients (`LossScale`): with models that are
+#: divided, or computed by FC servers. A power of two: no digit is lost.
 LOSS_SCALE = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
 #: Where to look at targets means to wait for the device, it is done in so many steps only.
 STEPS_LOOKED_AT = 10
@@ -79,7 +79,7 @@ class TrainStep:
         backward of the micro-batch in question), and `TaskError`."""
         start = self._clock()
         replica, settings = self._replica, self._settings
-        scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
+        divisor = group_batch or settings.group_batch
         replica.model.train()
         replica.begin_step(step)
         self._share.waited_s()  # evaluations are no part of the step
@@ -93,6 +93,9 @@ class TrainStep:
                 self._share.begin(step, number, len(parts))
                 loss, total, times, counted = self._forward(part)
                 losses.add(loss, counted, wait=not hand_over)
+            if number == 0:  # the forward has waited for the step before, so its gradient has been judged
+                loss_scale = replica.loss_scale.value if replica.loss_scale else LOSS_SCALE[settings.precision]
+                scale, replica.divisor = loss_scale / divisor, loss_scale
             if self._weighted and number == len(parts) - 1:
                 self._weigh(step, scale, hand_over)
             replica.begin_backward(last=hand_over and number == len(parts) - 1)

@@ -27,6 +27,7 @@ from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
+from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
@@ -118,6 +119,8 @@ class TorchWork:
                     "grid of several columns, groups in step and micro-batches need: use groups without a grid"
                 )
             return TrainStep(self._replica, loss, device, settings, context.recorder)
+        if settings.precision == "float16":
+            self._replica.loss_scale = LossScale()
         timeout_s = context.ladder.barrier_s
         self._crossing = Crossing(device.condition(), device.clock, timeout_s)
         self._replica.also_abort(self._crossing.abort)
