@@ -57,6 +57,21 @@ def findings(look: Look, model_bytes: int = 0) -> list[Finding]:
     return list(findings_of(TOPOLOGY, place(TOPOLOGY), look, OURS, model_bytes))
 
 
+def test_gpus_that_the_file_does_not_name() -> None:
+    (found,) = [each for each in findings(look_of({"gpus": 8})) if each.warning]
+    assert (found.host, found.detail) == ("a", "6 of its 8 GPUs would be idle: workers take one each, and there are 2")
+    assert 'devices = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"' in found.remedy
+    assert not [each for each in findings(look_of({"gpus": 2})) if each.warning]
+
+
+def test_gpus_that_are_not_seen() -> None:
+    topology = TOPOLOGY.model_copy(update={"compute": TOPOLOGY.compute.model_copy(update={"device": "cuda"})})
+    look = look_of({"gpus": 2})
+    found = [each for each in findings_of(topology, place(topology), look, OURS, 0) if each.warning]
+    assert [(each.host, each.ok) for each in found] == [("b", True)]
+    assert "no NVIDIA device is seen there" in found[0].detail
+
+
 def test_hosts_that_are_well() -> None:
     found = findings(look_of(), GIB)
     assert all(finding.ok and not finding.remedy for finding in found)

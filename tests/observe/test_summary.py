@@ -117,3 +117,21 @@ def test_loss_leaves_out_what_is_no_number() -> None:
     step(summary, 0, 0, 1.0, loss=2.0)
     step(summary, 1, 0, 1.0, loss=float("nan"))
     assert summary.to_dict()["loss"] == 2.0
+
+
+def test_checkpoints_that_did_not_come_are_named() -> None:
+    summary = Summary()
+    assert summary.to_dict()["checkpoints"] == {"complete": 0, "newest": None, "failed": []}
+
+    def told(kind: str, step: int) -> None:
+        summary.add(
+            "coordinator", {"kind": kind, "role": "coordinator", "rank": None, "step": step, "values": {"reason": f"why {step}"}}
+        )
+
+    told("checkpoint complete", 10)
+    told("checkpoint late", 20)
+    told("checkpoint failed", 30)
+    assert [each["step"] for each in summary.to_dict()["checkpoints"]["failed"]] == [20, 30]
+    told("checkpoint complete", 20)  # late, but there
+    found = summary.to_dict()["checkpoints"]
+    assert found == {"complete": 2, "newest": 20, "failed": [{"step": 30, "reason": "why 30"}]}

@@ -41,12 +41,12 @@ async def test_a_resumed_run_has_the_same_bits(optimizer, settings) -> None:
         exchange, replica = world.exchanges[rank], LinearReplica(optimizer, seed=first)
         if first:
             exchange.load_state_dict(states[first][rank])
-        result = await train(exchange, replica, steps, 48, first=first)
+        result = await train(exchange, replica, steps, 48, first=first, keep_every=2)
         states.setdefault(steps, [{}] * 4)[rank] = exchange.state_dict()
         return result
 
     async def run(steps: int, first: int = 0) -> list[torch.Tensor]:
-        world = World(2, 2, 2, policy="sync", checkpoint_every=2, checkpoints=kept, **settings)
+        world = World(2, 2, 2, policy="sync", checkpoints=kept, **settings)
         return (await world.run(*(worker(world, rank, steps, first) for rank in range(4))))[0]
 
     await run(2)
@@ -62,9 +62,9 @@ async def test_a_resumed_run_has_the_same_bits(optimizer, settings) -> None:
 
 async def test_asynchronous_servers_keep_their_parts() -> None:
     kept = [Kept(), Kept()]
-    world = World(2, 1, 2, policy="async", snapshot=True, checkpoint_every=2, checkpoints=kept)
+    world = World(2, 1, 2, policy="async", snapshot=True, checkpoints=kept)
     replicas = [LinearReplica(SGD) for _ in world.workers]
-    await world.run(*(train(e, r, 4, 48) for e, r in zip(world.exchanges, replicas, strict=True)))
+    await world.run(*(train(e, r, 4, 48, keep_every=2) for e, r in zip(world.exchanges, replicas, strict=True)))
     assert all(set(store.parts) == {2, 4} for store in kept)
     for step in (2, 4):
         assert len({version for store in kept for version in store.parts[step][1]["versions"].values()}) == 1
@@ -85,8 +85,8 @@ async def test_a_run_that_stops_early_keeps_what_there_is() -> None:
 
 async def test_a_checkpoint_of_another_cut_is_refused() -> None:
     kept = [Kept(), Kept()]
-    world = World(1, 1, 2, policy="sync", checkpoint_every=2, checkpoints=kept)
-    await world.run(train(world.exchanges[0], LinearReplica(SGD), 2, 48))
+    world = World(1, 1, 2, policy="sync", checkpoints=kept)
+    await world.run(train(world.exchanges[0], LinearReplica(SGD), 2, 48, keep_every=2))
     for store in kept:
         store.restore_from = 2
     other = World(1, 1, 2, policy="sync", checkpoints=kept, split_bytes=24)

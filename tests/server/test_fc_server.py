@@ -60,12 +60,12 @@ class Kept:
 class World:
     """An FC server and the clients of four workers."""
 
-    def __init__(self, policy: str = "async", every: int = 0) -> None:
+    def __init__(self, policy: str = "async") -> None:
         self.network = MemoryNetwork()
         self.head, self.kept = DoublingHead(), Kept()
         self.own = self.network.endpoint("fc/0")
         queue = FcQueue(2, 2, Policy(policy))  # type: ignore[arg-type]
-        settings = FcSettings(GROUPS, checkpoint_every=every, request_s=2.0)
+        settings = FcSettings(GROUPS, request_s=2.0)
         self.server = FcServer(self.own, settings, queue, self.head, self.kept, NullRecorder())
         self.nodes: dict[str, Node] = {peer: self.network.endpoint(peer) for group in GROUPS for peer in group}
         self.clients = {peer: FcClient(node, "fc/0", LADDER) for peer, node in self.nodes.items()}
@@ -91,7 +91,7 @@ async def _wait(life: Awaitable[object]) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 async def test_groups_train_and_checkpoints_are_kept(policy: str) -> None:
-    world = World(policy, every=2)
+    world = World(policy)
 
     async def live(peer: str, number: int) -> None:
         for step in range(4):
@@ -99,6 +99,8 @@ async def test_groups_train_and_checkpoints_are_kept(policy: str) -> None:
             group = number // 2
             assert gradients == [2 * number, 2 * step]
             assert answer == AnswerMeta(loss=(4 * group + 1 + 2 * step) / 4, compute_s=0.25, gradients=1)
+            if number == 0 and step % 2 == 1:
+                await world.clients[peer].keep(step + 1, save=step > 1)
         assert await world.clients[peer].evaluate(ActivationsMeta(1, (False,), 2), [TensorPayload.of(np.ones(2))]) == [2.0, 2.0]
         await world.clients[peer].finish()
 
@@ -106,7 +108,7 @@ async def test_groups_train_and_checkpoints_are_kept(policy: str) -> None:
     assert len(world.head.turns) == 8
     assert {samples for _, samples in world.head.turns} == {4}
     assert [len(each.groups) for each in world.head.updates] == ([2] * 4 if policy == "sync" else [1] * 8)
-    assert world.kept.steps == [2, 4]
+    assert world.kept.steps == [4]
 
 
 async def test_a_loss_that_is_not_finite_has_no_gradients_and_no_update() -> None:

@@ -32,7 +32,6 @@ CONFIGURATION = Configuration(
     bound=0,
     snapshot=True,
     clip_norm=0.0,
-    checkpoint_every=0,
     restored=False,
 )
 

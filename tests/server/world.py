@@ -180,9 +180,16 @@ async def exchange_once(exchange: ModelServerExchange, replica: LinearReplica, s
 
 
 async def train(
-    exchange: ModelServerExchange, replica: LinearReplica, steps: int, samples: int, *, decay: float = 1.0, first: int = 0
+    exchange: ModelServerExchange,
+    replica: LinearReplica,
+    steps: int,
+    samples: int,
+    *,
+    decay: float = 1.0,
+    first: int = 0,
+    keep_every: int = 0,
 ) -> list[Tensor]:
-    """A worker that trains on its share of each step's samples."""
+    """A worker that trains on its share of each step's samples, and has servers keep checkpoints."""
     settings = exchange._settings
     groups, size = len(settings.groups), len(settings.groups[0])
     dtype = replica.parameters[0].dtype
@@ -194,6 +201,10 @@ async def train(
         await exchange_once(exchange, replica, step)
         for group in replica.optimizer.param_groups:
             group["lr"] *= decay
+        if keep_every and (step + 1) % keep_every == 0:
+            if settings.group == settings.position == 0:
+                await exchange.keep(step + 1, last=False)
+            await exchange.read("", kept=step + 1)
     await exchange.settle()
     await exchange.stop()
     return replica.parameters

@@ -23,6 +23,9 @@ DEVICES = ("auto", "cpu", "cuda", "modelled")
         ("gosip", ("gossip", "averaging"), "gossip"),
         ("asynchronous", ("async", "sync"), "async"),
         ("banana", DEVICES, None),
+        ("tusk", ("Task", "task"), "task"),
+        ("tusk", ("task", "Task"), "task"),
+        ("Tusk", ("task", "Task"), "Task"),
     ],
 )
 def test_what_was_meant(given: str, known: tuple[str, ...], meant: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_part, wait_committed
+from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_nothing, send_part, wait_committed
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.train.checkpoint import (
     META,
@@ -199,6 +200,99 @@ async def test_parts_come_in_from_all_and_a_checkpoint_exists_when_they_are_comp
         await asyncio.wait({running})
         for endpoint in (one, two, coordinator):
             await endpoint.close()
+
+
+class Collecting:
+    """A collector, and roles that send their parts to it."""
+
+    def __init__(self, folder: Path, shape: RunShape, **how: Any) -> None:
+        self.network = MemoryNetwork()
+        self.coordinator = self.network.endpoint("coordinator")
+        self.told: list[tuple[str, int, str]] = []
+        self.collector = CheckpointCollector(self.coordinator, folder, shape, on_event=self._tell, **how)
+        self.endpoints: dict[str, Any] = {}
+
+    def _tell(self, kind: str, values: dict[str, Any]) -> None:
+        self.told.append((kind, values["step"], values.get("reason", "")))
+
+    def of(self, peer: str) -> Any:
+        if peer not in self.endpoints:
+            endpoint = self.endpoints[peer] = self.network.endpoint(peer)
+            endpoint.add_peer("coordinator", self.coordinator.address)
+            self.coordinator.add_peer(peer, endpoint.address)
+        return self.endpoints[peer]
+
+    async def send(self, peer: str, step: int, *names: str, members: list[int] | None = None) -> None:
+        sidecar: dict[str, Any] = {"step": step} if members is None else {"step": step, "members": members}
+        for name in names:
+            await send_part(self.of(peer), step, name, payloads(TENSORS), sidecar, timeout_s=5)
+
+    async def __aenter__(self) -> Collecting:
+        self._running = asyncio.create_task(self.collector.run())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._running.cancel()
+        await asyncio.wait({self._running})
+        for endpoint in (*self.endpoints.values(), self.coordinator):
+            await endpoint.close()
+
+
+async def test_a_server_that_holds_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with Collecting(tmp_path, RunShape("model_server", 1, 1, 2)) as world:
+        await world.send("worker/0", 3, "model", "worker-0")
+        await world.send("server/0", 3, "server-0")
+        assert world.told == []
+        await send_nothing(world.of("server/1"), "server-1", {"versions": {}}, timeout_s=5)  # also if it is late
+        await wait_committed(world.of("worker/0"), 3, timeout_s=5)
+        await world.send("worker/0", 4, "model", "worker-0")
+        await world.send("server/0", 4, "server-0")
+        await wait_committed(world.of("worker/0"), 4, timeout_s=5)
+    assert Checkpoint(tmp_path / "step-00000004").part("server-1") == ({}, {"versions": {}, "step": 4})
+
+
+async def test_who_is_lost_is_not_waited_for_where_the_others_go_on(tmp_path: Path) -> None:
+    here = {"worker/0", "worker/1", "worker/2"}
+    async with Collecting(tmp_path, RunShape("gossip", 3, 1, 0), members=lambda: here) as world:
+        await world.send("worker/0", 5, "model", "group-0", "worker-0", members=[0, 1, 2])
+        await world.send("worker/2", 5, "group-2", members=[0, 1, 2])  # and half of its parts
+        await world.send("worker/1", 5, "group-1", "worker-1", members=[0, 1, 2])
+        assert world.told == []
+        here.discard("worker/2")
+        await world.of("worker/2").close()
+        world.coordinator.forget("worker/2", "killed")
+        await wait_committed(world.of("worker/0"), 5, timeout_s=5)
+        # Who trains the next step says that there are two; one is enough to know.
+        await world.send("worker/0", 6, "model", "group-0", "worker-0", members=[0, 1])
+        await world.send("worker/1", 6, "group-1", "worker-1", members=[0, 1, 2])
+        await wait_committed(world.of("worker/0"), 6, timeout_s=5)
+    for step in (5, 6):
+        checkpoint = Checkpoint(tmp_path / f"step-0000000{step}")
+        checkpoint.require(RunShape("gossip", 3, 1, 0))
+        assert [checkpoint.stands_in(f"worker-{rank}") for rank in range(3)] == [None, None, 1]
+        checkpoint.shape = replace(checkpoint.shape, kind="averaging")
+        with pytest.raises(CheckpointError, match="not all workers"):
+            checkpoint.require(checkpoint.shape)
+
+
+async def test_a_checkpoint_that_takes_too_long_is_told_and_may_be_complete_still(tmp_path: Path) -> None:
+    async with Collecting(tmp_path, RunShape("gossip", 2, 1, 0), patience_s=0.05) as world:
+        await world.send("worker/0", 1, "model", "group-0", "worker-0")
+        while not world.told:  # noqa: ASYNC110 - the collector's own time-out
+            await asyncio.sleep(0.01)
+        assert world.told == [("checkpoint late", 1, "checkpoint 1 is not complete after 0.05 s: group-1, worker-1 have not come")]
+        await world.send("worker/1", 1, "group-1", "worker-1")
+        assert world.told[1:] == [("checkpoint complete", 1, "")]
+        await world.send("worker/0", 2, "model", "group-0", "worker-0")
+        await world.send("worker/0", 3, "model", "group-0", "worker-0")
+        await world.send("worker/1", 3, "group-1", "worker-1")
+        with pytest.raises(CheckpointError, match="checkpoint 2 is given up: checkpoint 3 is complete"):
+            await wait_committed(world.of("worker/0"), 2, timeout_s=5)
+        await world.send("worker/0", 4, "model")
+    (*_, last) = world.told
+    assert last[:2] == ("checkpoint failed", 4)
+    assert "the run ended before it was complete: group-0, group-1, worker-0, worker-1 have not come" in last[2]
 
 
 async def test_groups_too_far_apart_lose_incomplete_checkpoints_but_not_the_oldest(tmp_path: Path) -> None:

@@ -233,11 +233,11 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(fields: dict
         return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(105, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
     # With several groups the running statistics would depend on who comes first.
-    topology = merged(1, 2, 12, job={"steps": 7, "checkpoint_every": 3})
+    topology = merged(1, 2, 12, job={"steps": 7, "checkpoint_every": 3, "keep_checkpoints": 3})
     first, again = recipe_of(model=model, **fields), recipe_of(model=model, **fields)
     straight = await run(topology, first, folder=tmp_path)
     assert not straight.errors, straight.errors
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000003", "step-00000006"]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000003", "step-00000006", "step-00000007"]
     kept = Checkpoint(tmp_path / "step-00000006").part("model")[0]
     assert list(kept) == list(model().state_dict()), "an ordinary state dict"
     resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / "step-00000003")

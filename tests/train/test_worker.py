@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from tests.precision import close
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
 from zmqtrain.data.partition import Partition
-from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
+from zmqtrain.errors import CheckpointError, NonFiniteLossError, TaskError, UsageError
 from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
 from zmqtrain.train.random_state import seed_everything
 
@@ -150,13 +150,14 @@ async def test_training_ends_when_the_metric_is_reached(staleness: Any) -> None:
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
     compute = {"groups": 2, "group_size": 2, "batch_size": 12}
     exchange = KINDS[kind] | ({"every": 3} if kind == "averaging" else {})
-    job = {"checkpoint_every": 4}
+    job = {"checkpoint_every": 4, "keep_checkpoints": 3}
     whole = Recipe(**fields)
     first = await run(
         topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange), whole, folder=tmp_path / "checkpoints"
     )
     assert not first.errors
-    assert [path.name for path in find_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000008"]
+    found = [path.name for path in find_checkpoints(tmp_path / "checkpoints")]
+    assert found == ["step-00000004", "step-00000008", "step-00000010"]
     again = Recipe(**fields)
     resumed = await run(
         topology_of(job=job | {"steps": 10}, compute=compute, exchange=exchange),
@@ -168,7 +169,54 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, f
     for worker in range(4):
         assert torch.equal(whole.parameters(f"worker/{worker}"), again.parameters(f"worker/{worker}"))
         assert first.losses(f"worker/{worker}")[4:] == resumed.losses(f"worker/{worker}")
-    assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008"]
+    assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008", "step-00000010"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("compute", [{}, {"accumulate": 2}, {"group_size": 2, "grid": "2x1"}], ids=["plain", "accumulate", "grid"])
+async def test_gradients_that_wait_for_their_exchange_are_resumed_too(compute: dict[str, Any], step: int, tmp_path: Path) -> None:
+    """A checkpoint between two exchanges has those of the steps since."""
+    topology = topology_of(
+        job={"steps": 9, "checkpoint_every": 1, "keep_checkpoints": 20},
+        compute={"groups": 2, "batch_size": 12, **compute},
+        exchange={"kind": "allreduce", "every": 3},
+    )
+    whole, again = Recipe(), Recipe()
+    assert not (await run(topology, whole, folder=tmp_path)).errors
+    resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / f"step-{step:08d}")
+    assert not resumed.errors
+    assert len(resumed.losses("worker/0")) == 9 - step
+    for peer in whole.models:
+        assert torch.equal(whole.parameters(peer), again.parameters(peer))
+
+
+async def test_the_end_of_a_run_between_exchanges_has_them_too(tmp_path: Path) -> None:
+    """Also after the last evaluation."""
+
+    def topology(steps: int) -> Any:
+        compute = {"groups": 2, "batch_size": 12}
+        return topology_of(job={"steps": steps, "eval_every": 1}, compute=compute, exchange={"kind": "allreduce", "every": 3})
+
+    whole, again = Recipe(), Recipe()
+    assert not (await run(topology(8), whole, folder=tmp_path / "whole")).errors
+    assert not (await run(topology(5), Recipe(), folder=tmp_path / "part")).errors
+    assert not (await run(topology(8), again, folder=tmp_path / "again", resume=tmp_path / "part")).errors
+    for peer in whole.models:
+        assert torch.equal(whole.parameters(peer), again.parameters(peer))
+
+
+async def test_a_checkpoint_between_exchanges_is_refused_by_a_run_that_exchanges_at_others(tmp_path: Path) -> None:
+    def topology(every: int) -> Any:
+        job = {"steps": 6, "checkpoint_every": 1, "keep_checkpoints": 20}
+        return topology_of(job=job, compute={"batch_size": 12}, exchange={"kind": "allreduce", "every": every})
+
+    assert not (await run(topology(3), Recipe(), folder=tmp_path)).errors
+    for step, every in ((2, 4), (2, 2), (3, 2)):
+        result = await run(topology(every), Recipe(), folder=tmp_path / "x", resume=tmp_path / f"step-{step:08d}")
+        with pytest.raises(CheckpointError, match=r"\[exchange\] every as it was"):
+            raise result.errors["worker/0"]
+    result = await run(topology(1), Recipe(), folder=tmp_path / "y", resume=tmp_path / "step-00000003")
+    assert not result.errors
 
 
 async def test_random_states_and_statistics_of_layers_are_resumed_too(tmp_path: Path) -> None:
@@ -178,7 +226,9 @@ async def test_random_states_and_statistics_of_layers_are_resumed_too(tmp_path: 
     def noisy(batch: Any) -> Any:
         return batch[0] + 0.1 * np.random.randn() + 0.1 * random.random(), batch[1]
 
-    topology = topology_of(job={"steps": 9, "checkpoint_every": 4}, compute={"batch_size": 12, "accumulate": 2})
+    topology = topology_of(
+        job={"steps": 9, "checkpoint_every": 4, "keep_checkpoints": 3}, compute={"batch_size": 12, "accumulate": 2}
+    )
     whole, again = Recipe(model=model, transform=noisy), Recipe(model=model, transform=noisy)
     first = await run(topology, whole, folder=tmp_path)
     resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / "step-00000004")
@@ -217,7 +267,7 @@ async def test_a_bad_loss_stops_the_run_and_keeps_the_last_good_step(kind: str, 
     assert list(result.errors) == [f"worker/{rank}"]
     error = result.errors[f"worker/{rank}"]
     assert isinstance(error, NonFiniteLossError)
-    assert "step 3" in str(error)
+    assert "step 3. A checkpoint of step 3 was kept." in str(error)
     assert Checkpoint(tmp_path / "step-00000003").step == 3
     if kind != "async":
         good = Recipe()
@@ -225,6 +275,28 @@ async def test_a_bad_loss_stops_the_run_and_keeps_the_last_good_step(kind: str, 
         kept = Checkpoint(tmp_path / "step-00000003").part("model")[0]
         ours = torch.cat([payload.tensor.reshape(-1) for payload in kept.values()])
         assert torch.equal(ours, good.parameters("worker/0"))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+async def test_a_bad_loss_between_exchanges_leaves_the_last_one(rank: int, tmp_path: Path) -> None:
+    """Others have added the bad step's gradients to those before."""
+    exchange = {"kind": "allreduce", "every": 3}
+    compute = {"groups": 2, "group_size": 2, "batch_size": 12}
+    result = await run(topology_of(job={"steps": 10}, compute=compute, exchange=exchange), spoiled(rank, 4), folder=tmp_path)
+    assert list(result.errors) == [f"worker/{rank}"]
+    assert "A checkpoint of step 3 was kept" in str(result.errors[f"worker/{rank}"])
+    whole, again = Recipe(), Recipe()
+    assert not (await run(topology_of(job={"steps": 8}, compute=compute, exchange=exchange), whole)).errors
+    resumed = topology_of(job={"steps": 8}, compute=compute, exchange=exchange)
+    assert not (await run(resumed, again, folder=tmp_path / "again", resume=tmp_path)).errors
+    assert all(torch.equal(whole.parameters(f"worker/{each}"), again.parameters(f"worker/{each}")) for each in range(4))
+
+
+async def test_a_bad_loss_of_which_nothing_can_be_kept_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where checkpoints should lie")
+    topology = topology_of(job={"steps": 5}, compute={"batch_size": 12})
+    result = await run(topology, spoiled(0, 3), folder=tmp_path / "file")
+    assert "No checkpoint of the last good step could be kept" in str(result.errors["worker/0"])
 
 
 async def test_a_bad_loss_may_be_passed_over(tmp_path: Path) -> None:

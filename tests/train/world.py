@@ -98,7 +98,9 @@ async def run(
     network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
     endpoint = network.endpoint("coordinator")
     coordinator = Coordinator(endpoint, placement, ladder, agents=False)
-    collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume)
+    if folder is None:
+        topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
+    collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume, model=folder)
     result = Run()
     peers = [each.peer for each in placement.roles]
 

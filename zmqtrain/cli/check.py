@@ -15,7 +15,7 @@ from zmqtrain.cli.check_file import Finding, look_at_file
 from zmqtrain.cli.check_hosts import findings_of
 from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
 from zmqtrain.cli.emulation import emulation_of
-from zmqtrain.errors import EngineError, TopologyError, UsageError
+from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyError, UsageError
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.look import Look, look_at_hosts
 from zmqtrain.topology.load import load_topology
@@ -47,7 +47,9 @@ def run_check(
     except TopologyError as error:
         print_faults(error, json)
         return FAULTY
+    topology, unasked = _with_room(topology, emulate=emulate, ask=not file_only)
     placement, findings = look_at_file(topology, data)
+    findings += unasked
     if load is None:
         load = not file_only and (emulate or topology.engine.kind == "local")
     if load and all(finding.ok or finding.name not in _NEEDED for finding in findings):
@@ -68,6 +70,25 @@ def run_check(
     else:
         print_tables(rows, not faults, str(path))
     return FAULTY if faults else 0
+
+
+def _with_room(topology: Topology, *, emulate: bool, ask: bool) -> tuple[Topology, list[Finding]]:
+    """The topology with the slots that its hosts leave out, as far as they can be asked."""
+    from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
+    from zmqtrain.net.loop import run
+
+    if not lacks_room(topology):
+        return topology, []
+    if emulate:
+        return with_room_here(topology), []
+    if not ask:
+        return topology, [Finding("slots", True, "hosts are asked at the launch where the file does not say them")]
+    notes: list[str] = []
+    try:
+        topology = run(with_room(topology, notes.append))
+    except (HostsError, HostLostError) as error:
+        return topology, [Finding("slots", False, f"hosts cannot be asked for their processors: {error}")]
+    return topology, [Finding("slots", True, note) for note in notes]
 
 
 def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> Look | None:

@@ -44,7 +44,8 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
-        placement = place_before(topology) if topology.engine.gathers else place(topology)
+        unknown = topology.engine.gathers or any(host.slots == 0 for host in topology.hosts)
+        placement = place_before(topology) if unknown else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
         findings += [
             Finding(each.name, True, each.what, each.remedy, warning=True) for each in cautions(topology, placement, gpus())
@@ -63,7 +64,7 @@ def _slots(topology: Topology, placement: Placement) -> Finding:
     beside += f" and {counted(placement.fc_servers, 'FC server')}" if placement.fc_servers else ""
     where = "the slots of the hosts that come" if topology.engine.gathers else f"{counted(slots, 'slot')}{shared}"
     workers = f"{counted(placement.world_size, 'worker')} in {counted(placement.groups, 'group')}"
-    if topology.engine.gathers and topology.hosts_decide:
+    if topology.hosts_open and topology.hosts_decide:
         workers = "a worker for each device or host"
     return Finding("slots", True, f"{workers} on {where}, {beside} beside")
 

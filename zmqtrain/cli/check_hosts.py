@@ -41,6 +41,7 @@ def findings_of(
         yield from _disk(topology, host)
         yield from _memory(topology, placement, host, model_bytes)
         yield from _data(host)
+        yield from _gpus(topology, placement, host)
     yield from _summary(look)
 
 
@@ -113,6 +114,24 @@ def _clock(host: HostLook) -> Iterator[Finding]:
             f"its clock is {rounded_time(abs(host.clock_offset_s))} {ahead} the one here: events and traces would be out of order"
         )
         yield Finding("clocks", False, what, "let a time server set it (timedatectl set-ntp true; chronyc makestep)", host.name)
+
+
+def _gpus(topology: Topology, placement: Placement | None, host: HostLook) -> Iterator[Finding]:
+    """GPUs that a host has and the file does not name, or wants and the host does not have."""
+    device, there = topology.compute.device, int(host.facts.get("gpus", 0))
+    listed = next((each.devices for each in topology.hosts if each.name == host.name), ())
+    if placement is None or device not in ("auto", "cuda") or topology.engine.kind == "local":
+        return
+    workers = sum(role.kind == "worker" for role in placement.of_host(host.name))
+    if not listed and workers < there:
+        what = f"{there - workers} of its {there} GPUs would be idle: workers take one each, and there are {workers}"
+        names = ", ".join(f'"cuda:{number}"' for number in range(there))
+        yield Finding("idle", True, what, f"name them in [[hosts]]: devices = [{names}]", host.name, warning=True)
+    elif workers and not there and (device == "cuda" or any(name.startswith("cuda") for name in listed)):
+        what = "no NVIDIA device is seen there, and workers are to compute on CUDA"
+        yield Finding(
+            "device", True, what, "see whether nvidia-smi finds any there, or choose another device", host.name, warning=True
+        )
 
 
 def _disk(topology: Topology, host: HostLook) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.engine import Engine, GatheringEngine, make_engine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
+from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
@@ -64,6 +65,8 @@ def run_launch(
         raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
     if topology.engine.kind == "slurm" and emulation is None and not submit:
         topology = in_allocation(topology, require_allocation())
+    if lacks_room(topology) and own_engine is None:
+        topology = with_room_here(topology) if emulate else run(with_room(topology, _tell))
     _check_program(file, topology, script)
     if submit:
         return run_submit(
@@ -118,6 +121,10 @@ def run_launch(
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     return _go_detached(directory.path, go, events_before, json_lines=json_lines) if detach else go()
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> None:

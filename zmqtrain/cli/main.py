@@ -367,11 +367,19 @@ def attach(run: Run = "latest", json_lines: Json = False) -> None:
 
 
 @app.command()
-def stop(run: Run) -> None:
-    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher."""
+def stop(
+    run: Run,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="It is a failure (code 66) if no checkpoint of the last step was kept.")
+    ] = False,
+) -> None:
+    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher.
+
+    It stops with a checkpoint where it can. To stop it at once, use this twice.
+    """
     from zmqtrain.cli.runs import run_stop
 
-    raise typer.Exit(run_stop(run))
+    raise typer.Exit(run_stop(run, checkpoint=checkpoint))
 
 
 @app.command()

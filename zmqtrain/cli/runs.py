@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from zmqtrain.errors import HostLostError, SshError, UsageError
+from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name, training_of
+from zmqtrain.train.checkpoint import find_checkpoints
 
 #: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
 LOOK_S, MOST_LOOKS = 1.0, 300
@@ -43,14 +44,23 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
     return 0
 
 
-def run_stop(name: str) -> int:
+def run_stop(name: str, *, checkpoint: bool = False) -> int:
     """Stop a run as Ctrl-C would; where its launcher is gone, stop what is left of it on its hosts.
 
-    Raises `UsageError` where there is nothing of it, and `HostLostError` where hosts cannot be reached.
+    Raises `UsageError` where there is nothing of it, `HostLostError` where hosts cannot be reached, and `CheckpointError` where a
+    ``checkpoint`` of the step at which it stopped was asked for and not kept.
     """
     path = find_run(name)
     if (job := job_of(path)) is not None:
-        return _stop_job(path, job)
+        _stop_job(path, job)
+    else:
+        _stop_launcher(path)
+    if checkpoint:
+        _require_checkpoint(path)
+    return 0
+
+
+def _stop_launcher(path: Path) -> None:
     process = launcher_of(path)
     if process is not None:
         process.send_signal(signal.SIGINT)
@@ -65,10 +75,21 @@ def run_stop(name: str) -> int:
     if missed:
         lines = "\n  ".join(missed)
         raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
-    return 0
 
 
-def _stop_job(path: Path, job: str) -> int:
+def _require_checkpoint(path: Path) -> None:
+    """Say which checkpoint was kept of a run that has been stopped."""
+    training = training_of(path)
+    kept, last = find_checkpoints(training / "checkpoints"), _last_step(training)
+    step = 0 if last is None else int(str(last["steps"]))
+    newest = int(kept[-1].name.removeprefix("step-")) if kept else None
+    if newest is None or newest < step:
+        found = "there is none" if newest is None else f"the newest is of step {newest}"
+        raise CheckpointError(f"{path} has stopped after step {step}, and no checkpoint of that was kept: {found}")
+    print(f"stopped after step {step}, and kept {kept[-1]}")
+
+
+def _stop_job(path: Path, job: str) -> None:
     """End a run that was submitted to Slurm, and wait until its nodes are free."""
     if (state := state_of(job)) is None or state not in _LIVE:
         raise UsageError(f"{path} does not run any more: Slurm job {job} is {state or 'unknown here'}")
@@ -76,7 +97,7 @@ def _stop_job(path: Path, job: str) -> int:
     for _ in range(MOST_LOOKS):
         if state_of(job) not in _LIVE:
             print(f"Slurm job {job}: cancelled")
-            return 0
+            return
         time.sleep(LOOK_S)
     raise HostLostError(f"Slurm job {job} is cancelled, but still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
 

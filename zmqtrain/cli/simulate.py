@@ -12,9 +12,10 @@ from pathlib import Path
 from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
+from zmqtrain.launcher.preempted import INTERRUPTED
 from zmqtrain.launcher.record import Ending, RunRecord
 from zmqtrain.launcher.report import report_of
-from zmqtrain.launcher.run import INTERRUPTED, write_pid
+from zmqtrain.launcher.run import write_pid
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory

@@ -12,7 +12,8 @@ from typing import Any
 
 from zmqtrain.cli.tune import tuned
 from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
-from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import View, make_view
@@ -162,7 +163,7 @@ def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, A
     if updates is not None:
         fields |= {"steps": max(1, math.ceil(updates / groups)), "epochs": None}
         period = min(period, updates // PARTS)
-    if not topology.job.checkpoint_every:
+    if not topology.job.checkpoint_steps:
         fields["checkpoint_every"] = max(1, period // groups)
     return fields
 

@@ -19,7 +19,8 @@ from zmqtrain.cli.tune_runs import Folders, LaunchedRuns
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import INTERRUPTED, write_pid
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.plan.regroup import regrouped

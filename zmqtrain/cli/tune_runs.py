@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from zmqtrain.errors import ConnectivityError, HostLostError, NonFiniteLossError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import INTERRUPTED, Launch
+from zmqtrain.launcher.preempted import INTERRUPTED
+from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.run_directory import RunDirectory

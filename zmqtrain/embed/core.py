@@ -23,17 +23,23 @@ from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
 from zmqtrain.events import EventValue
+from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
+from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
-from zmqtrain.train.mean import mean_of_replicas
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.run_model import become_run_model
+from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.train.task import check_dataset, check_model
+from zmqtrain.versions import versions
+from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -123,6 +129,8 @@ class Core:
         self._loaders: list[Loader] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
+        self._samples = 0
+        self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
         self.closed = False
         self._halted: PeerLostError | None = None
@@ -177,6 +185,10 @@ class Core:
             )
         if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
             raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
+        if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
+            raise UsageError(
+                "[compute] precision and accumulate are for tasks: use torch.autocast, and session.accumulating(), in a loop of yours"
+            )
         if (
             overlap is False
             and topology.exchange.kind == "allreduce"
@@ -271,6 +283,7 @@ class Core:
         assert self.replicated is not None
         self._flush_step()
         samples = self._share[0] if self._share else 0
+        self._samples += samples
         reads = self.replicated.exchange.staleness()
         staleness = sum(reads) / len(reads) if reads else None
         self._ended_step = {
@@ -290,6 +303,8 @@ class Core:
         step = 0 if self.replicated is None else self.replicated.step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
             raise NonFiniteLossError(loss, self.context.role.index, step)
+        if kind == "eval":
+            self._evaluated = (step, values)
         if kind == "step" and self._ended_step is not None:
             self._ended_step.update(values)
         else:
@@ -343,15 +358,43 @@ class Core:
         """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
         self._flush_step()
         if self.replicated is not None:
-            exchange, replica = self.replicated.exchange, self.replicated.replica
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
-            await exchange.settle()
-            if exchange.averaged:
-                await mean_of_replicas(replica, self._world, "finish")
-                replica.take_all()  # the caller's thread, whose this is, waits here
-            await exchange.stop()
+            self.replicated.check_weights()
+            await self.replicated.exchange.settle()
+            await self.replicated.exchange.leave()
+            await self._take_run_model(self.replicated)
+            await self._leave_model(self.replicated)
+            await self.replicated.exchange.stop()
         self.context.recorder.event("finish", step=0 if self.replicated is None else self.replicated.step)
         self.finished = True
+
+    async def _take_run_model(self, replicated: Replicated) -> None:
+        """The user's model becomes the run's, on all workers."""
+        replica, exchange, role = replicated.replica, replicated.exchange, self.context.role
+        if exchange.averaged:
+            members = self.context.placement.group_members(role.group)
+            own = group_of(self.context.endpoint, members, f"session/{role.group}", self.context.ladder.barrier_s)
+            await become_run_model(replica, exchange, self._world, own, "finish")
+        elif exchange.model is RunModel.SERVERS:
+            await self.context.membership.barrier("session-trained")  # then servers have what all have pushed
+            await exchange.read("finish", last=True)
+            await spread(self._world, replica)
+        replica.take_all()  # the caller's thread, whose this is, waits here
+
+    async def _leave_model(self, replicated: Replicated) -> None:
+        """Rank 0's model, which is the run's, goes into the run's directory, if there is one."""
+        samples = TensorPayload.empty(1, "float64")
+        samples.numpy()[0] = self._samples
+        await all_reduce(self._world, samples, ("finish", "samples"))
+        if self.context.role.index != 0 or replicated.step == 0:
+            return
+        about: dict[str, Value] = {"model": replicated.exchange.model.value, "versions": dict(versions())}
+        if samples.numpy()[0]:  # else the batches were not the session's
+            about["samples"] = int(samples.numpy()[0])
+        about["metrics"] = dict(self._evaluated[1]) if self._evaluated[0] == replicated.step else {}
+        state = whole_state(replicated.replica.model, copied=False)
+        timeout_s = self.context.ladder.barrier_s
+        await send_model(self.context.endpoint, replicated.step, state, about, alone=True, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Let go of the user's model and of the loaders' threads. Also after an error."""

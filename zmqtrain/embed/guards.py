@@ -85,6 +85,10 @@ class Guards:
                 f"the parameter {thawed[0]!r} was frozen at session.replicate(), and is trained now: the other workers would not "
                 "hear of it. Call replicate() before you freeze; frozen parameters then get no updates, with overlap=False"
             )
+        self.check_weights(sampled=sampled)
+
+    def check_weights(self, *, sampled: bool) -> None:
+        """As `check`, of weights alone."""
         replaced = self._replica.bind()
         if self._served:
             self._check_weights(replaced, sampled)

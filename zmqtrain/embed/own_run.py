@@ -92,6 +92,7 @@ async def open_run(
     network: MemoryNetwork | None = None,
     checkpoints: Path | None = None,
     resume: Path | None = None,
+    model: bool = True,
     on_report: ReportCallback | None = None,
 ) -> AsyncIterator[OwnRun]:
     """A coordinator for the topology's roles, in the running event loop. At the end of the block it waits until all have left.
@@ -103,6 +104,7 @@ async def open_run(
         network: run in memory, all roles in this process, instead of over ZeroMQ.
         checkpoints: folder for checkpoints, by default ``runs/NAME/checkpoints``.
         resume: a checkpoint to go on from.
+        model: leave the run's model, ``model.safetensors`` with ``model.json``, in the folder that has the checkpoints' one.
         on_report: called with a role's name and its events (losses, evaluations, ...), several times a second.
 
     Raises, at the end of the block, the failure of a role that runs elsewhere.
@@ -118,7 +120,8 @@ async def open_run(
         )
         serve_description(endpoint, described)
         folder = checkpoints or Path("runs", topology.job.name, "checkpoints")
-        collector = CheckpointCollector.of(endpoint, folder, topology, placement, resume=resume)
+        left = folder.parent if model else None
+        collector = CheckpointCollector.of(endpoint, folder, topology, placement, resume=resume, model=left)
         coordinator = Coordinator(endpoint, placement, ladder, agents=False, on_report=on_report)
         serving = [
             asyncio.create_task(coordinator.run(), name="coordinator"),
@@ -146,7 +149,8 @@ async def enter_world() -> AsyncIterator[RoleContext]:
         return
     topology = Topology.from_dict({"job": {"name": "alone"}, "compute": {"group_size": 1}})
     data_path = os.environ.get("ZMQTRAIN_DATA")
-    async with open_run(topology, data_path=data_path, network=MemoryNetwork()) as run, run.context("worker/0") as context:
+    alone = open_run(topology, data_path=data_path, network=MemoryNetwork(), model=False)  # its script holds the model anyway
+    async with alone as run, run.context("worker/0") as context:
         yield context
 
 

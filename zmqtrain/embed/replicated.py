@@ -142,6 +142,10 @@ class Replicated:
             elif parameter.grad is not None:
                 parameter.grad = plain(parameter.grad)
 
+    def check_weights(self) -> None:
+        """Raise `TaskError` where they were changed by hand and that would be lost. While the caller's thread waits."""
+        self._guards.check_weights(sampled=self._returns)
+
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
         """``total`` is the sum of this worker's losses, of which ``weight`` is the number (or the sum of weights): backward of the
         mean over all workers of the scope. Returns that mean."""

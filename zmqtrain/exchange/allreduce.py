@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.under_way import UnderWay
-from zmqtrain.wire.payload import Value
+from zmqtrain.wire.payload import Payload, Value
 
 
 class AllReduceExchange:
@@ -58,6 +58,10 @@ class AllReduceExchange:
     def averaged(self) -> bool:
         return False
 
+    @property
+    def model(self) -> RunModel:
+        return RunModel.REPLICA
+
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
         self._replica = replica
@@ -89,6 +93,18 @@ class AllReduceExchange:
 
     async def settle(self) -> None:
         await self._under_way.settle()
+
+    async def keep(self, step: int, *, last: bool) -> None:
+        return None
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        return None
+
+    def center(self, bucket: Bucket) -> Payload:
+        raise AssertionError("all-reduce has no center")
+
+    async def leave(self) -> None:
+        return None
 
     async def stop(self) -> None:
         await self._under_way.cancel()

@@ -138,6 +138,15 @@ class Replica(Protocol):
         before the step ends. With ``hold`` none does until it is called for it."""
 
 
+class RunModel(Enum):
+    """Where the run's model is, for which evaluations and checkpoints speak; the value is for people."""
+
+    REPLICA = "the parameters that all workers have"
+    SERVERS = "the model servers' parameters"
+    MEAN = "the mean of all groups' parameters"
+    CENTER = "the center of elastic averaging"
+
+
 class Exchange(Protocol):
     """How this group's replica stays in touch with the others. One instance a worker; all methods on the loop's thread.
 
@@ -156,6 +165,11 @@ class Exchange(Protocol):
     @property
     def averaged(self) -> bool:
         """Whether the groups' models differ and the run's model is their mean; the groups evaluate together all the same."""
+        ...
+
+    @property
+    def model(self) -> RunModel:
+        """Where the run's model is."""
         ...
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
@@ -181,8 +195,24 @@ class Exchange(Protocol):
     async def settle(self) -> None:
         """Wait until the parameters of all buckets are there (before evaluation, checkpoints and the end)."""
 
+    async def keep(self, step: int, *, last: bool) -> None:
+        """Have servers, if there are any, keep their parts of the checkpoint at ``step`` as they are now. Called by worker 0 only,
+        after its group's step and before the next. ``last``: no group trains any more."""
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        """With `RunModel.SERVERS`, all workers of group 0 together: take the parameters that the servers have at a moment after
+        this group's last step and before its next; ``kept``: at which the checkpoint of this step was kept, not ``last``.
+        ``label`` must be another each time. `settle` comes first."""
+
+    def center(self, bucket: Bucket) -> Payload:
+        """With `RunModel.CENTER`: this worker's part of the bucket's center, among its `Bucket.sharers` in the group. Only read."""
+        ...
+
+    async def leave(self) -> None:
+        """This worker trains no more: no group waits for it from here on. `settle` comes first."""
+
     async def stop(self) -> None:
-        """Finish cleanly: nothing of this worker is left on the way."""
+        """Finish cleanly: nothing of this worker is left on the way, and servers may end when all have come here."""
 
     def staleness(self) -> Sequence[int]:
         """The staleness of each read since the last call (server updates between the read and its write); empty if none."""

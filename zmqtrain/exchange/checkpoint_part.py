@@ -6,15 +6,17 @@ manifest (the packed list of tensors and the sidecar, as bytes), then each tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, WireError, ZmqTrainError
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent
+from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -28,6 +30,10 @@ NOTHING = "checkpoint_nothing"
 MEMBERS = "members"
 #: In the sidecar of a part that the checkpoint does not have, because its worker was lost: the rank of its neighbour.
 STANDS_IN = "stands in"
+#: What values lead to that nobody has written so.
+_OF_VALUES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+#: A model that is no part of a checkpoint, ``(ALONE, step, name)``, and the request that says it is on disk.
+ALONE, ALONE_WRITTEN = "model_alone", "model_alone_written"
 #: A checkpoint is background traffic: below everything that a step waits for.
 PRIORITY = -1
 
@@ -57,10 +63,35 @@ async def send_part(
     The checkpoint of the step counts once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
-    tag = (SAVE, step, name)
-    sent: list[Sent] = [await endpoint.send(coordinator, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
-    sent += [await endpoint.send(coordinator, tag, payload, priority=PRIORITY) for payload in tensors.values()]
-    await endpoint.request(coordinator, WRITTEN, step, name, timeout=timeout_s)
+    await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
+
+
+async def send_alone(
+    endpoint: Endpoint,
+    step: int,
+    name: str,
+    tensors: Mapping[str, Payload],
+    sidecar: Mapping[str, Value],
+    *,
+    timeout_s: float,
+    coordinator: PeerId = COORDINATOR,
+) -> None:
+    """As `send_part`, of a model that no checkpoint belongs to."""
+    await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
+
+
+async def _send(
+    endpoint: Endpoint,
+    tag: tuple[str, int, str],
+    tensors: Mapping[str, Payload],
+    sidecar: Mapping[str, Value],
+    written: str,
+    to: PeerId,
+    timeout_s: float,
+) -> None:
+    sent: list[Sent] = [await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
+    sent += [await endpoint.send(to, tag, payload, priority=PRIORITY) for payload in tensors.values()]
+    await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
     for message in sent:
         await message.wait_released()
 
@@ -98,7 +129,7 @@ async def fetch_part(
     tensors: dict[str, Payload] = {}
     for tensor, dtype, shape in listed:
         target = None if into is None else into.get(tensor)
-        if target is not None and (target.dtype != dtype or target.numel != int(np.prod(shape, dtype=np.int64))):
+        if target is not None and (target.dtype, shape_of(target)) != (dtype, shape):
             raise CheckpointError(
                 f"the checkpoint's {name} holds {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
                 "it is of another model; start without --resume, or with the model it was made with"
@@ -124,6 +155,40 @@ def unpack_manifest(payload: Payload) -> tuple[list[tuple[str, str, tuple[int, .
         return [(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in listed], dict(sidecar)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise CheckpointError(f"a part of a checkpoint came with a manifest that cannot be read: {error}") from error
+
+
+@contextmanager
+def taking_back(part: str) -> Iterator[None]:
+    """What is inside takes values of a checkpoint's part that may have been tampered with: whatever they lead to is a
+    `CheckpointError`."""
+    try:
+        yield
+    except ZmqTrainError as error:
+        if isinstance(error, WireError):
+            raise CheckpointError(f"the checkpoint's part {part} cannot be taken back: {error}; use an earlier one") from error
+        raise
+    except _OF_VALUES as error:
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise CheckpointError(f"the checkpoint's part {part} cannot be taken back: {what}; use an earlier one") from error
+
+
+def require_like(name: str, kept: Payload, like: Payload) -> None:
+    """Raise `CheckpointError` where what was kept as ``name`` is not as large as ``like``, or of another type."""
+    if (kept.numel, kept.dtype) != (like.numel, like.dtype):
+        raise CheckpointError(
+            f"the checkpoint has {kept.numel} elements of {kept.dtype} as {name}, where {like.numel} of {like.dtype} belong: it is "
+            "of another model or cut; start without --resume, or with the settings it was made with"
+        )
+
+
+def kept_payload(name: str, value: Value) -> TensorPayload:
+    """A tensor that stands in a sidecar, as `[dtype, bytes]`. Raises `CheckpointError`."""
+    match value:
+        case [str(dtype), bytes(content)]:
+            with taking_back(name):
+                itemsize = dtype_named(dtype).itemsize
+                return TensorPayload.received(bytearray(content), dtype, (len(content) // itemsize,))
+    raise CheckpointError(f"the checkpoint holds {value!r:.100} as {name}; use an earlier one")
 
 
 def shape_of(payload: Payload) -> tuple[int, ...]:

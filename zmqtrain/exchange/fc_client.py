@@ -75,6 +75,14 @@ class FcClient:
                 return [float(each) for each in measured]
         raise ProtocolError(f"{self._server} answers an evaluation with {measured!r:.100}")
 
+    async def keep(self, step: int, *, save: bool) -> None:
+        """Have the server keep its part of the model at ``step`` as it is now; ``save``: in a checkpoint, too."""
+        await self._endpoint.request(self._server, "fc_keep", step, save, timeout=self._ladder.barrier_s)
+
+    async def hold(self, held: bool) -> None:
+        """Have the server train nobody while this worker's group evaluates; then again."""
+        await self._endpoint.request(self._server, "fc_hold", held, timeout=self._ladder.barrier_s)
+
     async def model(self, step: int) -> dict[str, TensorPayload]:
         """The server's part of the model's state, as it keeps it for the checkpoint at ``step``."""
         await self._endpoint.request(self._server, "fc_model", step, timeout=self._ladder.barrier_s)

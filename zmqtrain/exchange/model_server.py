@@ -18,7 +18,8 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.errors import CheckpointError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica
+from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
+from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.pieces import Piece
@@ -29,15 +30,16 @@ from zmqtrain.exchange.server_messages import (
     ReadMeta,
     differing,
     initial_tag,
+    kept_label,
     parameters_tag,
     push_tag,
+    shown_tag,
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.compress import Compressor, make_compressor
-from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
@@ -71,6 +73,7 @@ class ModelServerExchange:
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
         self._compressor: Compressor | None = None
+        self._unsent: dict[str, TensorPayload] = {}  # of the checkpoint that the run resumes
         if settings.compression != "none":
             self._compressor = make_compressor(settings.compression, settings.compression_ratio)
 
@@ -81,6 +84,15 @@ class ModelServerExchange:
     @property
     def averaged(self) -> bool:
         return False
+
+    @property
+    def model(self) -> RunModel:
+        return RunModel.SERVERS
+
+    @property
+    def moves(self) -> bool:
+        """Whether the servers' parameters may change between two steps of a group."""
+        return not self.synchronous and len(self._settings.groups) > 1
 
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
@@ -95,6 +107,7 @@ class ModelServerExchange:
         numbers = _numbers(replica.buckets)
         configuration = self._configuration(replica, self._base, restored)
         cut = configuration.pieces()
+        self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
@@ -131,6 +144,28 @@ class ModelServerExchange:
     async def settle(self) -> None:
         await self._under_way.settle()
 
+    async def keep(self, step: int, *, last: bool) -> None:
+        """Servers that others may change in the next moment show what they keep, too: `read` takes that."""
+        await self._ask_servers("checkpoint", step, self.moves and not last, not last)
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        """What a group reads for its next step is of many moments, bucket by bucket, while others push: then it reads once more.
+        Not so in synchronous training; nor with snapshots, but for what is kept a moment later."""
+        settings = self._settings
+        if settings.group != 0 or not (last or (self.moves and (kept is not None or not settings.snapshot))):
+            return
+        if kept is not None:
+            label = kept_label(kept)
+        asking = [self._ask_servers("show", label)] if kept is None and settings.position == 0 else []
+        await together(*(self._read_shown(bucket, label) for bucket in self._replica_started().buckets), *asking)
+
+    def center(self, bucket: Bucket) -> Payload:
+        raise AssertionError("model servers have no center")
+
+    async def leave(self) -> None:
+        if self._replica is not None:
+            await self._ask_servers("left")
+
     async def stop(self) -> None:
         """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
         that stops early waits for nobody."""
@@ -153,15 +188,7 @@ class ModelServerExchange:
         residuals = state.get("residuals")
         if self._compressor is None or not isinstance(residuals, dict):
             return
-        tensors = {}
-        for key, kept in residuals.items():
-            match kept:
-                case [str(dtype), bytes(content)]:
-                    numel = len(content) // dtype_named(dtype).itemsize
-                    tensors[key] = TensorPayload.received(bytearray(content), dtype, (numel,)).tensor
-                case _:
-                    raise CheckpointError(f"the checkpoint holds {kept!r:.100} as the unsent gradient of piece {key}")
-        self._compressor.load_state_dict(tensors)
+        self._unsent = {key: kept_payload(f"the unsent gradient of piece {key}", kept) for key, kept in residuals.items()}
 
     # Start.
 
@@ -177,10 +204,24 @@ class ModelServerExchange:
             bound=settings.bound,
             snapshot=settings.snapshot,
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
-            checkpoint_every=settings.checkpoint_every,
             restored=restored,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
+
+    def _take_back_unsent(self, replica: Replica, numbers: Sequence[int], cut: Sequence[Piece]) -> None:
+        """Give the compressor what it had not sent when the checkpoint was written."""
+        if self._compressor is None or not self._unsent:
+            return
+        pieces = {str(piece.index): piece for piece in cut if piece.position == self._settings.position}
+        for key, kept in self._unsent.items():
+            piece = pieces.get(key)
+            if piece is None or piece.bucket not in numbers:
+                raise CheckpointError(f"the checkpoint has an unsent gradient of piece {key!r:.40}, which this worker has not")
+            part = replica.buckets[numbers.index(piece.bucket)].gradients.part(piece.start, piece.stop)
+            wanted = "float64" if part.dtype == "float64" else "float32"
+            require_like(f"the unsent gradient of piece {key}", kept, TensorPayload.empty(part.numel, wanted))
+        self._compressor.load_state_dict({key: kept.tensor for key, kept in self._unsent.items()})
+        self._unsent.clear()
 
     async def _send_initial(self, replica: Replica) -> None:
         for index, own in self._first.items():
@@ -194,6 +235,14 @@ class ModelServerExchange:
             into = bucket.parameters.part(piece.start, piece.stop)
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
         await all_gather(bucket.sharers(self._group), bucket.parameters, ("initial", bucket.index), priority=bucket.index)
+
+    async def _read_shown(self, bucket: Bucket, label: str) -> None:
+        for piece in self._mine[bucket.index]:
+            into = bucket.parameters.part(piece.start, piece.stop)
+            read = self._note(piece, await self._receive(piece, shown_tag(piece.index, label), into))
+            self._recorder.witness("shown", piece=piece.index, label=label, version=read.version)
+        await all_gather(bucket.sharers(self._group), bucket.parameters, (label, bucket.index), priority=bucket.index)
+        self._replica_started().parameters_ready(bucket)
 
     async def _ask_servers(self, method: str, *values: Value) -> None:
         timeout = self._settings.request_s
@@ -252,9 +301,11 @@ class ModelServerExchange:
         except PeerTimeoutError:
             raise
         except TimeoutError:
-            what = (
-                f"the parameters of piece {piece.index} for step {tag[-1]}" if tag[0] == "parameters" else "the initial parameters"
-            )
+            found = {
+                "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
+                "shown": f"the parameters ({tag[-1]})",
+            }
+            what = found.get(str(tag[0]), "the initial parameters")
             raise PeerTimeoutError(server, what, self._settings.wait_s) from None
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:
@@ -286,6 +337,10 @@ class ModelServerExchange:
                 else:
                     part.scale_(factor)
         return not clip.nothing
+
+    def _replica_started(self) -> Replica:
+        assert self._replica is not None, "start() comes first"
+        return self._replica
 
     async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
         if caller in self._settings.servers:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.wire.payload import Value
 
@@ -64,6 +64,38 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Valu
     assert len(groups) == len(optimizer.param_groups), (len(groups), len(optimizer.param_groups))
     for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
         mine.update(_hyperparameters(theirs))
+
+
+def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` unless ``state`` is what the optimizer can have kept of the parameter. Of classes outside
+    ``torch.optim`` nobody knows what they keep."""
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__qualname__, None) is not kind or kind.__qualname__ in _NOT_ELEMENTWISE or not state:
+        return
+    missing = _keeps(optimizer, parameter.dtype) - state.keys()
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {min(missing)} of {name} for {kind.__qualname__}: it is of another optimizer")
+    for key, tensor in state.items():
+        like = tensor.shape == parameter.shape and (tensor.dtype == parameter.dtype or key == "step")
+        if not like and not (tensor.numel() == 1 and tensor.ndim == 0):
+            raise CheckpointError(
+                f"the checkpoint has {tensor.dtype} {list(tensor.shape)} as {kind.__qualname__}'s {key} of {name}, which is "
+                f"{parameter.dtype} {list(parameter.shape)}: it is of another model or optimizer"
+            )
+
+
+def _keeps(optimizer: Optimizer, dtype: torch.dtype) -> set[str]:
+    """The names of what it keeps of each parameter: found out by a step of another one like it. None where that cannot be."""
+    tried = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    tried.grad = torch.zeros_like(tried)
+    spec = describe_optimizer(optimizer)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            like = build_optimizer(OptimizerSpec(spec.name, spec.groups[:1]), [[tried]])
+            like.step()
+    except (RuntimeError, TypeError, ValueError, TaskError):
+        return set()
+    return {key for key, value in like.state.get(tried, {}).items() if value is not None}
 
 
 def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> None:

@@ -9,7 +9,11 @@ initial               server to workers        ``("initial", piece)``           
 push                  worker to server         ``("push", piece, step)``                      gradient, `PushMeta`
 parameters            server to worker         ``("parameters", piece, step)``                values for ``step``, `ReadMeta`
 refused (request)     server to worker         ``refused``                                    why a push was not taken
-finished (request)    worker to servers        ``finished``                                   this worker trains no more
+left (request)        worker to servers        ``left``                                       this worker trains no more
+show (request)        worker 0 to servers      ``show``                                       a label, for group 0 to read
+checkpoint (request)  worker 0 to servers      ``checkpoint``                                 a step, to keep their parts for
+shown                 server to group 0        ``("shown", piece, label)``                    values, `ReadMeta`
+finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
 ====================  =======================  =============================================  ==============================
@@ -77,7 +81,6 @@ class Configuration:
     snapshot: bool = False
     clip_norm: float = 0.0
     """Servers clip the averaged gradient to this norm (sync only; else groups clip); 0: they do not."""
-    checkpoint_every: int = 0
     restored: bool = False
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
     phantom: bool = False
@@ -187,6 +190,15 @@ def parse_push_tag(tag: Tag) -> tuple[int, int]:
 
 def parameters_tag(piece: int, step: int) -> Tag:
     return ("parameters", piece, step)
+
+
+def shown_tag(piece: int, label: str) -> Tag:
+    return ("shown", piece, label)
+
+
+def kept_label(step: int) -> str:
+    """Under which servers show what they keep in the checkpoint at ``step``."""
+    return f"checkpoint {step}"
 
 
 def norm_tag(number: int) -> Tag:

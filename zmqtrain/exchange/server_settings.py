@@ -34,7 +34,6 @@ class ModelServerSettings:
     """Whether gradients may be other than finite, and are passed over then, by all workers that wait for each other."""
     overlap: bool = True
     """Exchange buckets during backward and the next forward, instead of between them."""
-    checkpoint_every: int = 0
     request_s: float = 60.0
     """How long a server may take to answer a request."""
     wait_s: float = 600.0
@@ -64,7 +63,6 @@ class ModelServerSettings:
             clip_norm=topology.optimizer.clip_norm,
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,
-            checkpoint_every=topology.job.checkpoint_every,
             request_s=ladder.request_s,
             wait_s=ladder.barrier_s,
         )

@@ -1,7 +1,8 @@
-"""The run's machines are about to be taken away: stop it with a checkpoint, while there is time.
+"""Stop a run with a checkpoint: its machines are about to be taken away, or a person wants it to end.
 
-SIGUSR1 asks for it, to the launcher or to any agent. Schedulers that say it by SIGTERM are understood, too, where the engine is
-theirs or ``ZMQTRAIN_ON_TERM=checkpoint`` is in the environment.
+Ctrl-C, ``zmqtrain stop`` and SIGTERM ask the launcher for it, and the run counts as interrupted. SIGUSR1 asks for it, to the
+launcher or to any agent, and the run counts as preempted. Schedulers that say it by SIGTERM are understood, too, where the engine
+is theirs or ``ZMQTRAIN_ON_TERM=checkpoint`` is in the environment.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The exit code of a run that was stopped so: worth another try, with ``--resume``.
 PREEMPTED = 128 + signal.SIGUSR1
+#: The exit code of a run that a person has stopped.
+INTERRUPTED = 128 + signal.SIGINT
 #: The method by which agents ask for it.
 PREEMPT = "preempt"
 ON_TERM = "ZMQTRAIN_ON_TERM"
@@ -49,11 +52,12 @@ class Preemption:
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._by = "a signal"
+        self._person = False
 
-    def ask(self, by: str = "a signal") -> None:
-        """Stop the run with a checkpoint. Once is enough."""
+    def ask(self, by: str = "a signal", *, person: bool = False) -> None:
+        """Stop the run with a checkpoint. Once is enough. ``person``: who can ask once more."""
         if not self._asked.is_set():
-            self._by = by
+            self._by, self._person = by, person
             self._asked.set()
 
     async def run(
@@ -70,13 +74,14 @@ class Preemption:
         endpoint.serve(PREEMPT, on_preempt)
         await self._asked.wait()
         ladder = Ladder.of(description.topology.job.timeout_s)
-        say(f"{self._by} asks to stop: all go on to the same step, and keep a checkpoint")
         why = ""
         if description.script:
             why = "the script keeps its own checkpoints"
         elif not coordinator.running.is_set():
             why = "training had not begun"
         else:
+            once_more = " (once more to stop at once)" if self._person else ""
+            say(f"{self._by} asks to stop: all go on to the same step, and keep a checkpoint{once_more}")
             workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
             try:
                 if await stop_together(endpoint, workers, timeout_s=ladder.barrier_s) is None:
@@ -87,4 +92,7 @@ class Preemption:
             except ConnectivityError as error:
                 why = str(error)
         message = f"{self._by} asked to stop, and no checkpoint could be kept: {why}"
-        coordinator.halt({"kind": "preempted", "message": message, "exit_code": PREEMPTED})
+        if self._person:
+            say(f"stopping (once more to stop at once); no checkpoint could be kept: {why}")
+        kind, code = ("interrupted", INTERRUPTED) if self._person else ("preempted", PREEMPTED)
+        coordinator.halt({"kind": kind, "message": message, "exit_code": code})

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +22,9 @@ from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.model_file import model_lines
+from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
-
-#: What roles need in equal versions; written into the summary.
-PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +146,8 @@ class RunRecord:
             self.stopped_at = event["step"]
         self._directory.event(line)
         self.summary.add(peer, line)
+        if line["kind"] == "view" and dict(event.get("values") or {}).get("members") == [peer]:
+            self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
@@ -159,7 +158,7 @@ class RunRecord:
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
         workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
-        if self._topology.engine.gathers and self._topology.hosts_decide:
+        if self._topology.hosts_open and self._topology.hosts_decide:
             workers = "a worker for each device or host"
         return (
             f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
@@ -186,7 +185,7 @@ class RunRecord:
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": versions(),
             **(more or {}),
         }
         directory.write_json("summary.json", summary)
@@ -202,8 +201,12 @@ class RunRecord:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
             self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+        elif self.stopped_at is not None:
+            self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+        for line in model_lines(directory.path, self.summary.steps):
+            self._view.note(line)
         return summary
 
     def _how_to_go_on(self) -> str:
@@ -233,18 +236,8 @@ def _failure_text(error: dict[str, Any], directory: Path) -> str:
     return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _hosts(topology: Topology) -> str:
-    if topology.engine.gathers and "hosts" not in topology.model_fields_set:
+    if topology.hosts_open:
         return "the hosts that come"
     return f"{len(topology.hosts)} host(s)"
 

@@ -29,7 +29,7 @@ from zmqtrain.launcher.engine import (
 )
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.nursery import Nursery
-from zmqtrain.launcher.preempted import PREEMPTED, Preemption, wanted_on_sigterm
+from zmqtrain.launcher.preempted import INTERRUPTED, PREEMPTED, Preemption, wanted_on_sigterm
 from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -48,8 +48,6 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class Launch:
@@ -170,6 +168,7 @@ class Launch:
                 resume=None if self._description.resume is None else Path(self._description.resume),
                 members=lambda: coordinator.view.members,
                 on_event=self._record.checkpoint_event,
+                model=self._directory.path,
             )
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -289,21 +288,21 @@ class Launch:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """The first time the run is stopped in good order, the second time at once."""
+        """The first time the run stops with a checkpoint, where it can, the second time at once."""
         self._interrupts += 1
         self._record.quiet = True
         if self._coordinator is not None and self._interrupts == 1:
-            self._view.note("stopping (once more to stop at once)")
-            self._coordinator.halt({"kind": "interrupted", "message": "the run was interrupted"})
+            self._preemption.ask("an interrupt", person=True)
         elif self._life is not None:
             self._life.cancel()
 
     # The end ------------------------------------------------------------------------------------------------------------------
 
     def _ending(self, outcome: Outcome) -> Ending:
-        if self._interrupts:
+        ended_by_itself = outcome.status == "done" and self._record.stopped_at is None
+        if self._interrupts and not ended_by_itself:
             return Ending("interrupted", INTERRUPTED)
-        if outcome.status == "done" and self._record.stopped_at is not None:
+        if outcome.status == "done" and not ended_by_itself:
             return Ending("preempted", PREEMPTED)
         ending = ending_of(outcome)
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending

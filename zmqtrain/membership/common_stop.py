@@ -1,19 +1,23 @@
-"""All workers stop before the same step: the coordinator asks how far each is, and tells the furthest step to all.
+"""A step that is the same for all workers: the coordinator asks how far each is, and tells the furthest step to all. All of them
+stop before it, or keep a checkpoint there and go on.
 
 ::
 
     coordinator                         worker
-    "stop.ask"     ->                   answers with the step before which it can stop, and waits there
-    "stop.at" 12   ->                   goes on up to step 12 (or, told no step, as if nobody had asked)
+    "stop.ask" why     ->               answers with the step before which it can stop, and waits there
+    "stop.at" 12 why   ->               goes on up to step 12 (or, told no step, as if nobody had asked)
 
 Who has answered trains no further than it has said until it is told, and nobody is told before all have answered. So nobody has
-gone beyond the step that all are told, and groups that are ahead wait for nothing but those behind, who wait for nobody.
+gone beyond the step that all are told, and groups that are ahead wait for nothing but those behind, who wait for nobody. Both
+questions may be asked at the same time, each once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from enum import Enum
+from typing import Literal
 
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.membership.client import COORDINATOR
@@ -21,6 +25,19 @@ from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.payload import Value
 
 ASK, TELL = "stop.ask", "stop.at"
+#: What all are to do at the step.
+Why = Literal["stop", "keep"]
+
+
+class Here(Enum):
+    """What a worker does before a step."""
+
+    TRAIN = "go on"
+    KEEP = "keep a checkpoint, and go on"
+    STOP = "stop"
+
+    def __bool__(self) -> bool:
+        return self is Here.STOP
 
 
 class StopPoint:
@@ -32,7 +49,8 @@ class StopPoint:
         self._at = 0
         self._steps: int | None = None
         self._ended = False
-        self._decision: asyncio.Future[int | None] | None = None
+        self._asked: dict[Why, asyncio.Future[None]] = {}  # what is asked and not told yet
+        self._told: dict[Why, int] = {}
 
     def open(self, step: int, steps: int | None) -> None:
         """Training begins with ``step`` and ends by itself after ``steps``, if that is known."""
@@ -40,47 +58,58 @@ class StopPoint:
         self._endpoint.serve(ASK, self._on_ask)
         self._endpoint.serve(TELL, self._on_tell)
 
-    async def here(self, step: int) -> bool:
-        """Call this before each step. Returns whether all stop here."""
-        if self._decision is not None and await self._decided() == step:
-            return True
+    async def here(self, step: int) -> Here:
+        """Call this before each step. Returns what all do here."""
+        await self._decided()
+        if self._told.get("stop") == step:
+            return Here.STOP
         self._at = step + 1
-        return False
+        if self._told.get("keep") == step:
+            del self._told["keep"]
+            return Here.KEEP
+        return Here.TRAIN
 
     async def end(self) -> bool:
         """Training would end here, before its last step. Returns whether it does: not where all are to stop later."""
-        if self._decision is not None and await self._decided() is not None:
+        await self._decided()
+        if self._told:
             return False
         self._ended = True
         return True
 
-    async def _decided(self) -> int | None:
-        assert self._decision is not None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.shield(self._decision)
-        except TimeoutError as error:
-            raise PeerTimeoutError(COORDINATOR, "the step before which all stop", self._timeout_s) from error
+    async def _decided(self) -> None:
+        while self._asked:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await asyncio.shield(next(iter(self._asked.values())))
+            except TimeoutError as error:
+                raise PeerTimeoutError(COORDINATOR, "the step that is the same for all", self._timeout_s) from error
 
-    async def _on_ask(self, caller: PeerId) -> Value:
+    async def _on_ask(self, caller: PeerId, why: Value = "stop") -> Value:
         _require_coordinator(caller)
-        if self._decision is None:
-            self._decision = asyncio.get_running_loop().create_future()
+        if _known(why) not in self._asked:
+            self._asked[_known(why)] = asyncio.get_running_loop().create_future()
         return [self._at, self._steps, self._ended]
 
-    async def _on_tell(self, caller: PeerId, step: Value) -> Value:
+    async def _on_tell(self, caller: PeerId, step: Value, why: Value = "stop") -> Value:
         _require_coordinator(caller)
-        if self._decision is not None and not self._decision.done():
-            self._decision.set_result(step if isinstance(step, int) else None)
+        asked = self._asked.pop(_known(why), None)
+        if asked is not None:
+            if isinstance(step, int):
+                self._told[_known(why)] = step
+            asked.set_result(None)
         return None
 
 
-async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float) -> int | None:
-    """Let all workers stop before the same step, which is returned; ``None`` where training is about to end by itself.
+async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float, why: Why = "stop") -> int | None:
+    """Let all workers stop before the same step, or keep a checkpoint there. Returns the step; ``None`` where training is about to
+    end by itself.
 
     Those that are lost meanwhile do not count. Raises `ConnectivityError` where another does not answer, or none is left.
     """
-    answers = await asyncio.gather(*(endpoint.request(peer, ASK, timeout=timeout_s) for peer in workers), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(endpoint.request(peer, ASK, why, timeout=timeout_s) for peer in workers), return_exceptions=True
+    )
     step, reached = 0, False
     failure: BaseException | None = PeerLostError("all workers", "none is left that could stop") if not workers else None
     there = []
@@ -98,7 +127,7 @@ async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeou
                 raise ProtocolError(f"{peer} does not say how far it is, but {other!r:.60}")
     decision = None if failure is not None or reached else step
     told = await asyncio.gather(
-        *(endpoint.request(peer, TELL, decision, timeout=timeout_s) for peer in there), return_exceptions=True
+        *(endpoint.request(peer, TELL, decision, why, timeout=timeout_s) for peer in there), return_exceptions=True
     )
     if failure is None:
         failure = next((each for each in told if isinstance(each, BaseException) and not isinstance(each, PeerLostError)), None)
@@ -110,3 +139,11 @@ async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeou
 def _require_coordinator(caller: PeerId) -> None:
     if caller != COORDINATOR:
         raise ProtocolError(f"{caller} may not stop the workers, only the coordinator may")
+
+
+def _known(why: Value) -> Why:
+    if why == "stop":
+        return "stop"
+    if why == "keep":
+        return "keep"
+    raise ProtocolError(f"nobody knows what to do at a common step for {why!r:.40}")

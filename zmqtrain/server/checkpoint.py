@@ -20,14 +20,22 @@ def keep_pieces(held: Mapping[int, Held], step: int) -> tuple[dict[str, Tensor],
 def restore_pieces(held: Mapping[int, Held], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value]) -> int:
     """Put back what `keep_pieces` gave. Returns its step. Raises `CheckpointError` where the model was cut in another way."""
     step, versions = sidecar.get("step"), sidecar.get("versions")
-    if not isinstance(step, int) or not isinstance(versions, dict):
+    if not isinstance(step, int) or not isinstance(versions, dict) or not all(map(_is_version, versions.values())):
         raise CheckpointError(f"a model server's part of the checkpoint does not say its step and versions, but {sidecar!r:.100}")
-    by_piece: dict[int, dict[str, Tensor]] = {}
+    by_piece: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
-        by_piece.setdefault(int(number), {})[key] = tensor
+        by_piece.setdefault(number, {})[key] = tensor
     for index, piece in held.items():
         version = versions.get(str(index))
-        kept: Mapping[str, Tensor] = by_piece.get(index, {})
-        piece.load(kept, version if isinstance(version, int) else 0)
+        piece.load(by_piece.get(str(index), {}), version if isinstance(version, int) else 0)
+    if more := (versions.keys() | by_piece.keys()) ^ {str(index) for index in held}:
+        raise CheckpointError(
+            f"piece {min(more)} is in the checkpoint or on this server, but not in both: resume with the model, group_size, "
+            "shards, split_size and bucket_size of the run that wrote it"
+        )
     return step
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

@@ -107,11 +107,12 @@ class FcQueue:
         self._completed += 1
         self._waiting[Evaluation(worker, number)] = self._completed
 
-    def next(self) -> Turn | Evaluation | None:
-        """Whose turn it is, if anybody waits. It is no longer waiting then."""
-        if not self._waiting:
+    def next(self, *, training: bool = True) -> Turn | Evaluation | None:
+        """Whose turn it is, if anybody waits (to evaluate, unless ``training``). It is no longer waiting then."""
+        waiting = [each for each in self._waiting if training or isinstance(each, Evaluation)]
+        if not waiting:
             return None
-        chosen = min(self._waiting, key=lambda each: (self._last_turn[_claimant(each)], self._waiting[each]))
+        chosen = min(waiting, key=lambda each: (self._last_turn[_claimant(each)], self._waiting[each]))
         del self._waiting[chosen]
         self._turns += 1
         self._last_turn[_claimant(chosen)] = self._turns

@@ -46,11 +46,10 @@ MOST_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class FcSettings:
-    """An FC server's place, and when it keeps checkpoints."""
+    """An FC server's place."""
 
     groups: tuple[tuple[PeerId, ...], ...]
     """The workers of each group, by position."""
-    checkpoint_every: int = 0
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
     stop_on_nan: bool = True
@@ -77,6 +76,7 @@ class FcServer:
         self._parts: dict[tuple[int, int, int], dict[int, Part]] = {}  # (group, step, micro-batch) -> by position
         self._evaluations: dict[Evaluation, Part] = {}
         self._more = asyncio.Event()
+        self._held_by: PeerId | None = None  # who evaluates, and needs the parameters as they are meanwhile
         self._kept: dict[int, asyncio.Future[State]] = {}
         self._finished: set[PeerId] = set()
         self._staleness: Counter[int] = Counter()
@@ -88,7 +88,8 @@ class FcServer:
         loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = loop.create_future()
         self._turn = asyncio.Lock()  # the head's
-        self._endpoint.serve("checkpoint", self._on_checkpoint)
+        self._endpoint.serve("fc_keep", self._on_keep)
+        self._endpoint.serve("fc_hold", self._on_hold)
         self._endpoint.serve("fc_model", self._on_model)
         self._endpoint.serve("fc_finished", self._on_finished)
         self._endpoint.on_lost(self._on_lost)
@@ -158,16 +159,15 @@ class FcServer:
 
     async def _compute(self) -> None:
         while True:
-            turn = self._queue.next()
+            async with self._turn:
+                turn = self._queue.next(training=self._held_by is None)
+                if isinstance(turn, Evaluation):
+                    await self._evaluate(turn)
+                elif turn is not None:
+                    await self._train(turn)
             if turn is None:
                 self._more.clear()
                 await self._more.wait()
-                continue
-            async with self._turn:
-                if isinstance(turn, Evaluation):
-                    await self._evaluate(turn)
-                else:
-                    await self._train(turn)
 
     async def _evaluate(self, turn: Evaluation) -> None:
         with self._recorder.span(f"evaluation for {turn.worker}", "compute"):
@@ -203,11 +203,6 @@ class FcServer:
         self._staleness.update(applied.staleness)
         reads = list(zip(applied.groups, applied.steps, strict=True))
         self._recorder.witness("fc applied", reads=reads, staleness=applied.staleness, version=self._queue.version)
-        every = self._settings.checkpoint_every
-        if every and 0 in applied.groups:
-            step = applied.steps[applied.groups.index(0)] + 1
-            if step % every == 0:
-                await self._keep(step)
 
     async def _answer(self, to: PeerId, turn: Turn, answer: AnswerMeta, gradients: Sequence[Payload]) -> None:
         await self._send(to, answer_tag(turn.step, turn.micro_batch), ValuePayload(answer.to_value()))
@@ -223,14 +218,16 @@ class FcServer:
 
     # Checkpoints.
 
-    async def _keep(self, step: int) -> None:
-        """Copy the state for the checkpoint at ``step``, between two turns."""
+    async def _keep(self, step: int, *, save: bool) -> None:
+        """Copy the state for the model at ``step``, between two turns; ``save``: for a checkpoint, too."""
         state = await self._head.state()
         kept = self._future(step)
         if not kept.done():
             kept.set_result(state)
         for old in sorted(self._kept)[:-MOST_KEPT]:
             self._kept.pop(old).cancel()
+        if not save:
+            return
         model = {f"state/{name}": tensor for name, tensor in state.model.items()}
         sidecar: dict[str, Value] = {**state.sidecar, "step": step, "version": self._queue.version}
         self._background.spawn(self._checkpoints.save(step, model | state.more, sidecar))
@@ -238,12 +235,21 @@ class FcServer:
     def _future(self, step: int) -> asyncio.Future[State]:
         return self._kept.setdefault(step, asyncio.get_running_loop().create_future())
 
-    async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
-        """Keep the state as it is now: a run that stops early asks for it."""
+    async def _on_keep(self, caller: PeerId, step: int, save: bool) -> Value:
+        """Keep the state as it is now."""
         if caller not in self._places:
             raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller}")
         async with self._turn:
-            await self._keep(step)
+            await self._keep(step, save=save)
+        return None
+
+    async def _on_hold(self, caller: PeerId, held: bool) -> Value:
+        """Let nobody train from now on, or again: ``caller`` evaluates one version of the parameters."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} does not wait for {caller}")
+        async with self._turn:
+            self._held_by = caller if held else None
+        self._more.set()
         return None
 
     async def _on_model(self, caller: PeerId, step: int) -> Value:

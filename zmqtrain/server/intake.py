@@ -47,24 +47,36 @@ class Update:
     """It counts, but changes nothing."""
 
 
+EventKind = Literal["step", "left", "keep", "show"]
+
+
 @dataclass(frozen=True, slots=True)
 class OrderedEvent:
-    """What comes next with snapshots: a group's step, or that the group has left."""
+    """What comes next with snapshots: a group's step, that the group has left, or that servers keep (or keep and show) what they
+    have for a checkpoint."""
 
-    kind: Literal["step", "left"]
-    group: int
+    kind: EventKind
+    number: int
+    """Of the group, or of the checkpoint's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the server has goes into the checkpoint at ``step``; with ``show`` group 0 reads it, too."""
+
+    step: int
+    show: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer``."""
+    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer``, then ``keep``."""
 
     updates: tuple[Update, ...]
     pieces: tuple[int, ...]
     answer: tuple[tuple[int, int], ...]
     reason: str
-    first_step: int | None = None
-    """The step of group 0's gradient in the updates, if there is one."""
+    keep: Keep | None = None
 
 
 class Intake:
@@ -117,6 +129,14 @@ class Intake:
             self.decided.append(OrderedEvent("left", group))
         return _useful(unit.leave(group) for unit in self._units)
 
+    def keep(self, step: int, *, show: bool) -> list[Batch]:
+        """A checkpoint is to be kept. Where another server orders events, its word counts and this does nothing."""
+        if self._order == "follow":
+            return []
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("show" if show else "keep", step))
+        return [_keeping(step, show=show)]
+
     def ordered(self, event: OrderedEvent) -> list[Batch]:
         """With order "follow": server 0 has said what comes next. (A server that holds no piece has nothing to order.)"""
         if self._order != "follow":
@@ -130,10 +150,12 @@ class Intake:
         batches = []
         while self._to_come:
             event = self._to_come[0]
-            if event.kind == "left":
-                batches.append(unit.leave(event.group))
-            elif unit.is_complete(event.group):
-                batches.append(unit.complete(event.group))
+            if event.kind in ("keep", "show"):
+                batches.append(_keeping(event.number, show=event.kind == "show"))
+            elif event.kind == "left":
+                batches.append(unit.leave(event.number))
+            elif unit.is_complete(event.number):
+                batches.append(unit.complete(event.number))
             else:
                 break
             self._to_come.popleft()
@@ -180,19 +202,20 @@ class _Unit:
 
     def _batch(self, decision: Decision) -> Batch:
         updates: list[Update] = []
-        first_step: int | None = None
         if decision.apply:
             pushes = [self._arrived.pop(group) for group in decision.apply]
-            if decision.apply[0] == 0:
-                first_step = next(iter(pushes[0].values())).step
             for piece in self.pieces:
                 of_piece = [by_piece[piece] for by_piece in pushes]
                 gradient = self._sums.pop(piece).mean() if self._make_sum is not None else of_piece[0].gradient
                 reads = tuple((push.group, push.step, push.version) for push in of_piece)
                 passed_over = any(push.passed_over for push in of_piece)
                 updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads, passed_over))
-        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason, first_step)
+        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason)
 
 
 def _useful(batches: Iterable[Batch]) -> list[Batch]:
-    return [batch for batch in batches if batch.updates or batch.answer]
+    return [batch for batch in batches if batch.updates or batch.answer or batch.keep]
+
+
+def _keeping(step: int, *, show: bool) -> Batch:
+    return Batch((), (), (), f"checkpoint {step}", Keep(step, show))

@@ -2,7 +2,10 @@
 
 What is decided stands in `intake` and `staleness`, what is computed in `shard`; here is the way of the messages::
 
-    configure (worker 0) -> initial values -> [ push -> intake -> shard -> parameters ] ... -> finished (all workers)
+    configure (worker 0) -> initial values -> [ push -> intake -> shard -> parameters ] ... -> left -> finished (all workers)
+
+On the way, and when all have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to group 0:
+those of one moment, between two updates.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ from zmqtrain.exchange.server_messages import (
     Configuration,
     ReadMeta,
     initial_tag,
+    kept_label,
     parameters_tag,
+    shown_tag,
 )
 from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
-from zmqtrain.server.intake import Batch, Intake, Order, OrderedEvent, Update
+from zmqtrain.server.intake import Batch, Intake, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum, in_time
 from zmqtrain.server.parse import parse_push
@@ -91,12 +96,12 @@ class ModelServer:
         self._recorder: Recorder = recorder or NullRecorder()
         self._checkpoints = checkpoints
         self._held: dict[int, Held] = {}
+        self._left: set[PeerId] = set()
         self._finished: set[PeerId] = set()
         self._gone: set[int] = set()
         self._ready = False
         self._staleness: Counter[int] = Counter()
         self._last_staleness: dict[tuple[int, int], int] = {}  # (group, piece) -> of its last push
-        self._applied_by_first: Counter[int] = Counter()  # step -> pieces to which group 0's gradient of it is applied
         self._sensors = Sensors()
 
     @property
@@ -123,6 +128,8 @@ class ModelServer:
         self._thread = ThreadPoolExecutor(1, "compute")
         self._endpoint.serve("configure", self._on_configure)
         self._endpoint.serve("checkpoint", self._on_checkpoint)
+        self._endpoint.serve("show", self._on_show)
+        self._endpoint.serve("left", self._on_left)
         self._endpoint.serve("finished", self._on_finished)
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
@@ -187,7 +194,7 @@ class ModelServer:
                 self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
         if not self._held and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
-            await self._checkpoints.hold_nothing(sidecar)
+            self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
             return 0
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
@@ -217,26 +224,47 @@ class ModelServer:
             if not self._done.done():
                 self._done.set_result(None)
             return None
-        if self._ready and not self._done.done():
-            # Not awaited: the answer must be out before the last worker's word ends this server.
-            self._background.run(self._let_go())
+        self._leave(caller)
         return None
 
-    async def _on_checkpoint(self, caller: PeerId, step: int) -> Value:
-        """Keep the shard as it is now: a run that stops early asks for it."""
+    async def _on_left(self, caller: PeerId) -> Value:
+        if caller in self._settings.workers:
+            self._leave(caller)
+        return None
+
+    def _leave(self, worker: PeerId) -> None:
+        if worker not in self._left:
+            self._left.add(worker)
+            if self._ready and not self._done.done():
+                # Not awaited: the answer must be out before the last worker's word ends this server.
+                self._background.run(self._let_go())
+
+    async def _on_checkpoint(self, caller: PeerId, step: int, show: bool = False, ordered: bool = False) -> Value:
+        """Keep the shard as it is now, for the checkpoint at ``step``, and ``show`` it to group 0, too. ``ordered``: with
+        snapshots, when it is this event's turn, so that all servers keep the same version; else at once, since the run ends."""
         if caller not in self._settings.workers or not self._ready or self._checkpoints is None:
             raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller} now")
         if not self._held:  # the collector knows
             return None
         async with self._lock:
-            tensors, sidecar = keep_pieces(self._held, step)
-        self._background.spawn(self._checkpoints.save(step, tensors, sidecar))
+            if ordered:
+                await self._carry_out(partial(self._intake.keep, step, show=show), 0)
+            else:
+                self._keep(Keep(step, show))
+        return None
+
+    async def _on_show(self, caller: PeerId, label: str) -> Value:
+        """Show the shard as it is now to group 0's workers."""
+        if caller not in self._settings.workers or not self._ready:
+            raise ProtocolError(f"{self._endpoint.peer} has nothing to show to {caller} now")
+        async with self._lock:
+            self._show(label)
         return None
 
     async def _let_go(self) -> None:
         """Let nobody wait for groups all of whose workers have finished."""
         for group, members in enumerate(self._configured.result().groups):
-            if self._finished.issuperset(members) and group not in self._gone:
+            if self._left.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
                 self._recorder.witness("left", group=group)
                 async with self._lock:
@@ -262,8 +290,8 @@ class ModelServer:
         while True:
             sender, _, payload = await orders.get()
             match payload.meta:
-                case ["step" | "left" as kind, int(group)] if sender == self._configured.result().servers[0]:
-                    event = OrderedEvent(kind, group)
+                case ["step" | "left" | "keep" | "show" as kind, int(number)] if sender == self._configured.result().servers[0]:
+                    event = OrderedEvent(kind, number)
                 case _:
                     self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
                     continue
@@ -300,13 +328,14 @@ class ModelServer:
             for group, step in batch.answer:
                 for piece in batch.pieces:
                     self._answer(group, piece, parameters_tag(piece, step))
-            self._checkpoint(batch)
+            if batch.keep is not None:
+                self._keep(batch.keep)
         for event in self._intake.decided:
             for other in self._configured.result().servers[1:]:
                 try:
-                    await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.group]))
+                    await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
                 except PeerLostError:
-                    if event.kind == "step":  # of a leaving, a server that is done already need not know
+                    if event.kind != "left":  # of a leaving, a server that is done already need not know
                         raise
         self._intake.decided.clear()
 
@@ -353,19 +382,17 @@ class ModelServer:
             if loan.sent is None:
                 loan.give_back()
 
-    def _checkpoint(self, batch: Batch) -> None:
-        """Once group 0's gradient of the step before a checkpoint is in all pieces, send them off."""
-        every = self._configured.result().checkpoint_every
-        if not every or self._checkpoints is None or batch.first_step is None:
-            return
-        step = batch.first_step + 1
-        if step % every:
-            return
-        self._applied_by_first[step] += len(batch.pieces)
-        if self._applied_by_first[step] == len(self._held):
-            del self._applied_by_first[step]
-            tensors, sidecar = keep_pieces(self._held, step)
-            self._background.spawn(self._checkpoints.save(step, tensors, sidecar))
+    def _keep(self, keep: Keep) -> None:
+        """Send off what there is now. Updates that follow do not change it."""
+        if keep.show:
+            self._show(kept_label(keep.step))
+        if self._checkpoints is not None:
+            tensors, sidecar = keep_pieces(self._held, keep.step)
+            self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
+
+    def _show(self, label: str) -> None:
+        for piece in self._held:
+            self._answer(0, piece, shown_tag(piece, label))
 
     # Helpers.
 

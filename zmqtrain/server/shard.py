@@ -15,7 +15,7 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.optimizer import build_optimizer, set_hyperparameters
+from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.server.held import Loan
 from zmqtrain.wire.dtypes import torch_dtype
@@ -97,6 +97,7 @@ class HeldPiece:
             name.removeprefix("optimizer."): value.clone() for name, value in tensors.items() if name.startswith("optimizer.")
         }
         if state:
+            require_state(self._optimizer, f"piece {self.piece.index}", self.values, state)
             self._optimizer.state[self.values] = state
         self.version = version
 

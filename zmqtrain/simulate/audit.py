@@ -45,6 +45,13 @@ class Auditor:
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
         self._last_s = 0.0
+        self._first = 0
+        self.stopped_at: int | None = None
+        """The step before which all have stopped, since they were asked to."""
+
+    def goes_on_at(self, step: int) -> None:
+        """The run resumes a checkpoint of this step."""
+        self._first = step
 
     def note(self, text: str) -> None:
         """Something was found elsewhere."""
@@ -68,11 +75,11 @@ class Auditor:
 
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
-        known = self._versions.get((server, piece), 0)
+        known = self._versions.get((server, piece), version - 1 if self._first else 0)
         if version != known + 1:
             self.note(f"{server} went from version {known} of piece {piece} to {version}")
         self._versions[server, piece] = version
-        counts = self._pushed.setdefault((server, piece), [0] * self._placement.groups)
+        counts = self._pushed.setdefault((server, piece), [self._first] * self._placement.groups)
         for group, step, _read in values["reads"]:
             key = (server, piece, int(group), int(step))
             if key in self._applied:
@@ -111,6 +118,8 @@ class Auditor:
                 step = int(event["step"])
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
+            elif event.get("kind") == "stopped":
+                self.stopped_at = int(event["step"])
             elif event.get("kind") == "finish":
                 self._spread = max(self._spread or 0.0, float(values.get("replica_spread") or 0.0))
 
@@ -121,9 +130,10 @@ class Auditor:
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
         fatal = [fault for fault in faults if not fault.survivable(self._ladder, elastic=elastic)]
-        if ending.status == "done":
+        preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
+        if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal and not self._own_fault(ending.error or {}):
+        elif not fatal and not preempted and not self._own_fault(ending.error or {}):
             error = ending.error or {}
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), though all its faults can be survived")
@@ -135,16 +145,17 @@ class Auditor:
         again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1 and peer not in self._lost]
         if again:
             self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
-        if job.steps is not None:
+        until = job.steps if self.stopped_at is None else self.stopped_at
+        if until is not None:
             stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
-            missing = job.steps * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
+            missing = (until - self._first) * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
         if self._lost:
             return  # the rest holds where all are there
-        if job.steps is not None:
+        if until is not None:
             expected = compute.batch_size * self._placement.groups
-            for step in range(job.steps):
+            for step in range(self._first, until):
                 if self._samples[step] != expected:
                     self.note(f"step {step} was trained on {self._samples[step]} samples, not {expected}")
                     break

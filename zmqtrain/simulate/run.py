@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import SimulationError, ZmqTrainError
 from zmqtrain.launcher.agent import LOG
+from zmqtrain.launcher.preempted import PREEMPTED, Preemption
 from zmqtrain.launcher.record import Ending, ending_of
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
@@ -28,7 +29,7 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
-from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
@@ -63,8 +64,10 @@ class Options:
     task: Task | None = None
     """Instead of what ``[job] task`` names."""
     checkpoints: Path | None = None
-    """Folder for checkpoints; needed where ``[job] checkpoint_every`` asks for them."""
+    """Folder for checkpoints, beside which the run's model is left; without one, nothing is kept."""
     resume: Path | None = None
+    preempt_at_s: float | None = None
+    """When, in virtual seconds, somebody asks the run to stop with a checkpoint."""
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
     on_witness: Witnesses | None = None
@@ -122,6 +125,8 @@ class Simulation:
     """A run, once. `run` it on a virtual loop."""
 
     def __init__(self, topology: Topology, options: Options) -> None:
+        if options.checkpoints is None:
+            topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
         self._topology, self._options = topology, options
         self._placement = place(topology)
         self._ladder = Ladder.of(topology.job.timeout_s)
@@ -144,6 +149,8 @@ class Simulation:
         try:
             outcome = await self._live(cluster, injector)
             ending = ending_of(outcome)
+            if ending.status == "done" and self._auditor.stopped_at is not None:
+                ending = Ending("preempted", PREEMPTED)
         except (SimulationError, asyncio.CancelledError):
             raise
         except (ZmqTrainError, ExceptionGroup) as error:
@@ -167,7 +174,7 @@ class Simulation:
             endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._ladder, ""))
             stack.push_async_callback(endpoint.close)
             serve_description(endpoint, description)
-            folder = options.checkpoints or Path("checkpoints")
+            folder, left = options.checkpoints or Path("checkpoints"), options.checkpoints and options.checkpoints.parent
             coordinator = Coordinator(
                 endpoint,
                 self._placement,
@@ -182,9 +189,11 @@ class Simulation:
                 topology,
                 self._placement,
                 resume=options.resume,
+                model=left,
                 members=lambda: coordinator.view.members,
                 on_event=options.on_checkpoint,
             )
+            self._auditor.goes_on_at(collector.first_step)
             if options.on_begin is not None:
                 options.on_begin(lambda reason: coordinator.halt({"kind": "interrupted", "message": reason}))
             plan = Plan(
@@ -198,7 +207,8 @@ class Simulation:
             )
             collecting = asyncio.create_task(collector.run(), name="collect checkpoints")
             injecting = asyncio.create_task(injector.run(plan), name="inject faults")
-            self._tasks = [collecting, injecting]
+            preempting = asyncio.create_task(self._preempt(endpoint, coordinator, description), name="preemption")
+            self._tasks = [collecting, injecting, preempting]
             for host in topology.hosts:
                 if self._placement.of_host(host.name):
                     agent = spawn(plan, f"agent/{host.name}", host.name)
@@ -207,14 +217,22 @@ class Simulation:
                     self._tasks.append(life)
             outcome = await coordinator.run()
             await self._wait_for_agents(cluster)
-            for task in (collecting, injecting):
+            background = (collecting, injecting, preempting)
+            for task in background:
                 task.cancel()
-            await asyncio.wait([collecting, injecting])
+            await asyncio.wait(background)
             return outcome
+
+    async def _preempt(self, endpoint: Endpoint, coordinator: Coordinator, description: RunDescription) -> None:
+        if self._options.preempt_at_s is None:
+            return
+        preemption = Preemption()
+        asyncio.get_running_loop().call_later(self._options.preempt_at_s, preemption.ask)
+        await preemption.run(endpoint, coordinator, description, lambda text: self._log(COORDINATOR, text))
 
     async def _wait_for_agents(self, cluster: Cluster) -> None:
         """As the launcher does: they end by themselves, or are ended after the grace time, with their roles."""
-        agents = self._tasks[2:]
+        agents = self._tasks[3:]
         patience_s = self._ladder.grace_s + self._ladder.lost_s
         _, left = await asyncio.wait(agents, timeout=patience_s)
         for agent in (task.get_name() for task in agents if task in left):

@@ -28,7 +28,7 @@ class Caution:
 def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[Caution, ...]:
     """All that is worth a warning, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
     host."""
-    if topology.engine.gathers and "hosts" not in topology.model_fields_set:
+    if topology.hosts_open:
         return ()
     return (*_hosts(topology, placement), *_devices(topology, placement, gpus), *_slots(topology, placement), *_alone(topology))
 

@@ -59,12 +59,18 @@ class Compute(Section):
         default=1,
         ge=1,
         le=65536,
-        description="Number of compute groups; each processes batches of its own. auto: `zmqtrain launch` finds it, with momentum "
-        "and learning rate, before it trains (see `[tune]`); `group_size` is then the number of all workers.",
+        description="Number of compute groups; each processes batches of its own. Left out, and `group_size` too: a worker on each "
+        "of the hosts' `devices`, else one on each host with all its slots as threads, all in one synchronous group (with gossip "
+        "and averaging each a group by itself). auto: `zmqtrain launch` finds it, with momentum and learning rate, before it "
+        "trains (see `[tune]`); `group_size` is then the number of all workers.",
     )
     auto_groups: bool = Field(default=False, description='What `groups = "auto"` sets, with one group to begin with.')
     group_size: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
-        default=1, ge=1, le=65536, description="Workers in a group; together they process one batch, synchronously."
+        default=1,
+        ge=1,
+        le=65536,
+        description="Workers in a group; together they process one batch, synchronously. They are spread over all hosts, evenly "
+        "by slots; where there are at least as many groups as hosts, a group keeps to one host as long as one has room.",
     )
     batch_size: int = Field(
         default=64,
@@ -88,7 +94,8 @@ class Compute(Section):
         default="even",
         description="How workers that wait for each other (a group; with allreduce and synchronous model servers all groups) "
         "divide the batch. measured: by how fast each was, decided anew every `rebalance_every` steps. Or weights, like `[2, 1]`, "
-        "one for each worker of a group or of all groups. Each sample counts alike whatever the parts are.",
+        "one for each worker of a group or of all groups. Each sample counts alike whatever the parts are. Left out, where nothing "
+        "is said of groups either and hosts differ: by their slots (measured, where only some have devices).",
     )
     rebalance_every: int = Field(
         default=50, ge=1, le=2**31, description="Steps between decisions about measured parts; the first ones come earlier."

@@ -30,7 +30,7 @@ class ExchangeSection(Section):
         default="allreduce",
         description="allreduce: all groups in step, gradients averaged. model_server: servers hold the parameters and optimize. "
         "gossip: each step every group averages with one other. averaging: groups train alone and average their models every "
-        "`every` steps. Default: allreduce for one group, else model_server.",
+        "`every` steps. Default: allreduce for one group (so also where nothing is said of groups), else model_server.",
     )
     staleness: Annotated[
         Annotated[Literal["async", "sync"], Tag("word")] | Annotated[Bound, Tag("table")],

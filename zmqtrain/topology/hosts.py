@@ -89,12 +89,14 @@ class Host(Section):
         default=0,
         ge=0,
         le=4096,
-        description="Workers that may compute here at once; each gets an even share of the slots as threads. Left out or 0 on "
-        "this machine: the number of its processors. Model servers wait for the network most of the time and take no slot.",
+        description="Workers that may compute here at once; each gets an even share of the slots as threads. Left out or 0: the "
+        "processors that may be used there, by affinity and the cgroup's quota (this machine, hosts to log in to, and hosts that "
+        "come by themselves; one for each device at least). Model servers wait for the network most of the time and take no slot.",
     )
     devices: Annotated[Texts, AfterValidator(_devices)] = Field(
         default=(),
-        description="Accelerators that workers here take in turn, like `cuda:0`. Empty: as `[compute] device` says.",
+        description="Accelerators that workers here take in turn, like `cuda:0`; where the file says nothing of groups, each has a "
+        "worker. Empty: as `[compute] device` says.",
     )
     bind: Annotated[str, AfterValidator(_bind)] | None = Field(
         default=None,

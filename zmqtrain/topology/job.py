@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zmqtrain.topology.section import MOST, Section, Texts, Timeout, is_plain
+from zmqtrain.topology.section import MOST, Every, Section, Texts, Timeout, is_plain, seconds_of
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -31,6 +31,12 @@ def _ports(value: str) -> str:
     first, mark, last = value.partition("-")
     if not (mark and first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 65536):
         raise ValueError('is no range of ports: write it like "29400-29500"')
+    return value
+
+
+def _steps_or_time(value: int | str) -> int | str:
+    if isinstance(value, int) and not 0 <= value <= MOST:
+        raise ValueError(f"must be from 0 to {MOST} steps")
     return value
 
 
@@ -82,11 +88,16 @@ class Job(Section):
     weights: str | None = Field(
         default=None,
         min_length=1,
-        description="A checkpoint (or a folder with checkpoints, or a run): begin with its model's parameters instead of new ones, "
-        "and with nothing else of it. The run may have another shape than the one that wrote it.",
+        description="A run, its `model.safetensors` (or any such file), a checkpoint or a folder with checkpoints: begin with its "
+        "model's parameters instead of new ones, and with nothing else of it. The run may have another shape than the one that "
+        "wrote it.",
     )
     eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations; 0: only at the end.")
-    checkpoint_every: int = Field(default=0, ge=0, le=MOST, description="Steps between checkpoints; 0: none.")
+    checkpoint_every: Annotated[Every, AfterValidator(_steps_or_time)] = Field(
+        default="10 min",
+        description="Steps between checkpoints, or the time between them. The end of a run is a checkpoint, too. 0: none; then the "
+        "run leaves its model, but cannot be resumed.",
+    )
     keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints stay on disk.")
     timeout: Timeout = Field(
         default=60.0,
@@ -130,6 +141,16 @@ class Job(Section):
             return None
         first, _, last = self.ports.partition("-")
         return int(first), int(last)
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Steps between checkpoints; 0 where there are none, or a time is between them."""
+        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else 0
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds between checkpoints, if a time is between them."""
+        return seconds_of(self.checkpoint_every)
 
     @property
     def timeout_s(self) -> float:

@@ -207,6 +207,9 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
     """The host of each rank; of a pipeline's groups, those of the first."""
     size, groups = topology.compute.group_size, topology.compute.groups // topology.compute.pipeline
     workers = groups * size
+    unknown = next((host.name for host in topology.hosts if host.slots == 0), None)
+    if unknown is not None:
+        raise PlacementError(f"how much may compute on {unknown} is known to a launch only, which asks it: give it slots")
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))

@@ -29,7 +29,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_length(topology),
         *_elastic(topology),
         *_data(topology),
-        *_hosts(entries, gathered=topology.engine.gathers),
+        *_hosts(entries, found=topology.engine.gathers or topology.engine.kind in _NAMED_MACHINES),
         *_machines(topology, entries),
         *_batch(topology),
         *_pipeline(topology),
@@ -90,8 +90,8 @@ def _data(topology: Topology) -> Iterator[BrokenRule]:
         yield rule('sample_size is for ring = "tensors"', ("data", "sample_size"), ("data", "ring"))
 
 
-def _hosts(entries: Sequence[Host], *, gathered: bool) -> Iterator[BrokenRule]:
-    """``gathered``: what the file leaves out of a host shows when it is there."""
+def _hosts(entries: Sequence[Host], *, found: bool) -> Iterator[BrokenRule]:
+    """``found``: what the file leaves out of a host shows when it is there."""
     seen: dict[str, int] = {}
     total = 0
     for index, host in enumerate(entries):
@@ -112,7 +112,7 @@ def _hosts(entries: Sequence[Host], *, gathered: bool) -> Iterator[BrokenRule]:
                 ("hosts", index, "address"),
                 ("hosts", index, "name"),
             )
-        if host.slots == 0 and not gathered:
+        if host.slots == 0 and not found:
             yield rule(
                 f"slots is missing: say how many workers may compute on {host.name} at once ({host.address} is another machine)",
                 ("hosts", index, "slots"),

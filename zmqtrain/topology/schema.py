@@ -89,6 +89,11 @@ class Topology(Section):
         return Host(name=name, address=address, slots=asked.cpus or each * (self.compute.threads or 1), devices=devices)
 
     @property
+    def hosts_open(self) -> bool:
+        """Whether it shows only when the run begins which hosts there are; `hosts` stand for them."""
+        return self.engine.gathers and "hosts" not in self.model_fields_set
+
+    @property
     def hosts_decide(self) -> bool:
         """Whether other hosts would mean another number of workers (`with_hosts`)."""
         return by_hosts(self.compute)

@@ -44,7 +44,7 @@ def is_plain(value: Any) -> bool:
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, list):
         return all(map(is_plain, value))
-    if isinstance(value, float):
+    if isinstance(value, float | bool):
         return math.isfinite(value)
     return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
@@ -66,6 +66,36 @@ Bandwidth = Annotated[
 ]
 #: How many bytes of a tensor travel together.
 ByteSize = Annotated[int, BeforeValidator(units.size(64, 2**32)), PlainSerializer(units.format_size), Written(("4 MiB", "512 KiB"))]
+
+
+def _every(value: object) -> object:
+    """Steps as they are, times checked."""
+    if isinstance(value, str):
+        _PERIOD(value)
+        return " ".join(value.split())
+    if isinstance(value, float | bool):
+        raise ValueError('takes whole steps, like 500, or a time, like "10 min"')
+    return value
+
+
+_PERIOD = units.duration(0.1, 7 * 86_400)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenEvery:
+    """How steps or a time look in the JSON Schema."""
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": MOST}], "examples": ["10 min", 500]}
+
+
+#: How often something happens: a number of steps (0: never), or a time.
+Every = Annotated[int | str, BeforeValidator(_every), WrittenEvery()]
+
+
+def seconds_of(every: int | str) -> float | None:
+    """The time that an `Every` says; ``None`` where it says steps."""
+    return _PERIOD(every) if isinstance(every, str) else None
 
 
 def not_yet(what: str, instead: str) -> PydanticCustomError:

@@ -12,7 +12,11 @@ _GPU = re.compile(r"gpus?(:\d+)?|nvidia")
 
 def did_you_mean(given: str, known: Iterable[str]) -> str | None:
     """The known word that means what was given, or is nearest to it, if one is near."""
-    by_lower = {word.lower(): word for word in known}
+    by_lower: dict[str, str] = {}
+    for word in known:
+        other = by_lower.setdefault(word.lower(), word)
+        if other != word:  # they differ in case alone: the nearer one as it is written
+            by_lower[word.lower()] = max(other, word, key=lambda each: difflib.SequenceMatcher(None, given, each).ratio())
     if _GPU.fullmatch(given.lower().strip()):
         if "cuda" in by_lower:
             return by_lower["cuda"]

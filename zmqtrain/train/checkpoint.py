@@ -261,7 +261,7 @@ def _content(path: Path, most: int) -> bytes:
     """A file's content. Raises `OSError`, and `ValueError` where it is none, or larger than ``most`` bytes."""
     _require_file(path)
     with path.open("rb") as file:
-        content = file.read(most + 1)
+        content = file.read(min(path.stat().st_size, most) + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     return content
@@ -292,7 +292,7 @@ def find_latest(folder: Path) -> Path:
                 return found[-1]
         runs = [found[-1] for checkpoints in folder.glob("*/checkpoints") if (found := find_checkpoints(checkpoints))]
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(folder)!r} cannot be looked through for checkpoints: {error}") from error
+        raise CheckpointError(f"{str(folder)!r:.300} cannot be looked through for checkpoints: {error!s:.300}") from error
     if not runs:
         raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run have [job] checkpoint_every?")
     return max(runs, key=lambda path: path.stat().st_mtime_ns)

@@ -16,7 +16,10 @@ from zmqtrain.exchange.checkpoint_part import COMMITTED, NOTHING, OPEN_PART, RES
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint import MODEL, Checkpoint, RunShape, find_latest, prune
+from zmqtrain.train.checkpoint_clock import CheckpointClock
 from zmqtrain.train.incoming_checkpoint import IncomingCheckpoint
+from zmqtrain.train.model_file import ModelFile
+from zmqtrain.train.weights import Weights
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
@@ -47,14 +50,17 @@ class CheckpointCollector:
         *,
         keep: int = 2,
         resume: Checkpoint | None = None,
-        weights: Checkpoint | None = None,
+        weights: Weights | None = None,
         patience_s: float = 600.0,
         members: Callable[[], Collection[PeerId]] | None = None,
         on_event: OnEvent | None = None,
+        model: Path | None = None,
+        clock: CheckpointClock | None = None,
     ) -> None:
         """``weights``: where the model begins that resumes nothing. ``patience_s``: how long the parts of a checkpoint may take
         until somebody is told. ``members``: who is there now, for runs that go on without those who are not; it is asked again
-        whenever one is lost. Raises `CheckpointError` where ``resume`` is of another shape."""
+        whenever one is lost. ``model``: the folder in which the run's newest model is left. ``clock``: says when it is time for a
+        checkpoint. Raises `CheckpointError` where ``resume`` is of another shape."""
         if resume is not None:
             resume.require(shape)
         self._endpoint, self._checkpoints, self._shape = endpoint, checkpoints, shape
@@ -68,6 +74,7 @@ class CheckpointCollector:
         self._ended: dict[Tag, asyncio.Future[None]] = {}  # (WRITTEN, step, name) and (COMMITTED, step): done, or why not
         self._lock = asyncio.Lock()  # one change of what is incoming at a time
         self._look = asyncio.Event()  # somebody was lost, or there is another deadline
+        self._model, self._clock = ModelFile(endpoint, model), clock
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
         endpoint.serve(WRITTEN, self._on_written)
@@ -87,13 +94,15 @@ class CheckpointCollector:
         resume: Path | None = None,
         members: Callable[[], Collection[PeerId]] | None = None,
         on_event: OnEvent | None = None,
+        model: Path | None = None,
     ) -> CheckpointCollector:
-        """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it."""
+        """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it. ``model``: the folder
+        in which the run's newest model is left."""
         fc = min(placement.fc_servers, 1)  # the first one keeps the whole of what they have divided
         shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
         given = topology.job.weights
-        weights = None if given is None or checkpoint is not None else Checkpoint(find_latest(Path(given)))
+        weights = None if given is None or checkpoint is not None else Weights.of(Path(given))
         return cls(
             endpoint,
             checkpoints,
@@ -104,13 +113,23 @@ class CheckpointCollector:
             patience_s=Ladder.of(topology.job.timeout_s).barrier_s,
             members=members,
             on_event=on_event,
+            model=model,
+            clock=CheckpointClock.of(endpoint, topology, placement),
         )
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on with: 0 where it resumes nothing."""
+        return 0 if self._resume is None else self._resume.step
 
     async def run(self) -> None:
         """Until cancelled. Incomplete checkpoints are removed then."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch(), name="watch incomplete checkpoints")
+                self._tasks.create_task(self._model.run(), name="keep the model")
+                if self._clock is not None:
+                    self._tasks.create_task(self._clock.run(self._complete), name="time for a checkpoint")
                 async for peer, tag, payload in self._subscription:
                     async with self._lock:
                         await self._take(peer, tag, payload)
@@ -184,6 +203,9 @@ class CheckpointCollector:
             await self._commit_if_complete(incoming.step)
         except OSError as error:
             self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} cannot be written: {error}"))
+        there = self._there()
+        if incoming.step in self._incoming and incoming.has_lost(there) and incoming.missing(self._nothing, there) == [MODEL]:
+            self._give_up(incoming, "who was to send the model was lost")
         if incoming.step in self._incoming and not incoming.overdue and self._now() >= incoming.began_s + self._patience_s:
             incoming.overdue = True
             reason = f"checkpoint {incoming.step} is not complete after {self._patience_s:g} s{self._missing(incoming)}"
@@ -205,9 +227,17 @@ class CheckpointCollector:
         # Everybody sends one part after the other, so of what is older nothing more will come.
         for older in [each for each in self._incoming.values() if each.step < step]:
             self._give_up(older, f"checkpoint {step} is complete, and nothing more of this one will come")
+        await self._publish(step, folder)
         await asyncio.to_thread(prune, self._checkpoints, self._keep)
         self._end((COMMITTED, step))
         self._on_event("checkpoint complete", {"step": step, "seconds": self._now() - incoming.began_s, "folder": str(folder)})
+
+    async def _publish(self, step: int, folder: Path) -> None:
+        """The checkpoint is there, whatever becomes of this."""
+        try:
+            await asyncio.to_thread(self._model.publish, folder)
+        except OSError as error:
+            self._on_event("model failed", {"step": step, "reason": f"the model of step {step} cannot be written: {error}"})
 
     @staticmethod
     def _now() -> float:
@@ -216,6 +246,10 @@ class CheckpointCollector:
     def _there(self) -> Callable[[int], bool]:
         members = None if self._members is None else self._members()
         return lambda rank: members is None or f"worker/{rank}" in members
+
+    async def _complete(self, step: int) -> None:
+        """Wait until the checkpoint is on disk, or will never be, or is overdue: the next one may be complete."""
+        await asyncio.wait({self._future((COMMITTED, step))}, timeout=self._patience_s)
 
     def _future(self, key: Tag) -> asyncio.Future[None]:
         future = self._ended.get(key)
@@ -248,7 +282,9 @@ class CheckpointCollector:
         return None
 
     async def _on_open_part(self, caller: PeerId, name: str) -> Value:
-        given = self._resume
+        given: Checkpoint | Weights | None = self._resume
+        if self._clock is not None:
+            self._clock.begin()
         if given is None and name == MODEL:
             given = self._weights
         if given is None:
@@ -257,7 +293,7 @@ class CheckpointCollector:
             raise CheckpointError(f"{caller} asks for part {name!r}, which checkpoints of this run do not have")
         tensors: Mapping[str, Payload] = {}
         sidecar: Mapping[str, Value] = {}
-        neighbour = given.stands_in(name)
+        neighbour = given.stands_in(name) if isinstance(given, Checkpoint) else None
         if neighbour is not None:
             sidecar = {"step": given.step, STANDS_IN: neighbour}
         else:

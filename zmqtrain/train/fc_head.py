@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError, ProtocolError, TaskError
-from zmqtrain.exchange.optimizer import describe_optimizer, set_hyperparameters
+from zmqtrain.exchange.checkpoint_part import taking_back
+from zmqtrain.exchange.optimizer import describe_optimizer, require_state, set_hyperparameters
 from zmqtrain.server.fc_queue import Applied, Turn
 from zmqtrain.server.head import Part, State, Trained
 from zmqtrain.train.device.base import Device
@@ -172,14 +173,20 @@ class TorchHead:
         """Put back what `state` gave, its model's tensors as ``state/NAME``. Raises `CheckpointError` for another model's."""
         self.begin_with(tensors)
         parameters = dict(self._phase.named_parameters())
-        for name, tensor in self._layers.parts.cut(tensors).items():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, parameter = rest.partition("/")
+        states: dict[str, dict[str, Tensor]] = {}
+        with taking_back("fc-0"):
+            for name, tensor in self._layers.parts.cut(tensors).items():
+                kind, _, rest = name.partition("/")
+                if kind == "optimizer":
+                    key, _, parameter = rest.partition("/")
+                    states.setdefault(parameter, {})[key] = tensor
+            for parameter, state in states.items():
                 owner = parameters[parameter]
-                kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
-                self._optimizer.state[owner][key] = kept
-        restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
+                require_state(self._optimizer, parameter, owner, state)
+                for key, tensor in state.items():
+                    kept = tensor.clone() if tensor.shape != owner.shape else torch.empty_like(owner).copy_(tensor)
+                    self._optimizer.state[owner][key] = kept
+            restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
 
     def begin_with(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the phase with a model's tensors, as ``state/NAME``, and nothing else. Raises `CheckpointError` for another's."""

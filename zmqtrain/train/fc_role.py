@@ -69,7 +69,6 @@ async def _serve(context: RoleContext, head: Head, first_step: int) -> None:
     policy = Policy(topology.exchange.policy, topology.exchange.bound or 0)
     settings = FcSettings(
         groups=tuple(placement.group_members(group) for group in range(placement.groups)),
-        checkpoint_every=topology.job.checkpoint_every,
         request_s=ladder.request_s,
         stop_on_nan=topology.job.on_nan == "stop",
     )

@@ -66,6 +66,10 @@ class IncomingCheckpoint:
         parts = self._all if present is None else self._shape.parts(present)
         return [part for part in parts if part not in self._written and part not in nothing]
 
+    def has_lost(self, there: Callable[[int], bool]) -> bool:
+        """Whether one is gone whose part somebody has waited for."""
+        return self._members is not None and self._members != self._present(there)
+
     def commit(self, nothing: Mapping[str, Mapping[str, Any]], there: Callable[[int], bool]) -> Path:
         """Nothing is `missing`: write what is in no message, and let the checkpoint exist."""
         for name, sidecar in nothing.items():

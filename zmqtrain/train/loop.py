@@ -2,29 +2,33 @@
 
 ::
 
-    restore -> exchange.start -> [ step -> evaluate? -> checkpoint? ] ... -> exchange.stop -> all have trained -> last evaluation
+    restore -> exchange.start -> [ checkpoint? -> step -> evaluate? ] ... -> all have trained -> last evaluation -> last checkpoint
 
-Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends with a checkpoint instead.
+Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends there, without an evaluation.
+What is evaluated and kept as the run's model: see `zmqtrain.train.run_model`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.errors import UsageError, ZmqTrainError
-from zmqtrain.exchange.base import Exchange
+from zmqtrain.errors import CheckpointError, UsageError, ZmqTrainError
+from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members, group_of
-from zmqtrain.membership.common_stop import StopPoint
+from zmqtrain.membership.common_stop import Here, StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.rebalance import Rebalance, announce
-from zmqtrain.train.work import Work
+from zmqtrain.train.run_model import gathered
+from zmqtrain.train.work import ModelState, Work
+from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -58,7 +62,14 @@ class TrainLoop:
         self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
         self._rebalance = Rebalance.of(context, work.shares)
         self._stop_point = StopPoint(context.endpoint, timeout_s=context.ladder.barrier_s)
+        self.halted = False
+        """The run was stopped in the middle of a step: the replica's parameters may not be waited for any more."""
         self._kept: list[int] = []  # the steps of the newest checkpoints of which this worker's part is on disk
+        self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation: at which step
+        self._ended_at: int | None = None
+        self._spread = 0.0  # how far this worker's parameters were from the run's model, where that was looked at
+        self._job_batch = context.topology.compute.batch_size
+        self._samples = 0  # that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
@@ -71,52 +82,61 @@ class TrainLoop:
             for _ in range(joined):
                 work.after_step()
         self.step = first = restored or joined or 0
+        self._samples = first * self._job_batch * self._context.placement.groups
         steps = self._steps()
         self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         self._stop_point.open(first, steps)
         reached = False
+        early = False
         while not reached and (steps is None or self.step < steps):
-            if await self._stop_point.here(self.step):
-                await self._stop_early(first)
-                return
+            here = await self._stop_point.here(self.step)
+            if here is Here.STOP:
+                early = True
+                break
+            # Not behind the step before: where training stops or ends, that is the checkpoint.
+            if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
+                await self._keep(self.step)
             if not await self._train_step(last=self.step + 1 == steps):
                 return
             done = self.step
             if job.eval_every and done % job.eval_every == 0 and done != steps:
                 reached = await self._evaluate_between(done) and await self._stop_point.end()
-            if job.checkpoint_every and done % job.checkpoint_every == 0:
-                await exchange.settle()
-                await work.quiet()
-                await self.save(done)
-        await self._finish()
+        await self._end(first, early=early)
 
-    async def save(self, step: int) -> None:
-        """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
-        start = asyncio.get_running_loop().time()
-        if await self.work.save(self._endpoint, self.exchange, step):
-            self._kept = [*self._kept, step][-MOST_KEPT:]
-            self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
+    def _is_due(self, step: int) -> bool:
+        every = self._job.checkpoint_steps
+        return every > 0 and step % every == 0
+
+    async def _keep(self, step: int) -> None:
+        """A checkpoint on the way. It is complete when all have come to this step."""
+        await self.exchange.settle()
+        await self.work.quiet()
+        await self._have_servers_keep(step, save=True, last=False)
+        await self._send_model(step, await self._model_at(step, last=False), alone=False)
+        await self._save(step)
 
     async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
-        """A checkpoint at ``step`` out of turn, for which servers are asked for their parts as they are now. Best effort, since the
-        run ends anyway, for another reason.
+        """A checkpoint at ``step`` out of turn, since the run ends before its time: best effort.
 
         Returns its step once it is on disk; ``None`` where there is none."""
         context = self._context
+        if not self.work.keeps:
+            return None
         try:
             async with asyncio.timeout(within_s):
                 if step not in self._kept:
-                    if context.role.index == 0:
-                        for server in (*context.placement.server_roles, *context.placement.fc_roles):
-                            await self._endpoint.request(server.peer, "checkpoint", step, timeout=context.ladder.request_s)
-                    await self.save(step)
-                if step in self._kept:
-                    await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
+                    await self._have_servers_keep(step, save=True, last=True)
+                    await self._save(step)
+                    async with asyncio.timeout(context.ladder.request_s):  # others may have given up
+                        state = await self._model_at(step, last=True)
+                    await self._send_model(step, state, alone=False)
+                await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
         except (ZmqTrainError, TimeoutError) as error:
-            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error) or f"not done after {within_s} s")
+            reason = str(error) or type(error).__name__
+            self._recorder.event("part of a checkpoint failed", step=step, reason=reason)
             return None
-        return step if step in self._kept else None
+        return step
 
     def last_good(self, step: int) -> int:
         """Of which step a checkpoint is right if none may have anything of ``step`` and what follows.
@@ -127,6 +147,77 @@ class TrainLoop:
         while exchanged and not self.exchange.exchanges(exchanged - 1):
             exchanged -= 1
         return max((kept for kept in self._kept if exchanged <= kept <= step), default=exchanged)
+
+    # What is kept.
+
+    async def _have_servers_keep(self, step: int, *, save: bool, last: bool) -> None:
+        """Worker 0's business."""
+        if self._context.role.index == 0 and self.work.keeps:
+            if save:
+                await self.exchange.keep(step, last=last)
+            await self.work.keep_merged(step, save=save)
+
+    async def _save(self, step: int) -> None:
+        """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
+        start = asyncio.get_running_loop().time()
+        if self.work.keeps:
+            await self.work.save(self._endpoint, self.exchange, step)
+            self._kept = [*self._kept, step][-MOST_KEPT:]
+            self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
+
+    async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
+        """The run's model, for whoever sends it."""
+
+        async def gather(group: Group) -> ModelState | None:
+            async with self._run_model(group, f"keep {step}", kept=None if last else step, last=last):
+                return await self._state(group, step)
+
+        if self.exchange.averaged:
+            return await self._members.together(f"keep/{step}", step, gather)
+        return await gather(self._own) if self._context.role.group == 0 else None
+
+    async def _state(self, group: Group, step: int) -> ModelState | None:
+        """The whole state of what the replica holds, for the first of ``group``."""
+        first = group.members[0]
+        if not self.work.keeps or self._context.placement.role(first).group != self._context.role.group:
+            return None
+        # With means, the parameters are others again before the state is sent.
+        state = await self.work.model_state(step, copied=self.exchange.averaged)
+        return state if first == self._endpoint.peer else None
+
+    async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
+        if state is None:
+            return
+        moved = self.exchange.model is RunModel.SERVERS and not self.exchange.synchronous and step != self._ended_at
+        metrics = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == step and not moved else {}
+        about: dict[str, Value] = {
+            "model": self.exchange.model.value,
+            "samples": self._samples,
+            "metrics": dict(metrics),
+            "versions": dict(versions()),
+        }
+        await self.work.send_model(self._endpoint, step, state, about, alone=alone)
+
+    @asynccontextmanager
+    async def _run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:
+        """For a while this worker's replica is the run's model; all of ``group`` call it. ``kept``: as of this checkpoint."""
+        exchange, work = self.exchange, self.work
+        await self._quiet()
+        if not exchange.averaged:
+            await exchange.read(tag, kept=kept, last=last)
+            await self._quiet()
+            yield
+            return
+        async with gathered(work.replica, exchange, group, self._own, tag) as self._spread:
+            await self._quiet()
+            if exchange.model is RunModel.MEAN and last:
+                work.state_mean(group)
+            yield
+        await self._quiet()
+
+    async def _quiet(self) -> None:
+        if not self.halted:  # else the replica only says why
+            await self.work.quiet()
 
     def _steps(self) -> int | None:
         """How many steps each group trains; None: until a metric is reached."""
@@ -155,6 +246,7 @@ class TrainLoop:
             await self.exchange.end_step()
         self.phase = Phase.BETWEEN
         self.step += 1
+        self._samples += len(self._members.at(step)) // self._context.placement.group_size * self._job_batch
         self.work.after_step()
         if self._rebalance is not None:
             await self._rebalance.after(step, result.samples, result.compute_s)
@@ -181,7 +273,7 @@ class TrainLoop:
         everybody = self.exchange.synchronous or self.exchange.averaged
         if self.work.evaluates and (everybody or self._context.role.group == 0):
             await self.exchange.settle()
-            values = await (self._evaluate_together(done) if everybody else self._evaluate(self._own, done))
+            values = await (self._evaluate_together(done) if everybody else self._evaluate_servers(done))
             reached = self._reached(values)
             if reached and not everybody and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
@@ -209,55 +301,91 @@ class TrainLoop:
         return None
 
     async def _evaluate_together(self, done: int) -> dict[str, float]:
-        mean = self.exchange.averaged and self._context.topology.exchange.gossip.average_evaluations
-        return await self._members.together(f"evaluate/{done}", done, lambda group: self._evaluate(group, done, mean=mean))
+        tag, exchange = f"evaluate {done}", self._context.topology.exchange
+        gossip = exchange.gossip if exchange.kind == "gossip" else None
 
-    async def _evaluate(self, group: Group, step: int, *, mean: bool = False, tag: str | None = None) -> dict[str, float]:
+        async def evaluate(group: Group) -> dict[str, float]:
+            if gossip and not gossip.average_evaluations:
+                values = await self._evaluate(group, done, tag)
+                self._evaluated = None  # each has judged its own
+                return values
+            async with self._run_model(group, tag):
+                return await self._evaluate(group, done, tag)
+
+        return await self._members.together(f"evaluate/{done}", done, evaluate)
+
+    async def _evaluate_servers(self, done: int) -> dict[str, float]:
+        """While other groups train: what the servers have at one moment."""
+        tag = f"evaluate {done}"
+        async with self._run_model(self._own, tag):
+            return await self._evaluate(self._own, done, tag, still=True)
+
+    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float]:
         start = asyncio.get_running_loop().time()
         with self._recorder.span("evaluate", "compute", step=step):
-            values = await self.work.evaluate(group, tag or f"evaluate {step}", mean=mean)
+            values = await self.work.evaluate(group, tag, still=still)
+        self._evaluated = (step, values)
         if group.rank == 0:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
         return values
 
-    async def _stop_early(self, first: int) -> None:
-        """All have trained as many steps, and none trains another: keep them, and end."""
-        context, exchange = self._context, self.exchange
-        await exchange.settle()
-        await self.work.quiet()
-        kept = False
-        if self.step > first:
-            if context.placement.servers or context.placement.fc_servers:
-                await context.membership.barrier("stopped")  # now servers have what all have pushed
-            kept = await self.save_all(self.step) is not None
-        await exchange.stop()
-        if not self._members.survives:
-            await context.membership.barrier("trained")
-        await self._members.stop()
-        self._recorder.event("stopped", step=self.step, kept=kept)
+    # The end.
 
-    async def _finish(self) -> None:
-        """All have trained: evaluate the run's model, and end the exchange."""
-        exchange, work, members = self.exchange, self.work, self._members
+    async def _end(self, first: int, *, early: bool) -> None:
+        """All have trained, or stop before the same step: evaluate the run's model unless ``early``, and keep it."""
+        exchange, work, members, job = self.exchange, self.work, self._members, self._job
         await exchange.settle()
         await work.quiet()
-        await exchange.stop()  # before waiting: no other group may wait for this one's gradients
-        if not members.survives:
-            await self._context.membership.barrier("trained")
-        mean = exchange.averaged
-
-        async def last(group: Group) -> float:
-            spread = await work.make_equal(group, "last", mean=mean)
-            if work.evaluates:
-                # Groups that are not in step may have ended at different steps.
-                await self._evaluate(group, self.step, tag="last evaluate")
-            return spread
-
-        spread = await members.together("last", self.step, last)
+        await exchange.leave()  # before waiting: no other group may wait for this one's gradients
+        step = self._ended_at = await self._all_have_trained()
+        if early:
+            kept = step > first and await self.save_all(step) is not None
+        else:
+            checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
+            await self._have_servers_keep(step, save=checkpoint, last=True)
+            state = await members.together("last", self.step, self._last)
+            if step > 0:
+                await self._send_model(step, state, alone=not checkpoint)
+            if checkpoint:
+                await self._save(step)
+                await self._wait_for_last(step)
+        await exchange.stop()
         await members.stop()
-        samples = self.step * self._context.topology.compute.batch_size
-        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=spread)
+        if early:
+            self._recorder.event("stopped", step=step, kept=kept)
+            return
+        samples = self.step * self._job_batch
+        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._spread)
+
+    async def _wait_for_last(self, step: int) -> None:
+        """Until the checkpoint of the end is on disk. Where losses are survived, this one's may be one that nobody can mend."""
+        try:
+            await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.barrier_s)
+        except CheckpointError as error:
+            if not self._members.survives:
+                raise
+            self._recorder.event("part of a checkpoint failed", step=step, reason=str(error))
+
+    async def _last(self, group: Group) -> ModelState | None:
+        """With all workers: the last evaluation. Returns the model that it has judged, for whoever sends it."""
+        async with self._run_model(group, "last", last=True):
+            if not self.exchange.averaged:
+                self._spread = await self.work.make_equal(group, "last")
+            if self.work.evaluates:
+                # Groups that are not in step may have ended at different steps.
+                await self._evaluate(group, self._ended_at or self.step, "last evaluate")
+            return await self._state(group, self._ended_at or self.step)
+
+    async def _all_have_trained(self) -> int:
+        """Wait for all. Returns how many steps each group has trained; where they are not the same, the most."""
+        membership, members = self._context.membership, self._members
+        if members.survives:
+            return self.step
+        if self._job.until is None or self.exchange.synchronous or self.exchange.averaged:
+            await membership.barrier("trained")
+            return self.step
+        return await membership.agree("trained", self.step, members.at(self.step))
 
 
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from zmqtrain.train.device.memory import SmallMemory, differences, exact, expect
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.parts import worker_profile
-from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.modelled_behind import BehindWorker
 from zmqtrain.train.shares import Shares
 from zmqtrain.train.slot import Slot
-from zmqtrain.train.work import StepResult
+from zmqtrain.train.work import ModelState, StepResult
+from zmqtrain.wire.payload import Value
 
 
 class ModelledWork:
@@ -84,8 +84,23 @@ class ModelledWork:
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
         return None
 
-    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
+    @property
+    def keeps(self) -> bool:
         return False
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        return None
+
+    async def keep_merged(self, step: int, *, save: bool) -> None:
+        return None
+
+    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        return {}
+
+    async def send_model(
+        self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
+    ) -> None:
+        return None
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         samples = self.shares.samples(step) if self._ring is None else len((await self._ring.block(step)).ids)
@@ -105,23 +120,18 @@ class ModelledWork:
     async def quiet(self) -> None:
         await self._replica.take_all()
 
-    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
         await self.quiet()
-        if mean:  # it takes its time, and changes nothing that could be seen
-            async with mean_for_a_while(self._replica, group, tag):
-                await self._replica.evaluate(1.0 / group.size)
-        else:
-            await self._replica.evaluate(1.0 / group.size)
+        await self._replica.evaluate(1.0 / group.size)
         await barrier(group, (tag, "done"))
         return {}
 
-    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+    def state_mean(self, group: Group) -> None:
+        if isinstance(self._memory, SmallMemory) and group.size == self._context.placement.world_size:
+            self._state_values(self._memory)
+
+    async def make_equal(self, group: Group, tag: str) -> float:
         """With small payloads, state whether the parameters are what they must be, and compare them with the first member's."""
-        if mean:
-            before = await mean_of_replicas(self._replica, group, tag)
-            if isinstance(self._memory, SmallMemory) and group.size == self._context.placement.world_size:
-                self._state_values(self._memory)
-            return before
         if not isinstance(self._memory, SmallMemory):
             return 0.0
         self._state_values(self._memory)

@@ -36,6 +36,8 @@ def restore_random_state(device: torch.device, tensors: dict[str, Tensor], value
     if device.type == "cuda" and "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"].clone(), device)
     name, position, has_gauss, gauss = values["numpy"]
+    if name != "MT19937" or not 0 <= position <= len(tensors["random/numpy"]):  # numpy believes it, and would read beyond its end
+        raise ValueError(f"position {position!r:.40} of numpy's {name!r:.40}")
     np.random.set_state((name, tensors["random/numpy"].numpy().view(np.uint32).copy(), position, has_gauss, gauss))
     version, state, gauss_next = values["python"]
     random.setstate((version, tuple(state), gauss_next))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
@@ -130,10 +130,12 @@ class TorchReplica:
         self._step = 0
         self._last = False  # whether the backward that runs is the step's last
         self._next = 0  # the bucket to hand over next
+        self._handed_over: set[int] = set()  # buckets, since they were taken last
         self._backward_s = 0.0  # when backward began with that bucket
         self._when = Optimize.APART
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
+        self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
         self.divisor = settings.loss_scale
         """By what gradients are divided when they are handed over."""
@@ -244,6 +246,8 @@ class TorchReplica:
                 start = self._device.clock()
                 self._sharing.wait_writable()
                 self.waited_s += self._device.clock() - start
+        if self._added_before:
+            self._go_on_adding()
         self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
@@ -271,6 +275,32 @@ class TorchReplica:
         if self._when is Optimize.AFTER and self._sharing is not None:
             self.publish()  # the network sees the new parameters, too
 
+    def added_up(self) -> dict[str, Tensor]:
+        """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
+        replica's own memory."""
+        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
+
+    def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
+        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
+        for name, gradient in gradients.items():
+            parameter = self._named.get(name)
+            if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
+                own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
+                raise CheckpointError(
+                    f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
+                    "resume with the model and the grid that it was made with"
+                )
+        self._added_before = dict(gradients)
+
+    def _go_on_adding(self) -> None:
+        for held in self._held:
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                if name in self._added_before:
+                    with torch.no_grad():
+                        view.copy_(self._added_before[name])
+                    self._named[name].grad = view
+        self._added_before.clear()
+
     def publish(self) -> None:
         """The model's parameters were changed from outside (restored): let the network see them, too."""
         staging = self._device.staging
@@ -281,11 +311,6 @@ class TorchReplica:
         staging.synchronize()
 
     # For a caller who sees to gradients himself, in the compute thread.
-
-    @property
-    def handed_over(self) -> bool:
-        """Whether this backward, or the one before it in the step, has handed buckets over."""
-        return self._last and self._next > 0
 
     @property
     def named(self) -> Mapping[str, nn.Parameter]:
@@ -406,6 +431,7 @@ class TorchReplica:
                 self._optimizers.prepare(index)  # a schedule may move on before the bucket is taken back
                 held.due = True
             self._backward_s = clock()
+            self._handed_over.add(index)
             self.gates.close(index)
             staging = self._device.staging
             if staging is None:
@@ -452,6 +478,9 @@ class TorchReplica:
             self._update_bucket(index)
             if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
                 staging.to_host(held.parameters, held.host_parameters, _nothing)
+        if index not in self._handed_over:  # somebody has only looked at the parameters: gradients are still being added up
+            return
+        self._handed_over.discard(index)
         held.written.clear()
         if self.clears:
             # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.

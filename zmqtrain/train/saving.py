@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_part
-from zmqtrain.exchange.fc_client import FcClient
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint import MODEL
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
-from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
+#: What `torch.compile` puts into the names of a module's parameters.
+COMPILED = "_orig_mod."
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
 
 
@@ -39,26 +41,20 @@ class Saver:
     group: int
     position: int
     timeout_s: float
-    fc: FcClient | None = None
-    """Who has the rest of the model, if this worker has only a phase of it."""
+    merged: bool = False
+    """Whether this worker has only a phase of the model."""
     members: tuple[int, ...] | None = None
-    """Who trains, by rank, where these may be fewer than the run's workers; the first of them sends the model."""
+    """Who trains, by rank, where these may be fewer than the run's workers."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
-        """Send this worker's parts of the checkpoint at ``step``; on return they are on disk. Nothing may change meanwhile.
+        """Send this worker's parts of the checkpoint at ``step``, all but the run's model; on return they are on disk. Nothing may
+        change meanwhile.
 
         All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
         if self.members is not None:
             values[MEMBERS] = list(self.members)
-        first = self.rank == (self.members[0] if self.members else 0)
         parts = Parts.of(replica.model)
-        state = await device.run(lambda: parts.whole(_state(replica)))
-        if self.rank == 0 and self.fc is not None:
-            state |= {name: payload.tensor for name, payload in (await self.fc.model(step)).items()}
-        if first:
-            await self._send(step, MODEL, state, values)
-        del state
         if self.kind != "model_server":
             tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
             tensors = await device.run(lambda: parts.whole(tensors))
@@ -67,15 +63,20 @@ class Saver:
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
-        own: dict[str, Any] = {"random": random, "exchange": exchange.state_dict()}
+        values |= {"random": random, "exchange": exchange.state_dict()}
         if replica.loss_scale is not None:
-            own["loss_scale"] = replica.loss_scale.state()
-        await self._send(step, f"worker-{self.rank}", tensors, values | own)
+            values["loss_scale"] = replica.loss_scale.state()
+        added = _added_up(exchange, step)
+        if added is not None:
+            # Each worker's own, also where the model is divided: what it will add to them is its own, too.
+            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.added_up().items()}
+            values["added up"] = added
+        await self._send(step, f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
-        others = await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
-        if others and self.fc is None:
+        others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        if others and not self.merged:
             raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
         replica.publish()
 
@@ -96,22 +97,36 @@ class Saver:
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
         if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
-            others = await self._restore_into(MODEL, _state(replica), parts)
+            others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
-        if replica.loss_scale is not None:
-            replica.loss_scale.load(own.sidecar.get("loss_scale"))
-        exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
-        restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
+            exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            self._restore_gradients(own, tensors, replica, exchange)
+            restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    @staticmethod
+    def _restore_gradients(own: Part, tensors: Mapping[str, Tensor], replica: TorchReplica, exchange: Exchange) -> None:
+        """What was added up since the last exchange."""
+        was, now = own.sidecar.get("added up"), _added_up(exchange, own.step)
+        if was != now:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written {_in_words(was)}, but now this step comes {_in_words(now)}: resume "
+                "with [exchange] every as it was, or from another checkpoint"
+            )
+        added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        replica.go_on_adding_to(added)
 
     async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
         """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
-        await self._restore_into(MODEL, _state(replica), Parts.of(replica.model))
+        await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
         state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
         _load_optimizer_state(replica, state)
@@ -131,8 +146,7 @@ class Saver:
         return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        payloads = {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
-        await send_part(self.endpoint, step, name, payloads, values, timeout_s=self.timeout_s)
+        await send_part(self.endpoint, step, name, _payloads(tensors), values, timeout_s=self.timeout_s)
 
     async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
@@ -145,13 +159,59 @@ class Saver:
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
         tensors = tensors_of(part)
+        if name == MODEL:  # which may be a file of somebody else's
+            tensors = {plain_name(key): tensor for key, tensor in tensors.items()}
         _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
-def _state(replica: TorchReplica) -> dict[str, Tensor]:
-    """The model's ordinary state_dict. Tensors alias the model's."""
-    return {name: value for name, value in replica.model.state_dict().items() if isinstance(value, Tensor)}
+def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
+    """Over how many steps gradients are added up before ``step``, and how many are still to come with them; ``None``: none."""
+    since = 0
+    while since < step and not exchange.exchanges(step - 1 - since):
+        since += 1
+    if not since:
+        return None
+    to_come = 1
+    while not exchange.exchanges(step - 1 + to_come):
+        to_come += 1
+    return [since, to_come]
+
+
+def _in_words(added: object) -> str:
+    match added:
+        case [since, to_come]:
+            return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
+    return "right after an exchange of gradients"
+
+
+def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, with the task's names and nothing divided. In the compute thread; all workers of a group
+    that divides the model call it together. Without ``copied`` tensors may alias the model's."""
+    state = Parts.of(model).whole({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    return {plain_name(name): tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
+
+
+async def send_model(
+    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
+) -> None:
+    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
+    values = {"step": step, **about}
+    await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
+
+
+def _payloads(tensors: Mapping[str, Tensor]) -> dict[str, Payload]:
+    return {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, as if nothing in it were compiled. Tensors alias the model's."""
+    return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without what `torch.compile` puts into it."""
+    return name.replace(COMPILED, "")
 
 
 def _parameters(replica: TorchReplica) -> dict[str, Tensor]:
@@ -170,14 +230,21 @@ def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
 
 def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(replica.model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
-        _, key, name = full.split("/", 2)
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise CheckpointError(f"the checkpoint's optimizer knows {name}, which this model has not: {_ANOTHER_MODEL}")
-        if tensor.shape == parameter.shape:
-            tensor = torch.empty_like(parameter).copy_(tensor) if tensor.dtype == parameter.dtype else tensor.to(parameter.device)
-        replica.optimizer.state[parameter][key] = tensor
+        kind, _, rest = full.partition("/")
+        key, _, name = rest.partition("/")
+        if kind != "optimizer" or name not in parameters:
+            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this model has not: {_ANOTHER_MODEL}")
+        states.setdefault(name, {})[key] = tensor
+    for name, state in states.items():
+        parameter = parameters[name]
+        require_state(replica.optimizer, name, parameter, state)
+        for key, tensor in state.items():
+            if tensor.shape == parameter.shape:
+                same = tensor.dtype == parameter.dtype
+                tensor = torch.empty_like(parameter).copy_(tensor) if same else tensor.to(parameter.device)
+            replica.optimizer.state[parameter][key] = tensor
 
 
 def tensors_of(part: Part) -> dict[str, Tensor]:

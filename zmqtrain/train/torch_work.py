@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.loader import Fetch
 from zmqtrain.data.partition import Partition
 from zmqtrain.errors import UsageError
@@ -28,18 +29,18 @@ from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.mean import mean_for_a_while, mean_of_replicas
 from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.saving import Saver
+from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
-from zmqtrain.train.work import StepResult
+from zmqtrain.train.work import ModelState, StepResult
+from zmqtrain.wire.payload import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,27 @@ class TorchWork:
             self.after_step()
         return step
 
-    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
+    @property
+    def keeps(self) -> bool:
         return True
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
+
+    async def keep_merged(self, step: int, *, save: bool) -> None:
+        if self._link is not None:
+            await self._link.client.keep(step, save=save)
+
+    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
+        if self._link is not None and self._context.role.index == 0:
+            state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
+        return state
+
+    async def send_model(
+        self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
+    ) -> None:
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         batch = await self._batches.batch(step, ahead=ahead)
@@ -199,20 +218,28 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
         assert self._evaluation is not None
         await self.quiet()
-        if not mean:
+        if self._link is None or not still:
             return await self._evaluation.run(group, tag)
-        async with mean_for_a_while(self._replica, group, tag):
-            await self.quiet()
-            return await self._evaluation.run(group, tag)
+        client = self._link.client
+        if group.rank == 0:
+            await client.hold(True)
+        await barrier(group, (tag, "held"))
+        values = await self._evaluation.run(group, tag)  # which ends for all at once
+        if group.rank == 0:
+            await client.hold(False)
+        return values
 
-    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
+    async def make_equal(self, group: Group, tag: str) -> float:
         await self.quiet()
-        spread = await (mean_of_replicas if mean else spread_of_replicas)(self._replica, group, tag)
+        spread = await spread_of_replicas(self._replica, group, tag)
         await self.quiet()
         return spread
+
+    def state_mean(self, group: Group) -> None:
+        return None
 
     async def close(self, timeout_s: float) -> None:
         if self._fabric is not None:
@@ -234,9 +261,9 @@ class TorchWork:
 
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
-        fc = None if self._link is None else self._link.client
         timeout_s = self._context.ladder.barrier_s
-        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, fc=fc, members=members)
+        merged = self._link is not None
+        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, merged=merged, members=members)
 
 
 def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:

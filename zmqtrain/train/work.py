@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange, Replica
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.shares import Shares
+from zmqtrain.wire.payload import Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: A model's state, by name.
+ModelState: TypeAlias = "Mapping[str, Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,27 @@ class Work(Protocol):
         """Take back this worker's part of the checkpoint that the run resumes, if it does. Returns the step to go on with."""
         ...
 
-    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> bool:
-        """Send this worker's part of the checkpoint at ``step``; on return it is on disk. False: there is nothing to save."""
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a model to keep, and state to go on from."""
         ...
+
+    async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        """Send this worker's part of the checkpoint at ``step``; on return it is on disk."""
+
+    async def keep_merged(self, step: int, *, save: bool) -> None:
+        """Worker 0: have the FC server, if there is one, keep its part of the model at ``step`` as it is now; ``save``: in the
+        checkpoint, too."""
+
+    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        """The whole model's state, named as the task's model names it, on worker 0; all workers of a group that divides its model
+        call it together. ``copied``: the parameters change soon."""
+        ...
+
+    async def send_model(
+        self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
+    ) -> None:
+        """Send the run's model at ``step``; on return it is on disk. ``about`` it: for people. ``alone``: not in a checkpoint."""
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         """Forward and backward. ``ahead``: another step follows, so its batch may be fetched meanwhile. Without ``hand_over`` the
@@ -74,14 +99,17 @@ class Work(Protocol):
     async def quiet(self) -> None:
         """Wait until nothing is computed and the parameters of all buckets are there."""
 
-    async def evaluate(self, group: Group, tag: str, *, mean: bool = False) -> dict[str, float]:
-        """Evaluate together with the group's other members, each its own parameters on a share of the data; with ``mean`` the exact
-        mean of all members' parameters, which have their own again afterwards."""
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
+        """Evaluate together with the group's other members, each its own parameters on a share of the data. ``still``: other groups
+        train meanwhile, and the FC server is not to change."""
         ...
 
-    async def make_equal(self, group: Group, tag: str, *, mean: bool = False) -> float:
-        """Take the parameters of the group's first member, or the mean of all members'. Returns how far this worker's were from
-        them: the largest difference of any."""
+    async def make_equal(self, group: Group, tag: str) -> float:
+        """Take the parameters of the group's first member. Returns how far this worker's were from them: the largest difference of
+        any."""
         ...
+
+    def state_mean(self, group: Group) -> None:
+        """The replica is the mean of the group's members now: state to an auditor whether it is what it must be."""
 
     async def close(self, timeout_s: float) -> None: ...

@@ -99,6 +99,7 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
             raise error
         if not isinstance(error, ConnectivityError):
             raise error
+    loop.halted = True
     await loop.save_all(loop.last_good(step), within_s=saving_s(context))
     await _give_up(context, loop, ConnectivityError("the run was halted"))
 
@@ -119,6 +120,7 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
         async with asyncio.timeout(context.ladder.request_s):
             await context.membership.halted.wait()
         await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
+    loop.halted = True
     # Another worker may have been first with a bad loss of its own: all keep one checkpoint, that of the first.
     first = context.membership.halt_reason or {}
     step = int(first["step"]) if first.get("kind") == "nan" else error.step

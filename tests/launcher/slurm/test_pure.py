@@ -21,6 +21,7 @@ from zmqtrain.launcher.slurm.client import StepTarget, step_words
 from zmqtrain.launcher.slurm.engine import in_allocation
 from zmqtrain.launcher.slurm.submit import Submission, job_command, read_template, render
 from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host, Topology
 
 NODES = Allocation("7", tuple(Node(f"n{number}", f"10.0.0.{number}", 4) for number in (1, 2, 3)))
@@ -80,6 +81,13 @@ def test_a_file_without_hosts_takes_all_nodes() -> None:
     found = in_allocation(topology('[engine]\nkind = "slurm"\n'), NODES)
     assert [(host.name, host.address, host.slots) for host in found.hosts] == [(f"n{i}", f"10.0.0.{i}", 4) for i in (1, 2, 3)]
     assert found.encrypted()
+    # Nothing is said of groups: each node has a worker, with all that the job has there.
+    assert (found.compute.groups, found.compute.group_size) == (1, 3)
+    assert [(role.host, role.threads) for role in place(found).workers] == [("n1", 4), ("n2", 4), ("n3", 4)]
+    gpus = in_allocation(topology('[engine]\nkind = "slurm"\nslurm = { gpus = 2 }\n'), NODES)
+    assert gpus.compute.group_size == 6
+    assert [(role.host, role.device) for role in place(gpus).workers][:3] == [("n1", "cuda:0"), ("n1", "cuda:1"), ("n2", "cuda:0")]
+    assert in_allocation(topology('[compute]\ngroups = 2\n[engine]\nkind = "slurm"\n'), NODES).compute.workers == 2
 
 
 def test_hosts_that_are_named_as_nodes_are_those() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.launcher.launched import Launched
 from tests.launcher.ssh.machines import Machines, command, machines
 from tests.patience import PATIENCE_S
+from zmqtrain.processors import processors
 
 HEAD = """
 [job]
@@ -89,6 +90,20 @@ def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> No
         assert run.json("summary.json")["hosts"] == ["m1", "m2"]
         assert not any(token in path.read_text(errors="replace") for path in run.run.rglob("*") if path.is_file())
     assert two.left() == []
+
+
+def test_hosts_of_which_nothing_is_said_but_where_they_are(tmp_path: Path, two: Machines) -> None:
+    """Neither slots nor groups: each has one worker, with all its processors, and they are one group."""
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}).replace("slots = 1\n", ""), "asyncssh")
+    text = (tmp_path / "trial.toml").read_text().replace("group_size = 2\n", "").replace("threads = 1\n", "")
+    (tmp_path / "trial.toml").write_text(text)
+    (tmp_path / "go").touch()
+    with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
+        assert run.end() == 0, run
+    summary = run.json("summary.json")
+    assert (summary["groups"], summary["group_size"], summary["hosts"]) == (1, 2, ["m1", "m2"])
+    assert f"slots = {processors()}" in (run.run / "topology.toml").read_text()
+    assert not [line for line in run.lines if "warning" in line]
 
 
 def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> None:

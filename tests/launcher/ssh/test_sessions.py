@@ -17,14 +17,17 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.ssh.machines import Machines, machines
-from zmqtrain.errors import HostLostError, HostsError, SshError
+from zmqtrain.errors import HostLostError, HostsError, PlacementError, SshError
 from zmqtrain.launcher.engine import EngineRun
 from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.engine import SshEngine
 from zmqtrain.launcher.ssh.handle import SshHandle
+from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
 from zmqtrain.launcher.ssh.session import Session
 from zmqtrain.launcher.ssh.target import Target
+from zmqtrain.processors import processors
 from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.timeouts import Ladder
 
 LADDER = Ladder.of(12.0)
@@ -304,3 +307,20 @@ async def test_the_users_own_configuration_counts(two: Machines, tmp_path: Path,
     jumped = replace(target(two, "m2"), jump="gate")
     session = await Session.open(make_client("asyncssh"), jumped, "config", patience_s=10.0)
     await session.close()
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_hosts_are_asked_for_the_slots_that_the_file_leaves_out(two: Machines, kind: str) -> None:
+    """Each host has one worker then, with all processors of it, and all of them are one group."""
+    hosts = two.hosts().replace("slots = 1\n", "", 1)
+    topology = parse_topology(f'[job]\n{hosts}[engine]\nkind = "ssh"\nclient = "{kind}"\n')
+    assert [host.slots for host in topology.hosts] == [0, 1]
+    assert lacks_room(topology)
+    with pytest.raises(PlacementError, match="known to a launch only"):
+        place(topology)
+    said: list[str] = []
+    found = await with_room(topology, said.append)
+    assert [host.slots for host in found.hosts] == [processors(), 1]
+    assert [(role.host, role.threads, role.group) for role in place(found).workers] == [("m1", processors(), 0), ("m2", 1, 0)]
+    assert said == []
+    assert [host.slots for host in with_room_here(topology).hosts] == [processors(), 1]

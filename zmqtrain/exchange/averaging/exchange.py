@@ -13,15 +13,14 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.averaging.fragments import Fragments
-from zmqtrain.exchange.averaging.methods import Average, Method, copy_of
+from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
-from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
+from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
-from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
-from zmqtrain.wire.tensor import TensorPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class AveragingExchange:
     one model a group and not k.
 
     The optimizer's state (momentum) stays each group's own. Between averagings the groups' models differ; the run's model is their
-    mean.
+    mean, or with elastic averaging its center.
     """
 
     def __init__(
@@ -96,14 +95,23 @@ class AveragingExchange:
     def averaged(self) -> bool:
         return not self.synchronous
 
+    @property
+    def model(self) -> RunModel:
+        if self.synchronous:
+            return RunModel.REPLICA
+        return RunModel.CENTER if isinstance(self._method, Elastic) else RunModel.MEAN
+
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(Optimize.APART)
         if not restored:
             await spread(self._groups.world, replica)
         # Else each group continues with its own model; its members wrote equal ones into the checkpoint.
+        known = set(self._method.state())
         for bucket in replica.buckets:
             self._method.begin(bucket.index, self._part(bucket))
+        if restored:
+            self._require_whole(replica, known)
         self._resume_flights()
         await self._sum.start(replica)
         return None
@@ -149,6 +157,20 @@ class AveragingExchange:
             await asyncio.wait({flight.task})
             flight.task.result()
 
+    async def keep(self, step: int, *, last: bool) -> None:
+        return None
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        return None
+
+    def center(self, bucket: Bucket) -> Payload:
+        center = self._method.center(bucket.index)
+        assert center is not None, "only elastic averaging has a center"
+        return center
+
+    async def leave(self) -> None:
+        return None
+
     async def stop(self) -> None:
         await self._sum.stop()
         await self._under_way.cancel()
@@ -175,7 +197,7 @@ class AveragingExchange:
         return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        restored = {name: _payload(name, value) for name, value in state.items()}
+        restored = {name: kept_payload(f"{name} of the averaging", value) for name, value in state.items()}
         if self._rounded is not None:
             self._rounded.restore({n.removeprefix("lost/"): p for n, p in restored.items() if n.startswith("lost/")})
         self._restored = {name: payload for name, payload in restored.items() if name.startswith(("own/", "came/"))}
@@ -219,6 +241,20 @@ class AveragingExchange:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
 
+    def _require_whole(self, replica: Replica, known: set[str]) -> None:
+        """Raise `CheckpointError` unless what was restored is what `state_dict` gave. ``known``: what the method had of it."""
+        parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
+        kept = dict(self._method.state())
+        if kept.keys() != known:
+            raise CheckpointError(f"the checkpoint lacks {min(kept.keys() ^ known)} of the averaging: use an earlier one")
+        for name, payload in {**kept, **self._restored}.items():
+            _, _, index = name.partition("/")
+            if index not in parts or (name.startswith("own/") and f"came/{index}" not in self._restored):
+                raise CheckpointError(f"the checkpoint has {name!r:.60} of the averaging, and not what belongs to it")
+            require_like(f"{name} of the averaging", payload, parts[index])
+        if self._rounded is not None:
+            self._rounded.require_like(parts)
+
     def _resume_flights(self) -> None:
         """What had come before the run was resumed is there at once."""
         for name in [name for name in self._restored if name.startswith("own/")]:
@@ -240,11 +276,3 @@ class AveragingExchange:
     def _replica_started(self) -> Replica:
         assert self._replica is not None, "start() comes first"
         return self._replica
-
-
-def _payload(name: str, value: Value) -> Payload:
-    match value:
-        case [str(dtype), bytes(content)]:
-            return TensorPayload.received(bytearray(content), dtype, (len(content) // dtype_named(dtype).itemsize,))
-        case _:
-            raise CheckpointError(f"the checkpoint holds {value!r:.100} as {name} of the averaging")

@@ -34,6 +34,10 @@ class Method(Protocol):
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:
         """``own``: what this group let travel; ``mean``: of all groups'. Both may be overwritten."""
 
+    def center(self, index: int) -> Payload | None:
+        """The center of the bucket's part, if the method has one; all groups have the same."""
+        ...
+
     def state(self) -> Mapping[str, Payload]:
         """What has to be kept in a checkpoint, by name; the memory is the method's own."""
         ...
@@ -53,6 +57,9 @@ class Average:
 
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:
         blend(part, mean, mix)
+
+    def center(self, index: int) -> Payload | None:
+        return None
 
     def state(self) -> Mapping[str, Payload]:
         return {}
@@ -79,6 +86,9 @@ class Elastic:
         part.add_(own)
         mean.scale_(self._alpha * self._groups)
         self._state[f"center/{index}"].add_(mean)
+
+    def center(self, index: int) -> Payload | None:
+        return self._state.get(f"center/{index}")
 
     def state(self) -> Mapping[str, Payload]:
         return self._state
@@ -113,6 +123,9 @@ class Outer:
         change.scale_(-self._lr)
         last.add_(change)
         blend(part, last, mix)
+
+    def center(self, index: int) -> Payload | None:
+        return None
 
     def state(self) -> Mapping[str, Payload]:
         return self._state

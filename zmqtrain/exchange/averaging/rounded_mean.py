@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from zmqtrain.collectives.group import Group, bounds
-from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.errors import CheckpointError, PeerTimeoutError
 from zmqtrain.exchange.averaging.methods import copy_of, difference
+from zmqtrain.exchange.checkpoint_part import require_like
 from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Tag
 from zmqtrain.wire.compress import DenseCompressor
@@ -56,6 +57,19 @@ class RoundedMean:
     def restore(self, state: Mapping[str, Payload]) -> None:
         """Go on with what `state` gave."""
         self._lost.update(state)
+
+    def require_like(self, payloads: Mapping[str, Payload]) -> None:
+        """Raise `CheckpointError` unless what was restored fits ``payloads``, by their numbers."""
+        group = self._group
+        fits: dict[str, Payload] = {}
+        for index, payload in payloads.items():
+            spans = bounds(payload.numel, group.size)
+            fits |= {f"sent/{index}/{rank}": payload.part(*span) for rank, span in enumerate(spans)}
+            fits[f"mean/{index}"] = payload.part(*spans[group.rank])
+        for name, lost in self._lost.items():
+            if name not in fits:
+                raise CheckpointError(f"the checkpoint has {name!r:.60} as what rounding lost, and nothing that it belongs to")
+            require_like(name, lost, fits[name])
 
     def _rounded(self, name: str, payload: Payload) -> Payload:
         """The message for a payload, with what was lost of the one before."""

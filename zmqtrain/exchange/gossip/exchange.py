@@ -25,7 +25,7 @@ from zmqtrain.collectives.operations import all_gather
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
-from zmqtrain.exchange.base import Bucket, Optimize, Replica
+from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
@@ -110,6 +110,10 @@ class GossipExchange:
     def averaged(self) -> bool:
         return True
 
+    @property
+    def model(self) -> RunModel:
+        return RunModel.MEAN
+
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
@@ -167,6 +171,18 @@ class GossipExchange:
 
     async def settle(self) -> None:
         await self._under_way.settle()
+
+    async def keep(self, step: int, *, last: bool) -> None:
+        return None
+
+    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
+        return None
+
+    def center(self, bucket: Bucket) -> Payload:
+        raise AssertionError("gossip has no center")
+
+    async def leave(self) -> None:
+        return None
 
     async def stop(self) -> None:
         self._donor.close()

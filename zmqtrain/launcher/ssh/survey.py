@@ -51,6 +51,17 @@ class Survey:
 
         await self._on_all(log_in)
 
+    async def rooms(self) -> dict[str, tuple[int, int]]:
+        """Processors and GPUs that may be used on each host."""
+        found: dict[str, tuple[int, int]] = {}
+
+        async def ask(host: Host, _faults: list[Fault]) -> None:
+            answer = await self.sessions[host.name].ask("room")
+            found[host.name] = max(1, int(answer["processors"])), max(0, int(answer["gpus"]))
+
+        await self._on_all(ask)
+        return found
+
     async def compare(self, files: Sequence[str], *, copied: bool) -> None:
         """See that Python, zmqtrain and torch are there as they are here, and the folder with these files, unless it will be
         ``copied``."""

@@ -1,0 +1,50 @@
+"""Checkpoints by time: every so many seconds all workers agree on a step that nobody has passed, and keep one there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from zmqtrain.errors import ConnectivityError
+from zmqtrain.membership.common_stop import stop_together
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.topology.placement import Placement
+    from zmqtrain.topology.schema import Topology
+
+
+class CheckpointClock:
+    """The coordinator's. `run` it as a task; it asks nobody before `begin`."""
+
+    def __init__(self, endpoint: Endpoint, workers: Sequence[PeerId], every_s: float, *, timeout_s: float) -> None:
+        self._endpoint, self._workers, self._every_s, self._timeout_s = endpoint, workers, every_s, timeout_s
+        self._begun = asyncio.Event()
+
+    @classmethod
+    def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement) -> CheckpointClock | None:
+        """A run's; ``None`` where checkpoints do not go by time."""
+        every_s = topology.job.checkpoint_s
+        if every_s is None:
+            return None
+        workers = tuple(worker.peer for worker in placement.workers)
+        return cls(endpoint, workers, every_s, timeout_s=Ladder.of(topology.job.timeout_s).barrier_s)
+
+    def begin(self) -> None:
+        """A worker is there that keeps checkpoints (scripts and models of devices do not)."""
+        self._begun.set()
+
+    async def run(self, complete: Callable[[int], Awaitable[None]]) -> None:
+        """Until training is about to end by itself. ``complete(step)`` waits for a checkpoint: there is one at a time."""
+        await self._begun.wait()
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                step = await stop_together(self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep")
+            except ConnectivityError:
+                continue  # some have gone, or are busy: whether that ends the run is not said here
+            if step is None:
+                return
+            await complete(step)
