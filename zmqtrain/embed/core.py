@@ -187,7 +187,7 @@ class Core:
             raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
         if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
             raise UsageError(
-                "[compute] precision and accumulate are for tasks: use torch.autocast, and session.accumulating(), in a loop of yours"
+                "[compute] precision and accumulate are for tasks: in a loop of yours use torch.autocast, session.accumulating()"
             )
         if (
             overlap is False
