@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from zmqtrain.data.background import BackgroundThread
@@ -23,9 +24,10 @@ def topology_of(**sections: Any) -> Topology:
     return Topology.model_validate(sections)
 
 
-def run_sessions(topology: Topology, program: Callable[[Session], T], folder: Path = Path("/nonexistent")) -> list[T]:
+def run_sessions(topology: Topology, program: Callable[[Session], T]) -> list[T]:
     """``program(session)`` on each worker of the topology; what it returns, by rank. Raises the first worker's error."""
-    return asyncio.run(_run(topology, program, folder))
+    with TemporaryDirectory() as folder:
+        return asyncio.run(_run(topology, program, Path(folder, "checkpoints")))
 
 
 async def _run(topology: Topology, program: Callable[[Session], T], folder: Path) -> list[T]:
