@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test bench docs format clean
+.PHONY: help demo test test-gpu bench docs format clean
 
 help:
 	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
 	@echo "make test     formatting, types, import contracts and tests"
+	@echo "make test-gpu what needs a GPU, with the machine's own python3 and torch; needs no package index"
 	@echo "make bench    measure network, collectives, servers, start-up and simulated and emulated worlds"
 	@echo "make docs     write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
 	@echo "make format   put the code into the form that make test asks for"
@@ -25,6 +26,9 @@ test: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-gpu:
+	@$(PYTHON) -m tests.device $(ARGS)
+
 bench: $(READY)
 	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/zmqtrain bench $$name || exit; done
 
@@ -38,7 +42,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find zmqtrain tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.

@@ -6,7 +6,8 @@
 A draw is a seed: model, its width, noise, scale of the inputs, batch, workers, their speed and their network follow from it, and
 the target, which is what the best of six settings comes to in one process after a drawn number of updates, and 5 % more. The
 search gets the default `[tune]` and that target. The best of the grid is the soonest of all groups, momenta and learning rates that
-it may choose from, each from the beginning with a setting that stays, in the same simulation.
+it may choose from, each from the beginning with a setting that stays. Both are made of plain PyTorch loops (`plain_runs.py`), in
+the time that the planner predicts; with `--simulate` the search is made of simulated runs.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from plain_runs import PlainRuns
 from torch.utils.data import DataLoader
 
-from zmqtrain.cli.tune import How, run_tune
-from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
+from zmqtrain.cli.tune import How, Tuning, run_tune, searched
+from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.task import load_task
 from zmqtrain.tune.trial import Outcome, Setting, Smoothed, Trial
@@ -40,7 +43,7 @@ RATES, MOMENTA = (1e-4, 1e-3, 1e-2, 1e-1), (0.0, 0.3, 0.6, 0.9)
 #: Learning rates and momenta of which the target is.
 IN_ONE_PROCESS = ((0.1, 0.9), (0.1, 0.6), (0.1, 0.0), (0.01, 0.9), (0.01, 0.6), (0.001, 0.9))
 #: Of the best of the grid's time: after which part a setting is given up that has come less than half as far.
-EARLY, HALF = 0.35, 0.5
+EARLY, HALF = 0.3, 0.5
 
 FILE = """
 [job]
@@ -175,60 +178,64 @@ def grid_of(workers: int) -> Iterator[Setting]:
 
 
 class Grid:
-    """The soonest of all settings. What each has come to is kept, so that an interrupted one goes on."""
+    """The soonest of all settings."""
 
-    def __init__(self, file: Path, folder: Path, workers: int, most: int) -> None:
-        topology = load_topology(file)
-        self._runs = SimulatedRuns(topology, Folders(folder), None)
-        self._target = topology.tune.target_loss or 0.0
-        self._workers, self._most = workers, most
-        self._update_s: dict[int, float] = {}
-        self._seen = folder / "grid.json"
+    def __init__(self, runs: PlainRuns, update_s: Mapping[int, float], most: int) -> None:
+        """``most``: updates, as long as no setting has reached the target."""
+        self._runs, self._update_s, self._most = runs, update_s, most
 
     def best(self) -> dict[str, Any]:
-        """The setting and its seconds."""
-        found: dict[str, Any] = json.loads(self._seen.read_text()) if self._seen.exists() else {}
-        best_s = min((each["seconds"] for each in found.values() if each["seconds"]), default=math.inf)
-        far = 0.0  # how far the furthest had come after a part of the time
-        for setting in grid_of(self._workers):
-            if str(setting) in found:
+        """The setting and its seconds, and those of all others that were not given up."""
+        found: dict[Setting, Outcome] = {}
+        slow: set[Setting] = set()
+        best_s, far = math.inf, 0.0  # how far the furthest had come after a part of the time
+        for setting in grid_of(max(self._update_s)):
+            if replace(setting, lr=float(f"{10 * setting.lr:g}")) in slow:
+                slow.add(setting)
                 continue
             if math.isfinite(best_s):
                 early = self._run(setting, EARLY * best_s)
                 come = 0.0 if early.diverged else early.first - early.loss
                 if early.diverged or come < HALF * far:
-                    found[str(setting)] = {"seconds": None, "given_up": True}
+                    if come > 0:  # it learned, so a lower rate is slower still
+                        slow.add(setting)
                     continue
                 far = max(far, come)
             outcome = self._run(setting, best_s)
-            seconds = None if outcome.reached is None or outcome.reached >= best_s else outcome.reached
-            found[str(setting)] = {"seconds": seconds, "updates": outcome.reached_updates}
-            best_s = min(best_s, seconds or math.inf)
-            self._seen.write_text(json.dumps(found, indent=1))
-        self._seen.write_text(json.dumps(found, indent=1))
-        setting, best = min(((each, row) for each, row in found.items() if row["seconds"]), key=lambda row: row[1]["seconds"])
-        return {"setting": setting, **best}
+            if outcome.reached is not None:
+                found[setting] = outcome
+                best_s = min(best_s, outcome.reached)
+        setting = min(found, key=lambda each: found[each].reached or math.inf)
+        seconds = {str(each): outcome.reached for each, outcome in found.items()}
+        return {"setting": str(setting), "seconds": best_s, "updates": found[setting].reached_updates, "others": seconds}
 
     def _run(self, setting: Setting, seconds: float) -> Outcome:
-        groups = setting.groups
-        if groups not in self._update_s:
-            trial = Trial(0, setting, 8 * groups, "probe", "grid", "how long an update takes", keeps=True)
-            self._update_s[groups] = self._runs.run(trial).update_s
-        updates = self._most if math.isinf(seconds) else math.ceil(1.05 * seconds / self._update_s[groups])
+        updates = self._most if math.isinf(seconds) else math.ceil(1.05 * seconds / self._update_s[setting.groups])
         return self._runs.run(Trial(0, setting, updates, "probe", "grid", "each setting from the beginning", keeps=True))
 
 
-def run(drawn: Drawn, folder: Path, *, grids: bool) -> None:
-    """The search and (with ``grids``) the grid of a task, as far as they are not there."""
+def run(drawn: Drawn, folder: Path, *, simulate: bool) -> None:
+    """The search and the grid of a task, as far as they are not there. ``simulate``: the search with the whole runtime."""
     file = file_of(drawn, folder)
-    searched = folder / f"{drawn.name}-search"
-    if not (searched / "summary.json").exists():
-        run_tune(file, How(simulate=True, resume=searched if searched.exists() else None), run_dir=searched)
-    grid = folder / f"{drawn.name}-grid"
-    if grids and not (grid / "best.json").exists():
-        grid.mkdir(exist_ok=True)
-        best = Grid(file, grid, drawn.workers, 4 * drawn.updates).best()
-        (grid / "best.json").write_text(json.dumps(best, indent=1))
+    topology = load_topology(file)
+    task = load_task(f"{HERE}/new_tasks.py:task", args_of(drawn), None)
+    space = searched(topology, None, measured=False)
+    searched_in = folder / f"{drawn.name}-search"
+    if not (searched_in / "summary.json").exists():
+        if simulate:
+            run_tune(file, How(simulate=True, resume=searched_in if searched_in.exists() else None), run_dir=searched_in)
+        else:
+            directory = RunDirectory.create(drawn.name, exact=searched_in)
+            shown = Shown(json_lines=False)
+            shown.begin(topology, space, directory.path)
+            tuning = Tuning(topology, space, directory, shown)
+            tuning.strategy("omnivore", PlainRuns(topology, task, space.update_s))
+            tuning.compare()
+            directory.close()
+    best = folder / f"{drawn.name}-grid.json"
+    if not best.exists():
+        found = Grid(PlainRuns(topology, task, space.update_s), space.update_s, 4 * drawn.updates).best()
+        best.write_text(json.dumps(found, indent=1))
 
 
 def table(drawn: list[Drawn], folder: Path) -> None:
@@ -236,7 +243,7 @@ def table(drawn: list[Drawn], folder: Path) -> None:
     print("| model, width | noise, inputs | batch, workers | a batch, network | target | best of the grid | search | searched | |")
     print("|---|---|---|---|---|---|---|---|---|")
     for each in drawn:
-        search, grid = folder / f"{each.name}-search" / "summary.json", folder / f"{each.name}-grid" / "best.json"
+        search, grid = folder / f"{each.name}-search" / "summary.json", folder / f"{each.name}-grid.json"
         if not search.exists() or not grid.exists():
             continue
         [row], best = json.loads(search.read_text())["strategies"], json.loads(grid.read_text())
@@ -256,7 +263,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--draw", type=int, required=True)
     parser.add_argument("--only", type=int, action="append", help="these of the ten")
-    parser.add_argument("--searches", action="store_true", help="no grids")
+    parser.add_argument("--simulate", action="store_true", help="search with the whole runtime, not with plain loops")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     folder = given.folder.resolve()
@@ -265,7 +272,7 @@ def main() -> int:
     drawn = draw(given.draw)
     if not given.table:
         for number in range(COUNT) if given.only is None else given.only:
-            run(drawn[number], folder, grids=not given.searches)
+            run(drawn[number], folder, simulate=given.simulate)
     table(drawn, folder)
     return 0
 

@@ -43,6 +43,25 @@ def test_what_starts_at_once_does_not_import_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_is_imported_before_forking_leaves_gpus_alone() -> None:
+    """A process that forks after CUDA was initialized has children that cannot use it. Even counting devices may be too much."""
+    names = ("is_available", "device_count", "init", "_lazy_init", "current_device", "set_device", "Stream", "Event")
+    code = f"""
+import torch
+asked = []
+for name in {names}:
+    setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
+from zmqtrain.launcher.forkserver import ENTRY, import_entry
+import_entry(ENTRY)
+import sys
+assert "zmqtrain.train.role" in sys.modules, "children import it themselves"
+print(asked)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 def test_public_names_are_there() -> None:
     for name in zmqtrain.__all__:
         assert getattr(zmqtrain, name) is not None

@@ -108,7 +108,6 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
     )  # fmt: skip
     assert (folder / "omnivore.svg").read_text().startswith("<svg")
     assert f"zmqtrain launch {folder / 'tuned.toml'} trains with what was found" in shown
-    assert "with starting and ending)" in shown
     assert run_status(str(folder)) == 0
     assert "status done  steps " in capsys.readouterr().out
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from zmqtrain.data.loader import Batch, Fetch, Loader
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
 from zmqtrain.data.partition import Partition
 from zmqtrain.errors import TaskError
 
@@ -39,8 +40,8 @@ class Pairs:
 
 def test_a_tensor_dataset_gives_what_single_samples_give() -> None:
     indices = np.array([3, 0, 7])
-    whole = Fetch(TENSORS)(indices)
-    single = Fetch([TENSORS[i] for i in range(20)])(indices)
+    whole = Fetch(Reader(TENSORS))(indices)
+    single = Fetch(Reader([TENSORS[i] for i in range(20)]))(indices)
     assert torch.equal(whole.inputs[0], single.inputs[0])
     assert torch.equal(whole.target, single.target)
     assert whole.samples == 3
@@ -48,16 +49,20 @@ def test_a_tensor_dataset_gives_what_single_samples_give() -> None:
 
 def test_collate_and_transform_are_used() -> None:
     fetch = Fetch(
-        Pairs(),
-        collate=lambda samples: (torch.stack([x["x"] for x, _ in samples]), torch.tensor([y for _, y in samples])),
-        transform=lambda batch: (batch[0] + 1, batch[1]),
+        Reader(
+            Pairs(),
+            collate=lambda samples: (torch.stack([x["x"] for x, _ in samples]), torch.tensor([y for _, y in samples])),
+            transform=lambda batch: (batch[0] + 1, batch[1]),
+        )
     )
     batch = fetch(np.array([1, 2]))
     assert batch.inputs[0].tolist() == [[2.0, 2.0], [3.0, 3.0]]
 
 
-def test_augmentation_by_python_and_numpy_is_repeatable() -> None:
-    fetch = Fetch(TENSORS, transform=lambda batch: (batch[0] * random.random() + np.random.rand(), batch[1]))
+def test_augmentation_by_python_numpy_and_torch_is_repeatable() -> None:
+    fetch = Fetch(
+        Reader(TENSORS, transform=lambda batch: (batch[0] * random.random() + np.random.rand() + torch.rand(()), batch[1]))
+    )
     first, other, again = (fetch(np.array([1, 2]), (1, 0, step)).inputs[0] for step in (4, 5, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -76,7 +81,7 @@ def test_micro_batches_are_all_of_the_batch(parts: int) -> None:
 async def test_the_next_batch_is_fetched_while_this_one_is_used() -> None:
     dataset = Pairs()
     partition = Partition(13, 1, 1, 3, seed=1, shuffle="none")
-    loader = Loader(Fetch(dataset), lambda step: partition.indices(step, 0, 0), (1,))
+    loader = Loader(Fetch(Reader(dataset)), lambda step: partition.indices(step, 0, 0), (1,))
     first = await loader.batch(0)
     assert first.target.tolist() == [0, 1, 2]
     await asyncio.wait_for(_until(lambda: len(dataset.read) == 6), 5)
@@ -94,7 +99,7 @@ async def test_the_next_batch_is_on_its_way_to_the_device_while_this_one_is_used
         return lambda: source + 100
 
     partition = Partition(12, 1, 1, 3, seed=1, shuffle="none")
-    loader = Loader(Fetch(Pairs(), move=move), lambda step: partition.indices(step, 0, 0), (1,))
+    loader = Loader(Fetch(Reader(Pairs()), Finish(move=move)), lambda step: partition.indices(step, 0, 0), (1,))
     first = await loader.batch(0)
     await asyncio.wait_for(_until(lambda: len(begun) == 4), 5)
     assert begun[3] == [3, 4, 5]
@@ -112,7 +117,7 @@ async def _until(condition: Any) -> None:
 
 
 async def test_what_a_dataset_raises_names_the_samples() -> None:
-    loader = Loader(Fetch(Pairs()), lambda step: np.array([12, 13]), (1,))
+    loader = Loader(Fetch(Reader(Pairs())), lambda step: np.array([12, 13]), (1,))
     with pytest.raises(TaskError, match=r"samples \[12, 13\] raised OSError: disk on fire") as caught:
         await loader.batch(0)
     assert isinstance(caught.value.__cause__, OSError)
@@ -121,4 +126,4 @@ async def test_what_a_dataset_raises_names_the_samples() -> None:
 
 def test_samples_that_are_no_pairs_are_an_error() -> None:
     with pytest.raises(TaskError, match=r"must be \(input, target\)"):
-        Fetch([1, 2, 3])(np.array([0, 1]))
+        Fetch(Reader([1, 2, 3]))(np.array([0, 1]))

@@ -81,7 +81,7 @@ def test_groups_without_momentum_stay_as_they_are() -> None:
     assert [explicit_of(each) for each in Compensation(1.0, on=True).of(two).groups] == [pytest.approx(0.8), 0.0]
 
 
-def topology_of(folder: Path, staleness: Any, momentum: Any) -> Topology:
+def topology_of(folder: Path, staleness: Any, momentum: Any, look_ahead: str) -> Topology:
     profile = folder / "profile.json"
     profile.write_text(json.dumps({"layers": [{"name": "0", "numel": 256, "forward_s": 0.01, "backward_s": 0.02}]}))
     return Topology.from_dict(
@@ -97,7 +97,7 @@ def topology_of(folder: Path, staleness: Any, momentum: Any) -> Topology:
             },
             "exchange": {"kind": "model_server", "staleness": staleness},
             "simulation": {"payload": "real"},
-            "optimizer": {"momentum": momentum},
+            "optimizer": {"momentum": momentum, "look_ahead": look_ahead},
         }
     )
 
@@ -123,17 +123,19 @@ def task(momentum: float) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "momentum", "explicit", "fitted"),
+    ("staleness", "momentum", "look_ahead", "explicit", "fitted"),
     [
-        ("async", "auto", 0.6, 0.9),
-        ("async", 0.15, 0.15, 0.7875),
-        ("async", "task", 0.9, None),
-        ("sync", "auto", 0.9, 0.9),
-        ("async", 0.0, 0.0, 0.75),
+        ("async", "auto", "none", 0.6, 0.9),
+        ("async", 0.15, "none", 0.15, 0.7875),
+        ("async", "task", "none", 0.9, None),
+        ("sync", "auto", "auto", 0.9, 0.9),
+        ("async", 0.0, "auto", 0.0, 0.75),
+        ("async", "auto", "auto", 0.9**0.25, None),
+        ("async", 0.15, "auto", 0.15, None),
     ],
 )
 def test_a_run_says_what_its_momentum_is(
-    tmp_path: Path, staleness: str, momentum: Any, explicit: float, fitted: float | None
+    tmp_path: Path, staleness: str, momentum: Any, look_ahead: str, explicit: float, fitted: float | None
 ) -> None:
     """The theorem's case: a noisy quadratic, and groups that take as long as chance will have it."""
     summary = Summary()
@@ -144,14 +146,22 @@ def test_a_run_says_what_its_momentum_is(
                 role, _, rank = peer.partition("/")
                 summary.add(peer, {"values": {}, **event, "role": role, "rank": int(rank) if rank else None})
 
-    topology = topology_of(tmp_path, staleness, momentum)
+    topology = topology_of(tmp_path, staleness, momentum, look_ahead)
     assert simulate(topology, options=Options(task=task(0.9), on_report=hear)).ending.status == "done"
     told = summary.to_dict()["momentum"]
     implicit = 0.75 if staleness == "async" else 0.0
     assert told["explicit"] == pytest.approx(explicit)
     assert told["implicit"] == implicit
     assert told["compensated"] == (momentum == "auto")
-    assert told["total"] == pytest.approx(1 - (1 - explicit) * (1 - implicit))
+    spread = look_ahead == momentum == "auto" and staleness == "async"
+    assert told["total"] == pytest.approx(0.9 if spread else 1 - (1 - explicit) * (1 - implicit))
+    assert told["total_measured"] == pytest.approx(told["total"], abs=0.05)
+    if staleness == "async" and look_ahead == "auto" and momentum:
+        assert told["look_ahead"]["updates"] == 5
+        assert told["look_ahead"]["steps"] == pytest.approx(sum(explicit**k for k in range(1, 6)))
+        assert told["look_ahead"]["lr_factor"] == pytest.approx((1 - explicit) / 0.1 / 4 if spread else 1.0)
+    else:
+        assert told["look_ahead"] is None
     assert told["implicit_measured"] == pytest.approx(implicit, abs=0.08)  # some groups end before others
     if fitted is not None:
         assert told["fitted"] == pytest.approx(fitted, abs=0.12)  # of 1,200 updates; longer runs come nearer

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain import Task
+from zmqtrain.simulate.faults import slow
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
@@ -45,3 +49,12 @@ def test_the_last_parameters_arrive_however_long_they_take() -> None:
     for other in others:
         for mine, its in zip(first.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, its)
+
+
+def test_groups_that_have_trained_wait_for_slower_ones_as_long_as_these_get_on(tmp_path: Path) -> None:
+    """Asynchronous groups, one of which needs many times the longest time-out for its last steps."""
+    topology = topology_of(profile_file(tmp_path), job={"timeout": "0.5 s", "steps": 40})
+    longest_s = Ladder.of(0.5).barrier_s
+    result = simulate(topology, options=Options(faults=(slow("h4", 40.0, at=0.0),)))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    assert result.seconds > 3 * longest_s

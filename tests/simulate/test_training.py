@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -37,9 +38,10 @@ class Recipe:
         self.y = torch.randint(3, (SAMPLES,), generator=generator)
         self.models: list[nn.Module] = []
 
-    def task(self) -> Task:
+    def task(self, **fields: Any) -> Task:
         data = TensorDataset(self.x, self.y)
-        return Task(model=self._model, loss=nn.functional.cross_entropy, optimizer=self._optimizer, train_data=data, eval_data=data)
+        given = {"train_data": data, "eval_data": data} | fields
+        return Task(model=self._model, loss=nn.functional.cross_entropy, optimizer=self._optimizer, **given)
 
     def alone(self) -> nn.Module:
         """One process on the whole batches."""
@@ -110,6 +112,38 @@ def test_equals_one_process(tmp_path: Path, groups: int, size: int, exchange: di
     for model in recipe.models:
         for mine, its in zip(alone.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
+
+
+def test_loader_processes_are_none_in_simulated_time(tmp_path: Path) -> None:
+    """The thread reads instead, and the run is the same each time."""
+    found = []
+    for workers in (0, 2, 2):
+        recipe = Recipe()
+        data = [(x, int(y)) for x, y in zip(recipe.x, recipe.y, strict=True)]
+        task = recipe.task(train_data=data, num_workers=workers, transform=lambda batch: (batch[0] + torch.rand(12), batch[1]))
+        before = psutil.Process().children(recursive=True)
+        events: list[dict[str, Any]] = []
+        options = Options(task=task, on_report=lambda _, batch, into=events: into.extend(batch))
+        result = simulate(topology_of(tmp_path, 2, 2), options=options)
+        assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+        assert psutil.Process().children(recursive=True) == before
+        steps = [event for event in events if event["kind"] == "step"]
+        found.append([(event["time"], event["values"]["loss"], event["values"]["data_s"]) for event in steps])
+    assert found[0] == found[1] == found[2]
+    assert all(data_s == 0 for _, _, data_s in found[0])
+
+
+def test_a_stream_in_simulated_time_equals_one_process(tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    recipe = Recipe()
+    data = [(x, int(y)) for x, y in zip(recipe.x, recipe.y, strict=True)]
+    topology = topology_of(tmp_path, 2, 2, job={"steps": None, "epochs": 1})
+    result = simulate(topology, options=Options(task=recipe.task(train_data=Stream())))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    assert len({tuple(next(model.parameters()).flatten().tolist()) for model in recipe.models}) == 1
 
 
 @pytest.mark.parametrize(("groups", "size"), [(1, 2), (4, 1)])

@@ -17,6 +17,7 @@ from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_nothing, send_part, wait_committed
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.train.checkpoint import (
     META,
     Checkpoint,
@@ -276,23 +277,26 @@ async def test_who_is_lost_is_not_waited_for_where_the_others_go_on(tmp_path: Pa
             checkpoint.require(checkpoint.shape)
 
 
-async def test_a_checkpoint_that_takes_too_long_is_told_and_may_be_complete_still(tmp_path: Path) -> None:
-    async with Collecting(tmp_path, RunShape("gossip", 2, 1, 0), patience_s=0.05) as world:
-        await world.send("worker/0", 1, "model", "group-0", "worker-0")
-        while not world.told:  # noqa: ASYNC110 - the collector's own time-out
-            await asyncio.sleep(0.01)
-        assert world.told == [("checkpoint late", 1, "checkpoint 1 is not complete after 0.05 s: group-1, worker-1 have not come")]
-        await world.send("worker/1", 1, "group-1", "worker-1")
-        assert world.told[1:] == [("checkpoint complete", 1, "")]
-        await world.send("worker/0", 2, "model", "group-0", "worker-0")
-        await world.send("worker/0", 3, "model", "group-0", "worker-0")
-        await world.send("worker/1", 3, "group-1", "worker-1")
-        with pytest.raises(CheckpointError, match="checkpoint 2 is given up: checkpoint 3 is complete"):
-            await wait_committed(world.of("worker/0"), 2, timeout_s=5)
-        await world.send("worker/0", 4, "model")
-    (*_, last) = world.told
-    assert last[:2] == ("checkpoint failed", 4)
-    assert "the run ended before it was complete: group-0, group-1, worker-0, worker-1 have not come" in last[2]
+def test_a_checkpoint_that_takes_too_long_is_told_and_may_be_complete_still(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Collecting(tmp_path, RunShape("gossip", 2, 1, 0), patience_s=60.0) as world:
+            await world.send("worker/0", 1, "model", "group-0", "worker-0")
+            await asyncio.sleep(61)
+            late = "checkpoint 1 is not complete after 60 s: group-1, worker-1 have not come"
+            assert world.told == [("checkpoint late", 1, late)]
+            await world.send("worker/1", 1, "group-1", "worker-1")
+            assert world.told[1:] == [("checkpoint complete", 1, "")]
+            await world.send("worker/0", 2, "model", "group-0", "worker-0")
+            await world.send("worker/0", 3, "model", "group-0", "worker-0")
+            await world.send("worker/1", 3, "group-1", "worker-1")
+            with pytest.raises(CheckpointError, match="checkpoint 2 is given up: checkpoint 3 is complete"):
+                await wait_committed(world.of("worker/0"), 2, timeout_s=5)
+            await world.send("worker/0", 4, "model")
+        (*_, last) = world.told
+        assert last[:2] == ("checkpoint failed", 4)
+        assert "the run ended before it was complete: group-0, group-1, worker-0, worker-1 have not come" in last[2]
+
+    run_virtual(run(), seed=1, limit_s=600)
 
 
 async def test_groups_too_far_apart_lose_incomplete_checkpoints_but_not_the_oldest(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ async def test_staged_workers_sum_in_the_hosts_memory(kind: str) -> None:
     torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("workers", [2, 4])
 async def test_workers_that_share_a_gpu_sum_in_pinned_memory(workers: int) -> None:
     losses = []
@@ -119,7 +119,7 @@ async def test_workers_that_share_a_gpu_sum_in_pinned_memory(workers: int) -> No
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("exchange", ["allreduce", "model_server"])
 async def test_a_cuda_device_trains_as_the_cpu_does(exchange: str) -> None:
     losses = []

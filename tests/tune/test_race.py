@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zmqtrain.tune.race import Point, Race, Runner, above, pace
+from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 
@@ -63,14 +63,30 @@ def test_what_is_clearly_above_the_best_after_as_many_samples_is_behind() -> Non
         leg(runner, 10 + number, 30, loss)
     race.drop(ahead)
     assert [each.behind for each in ahead] == [False, True]
-    assert race.others(ahead[0]) == []
+    assert race.rivals(ahead[0]) == []
 
 
-def test_the_most_promising_is_asked_first() -> None:
-    race = race_of(2.0, math.inf, 2.2, 2.1)
-    assert [each.setting.lr for each in race.others(race.runners[0])] == [0.001, 0.01]
+def test_who_is_furthest_ahead_of_the_leader_after_as_many_samples_is_asked_first() -> None:
+    race = race_of(2.20, math.inf, 2.19, 2.21, 2.4)
+    lead, _, second, third, last = race.runners
+    leg(lead, 5, 15, 2.2)
+    leg(lead, 6, 30, 2.2)
+    leg(third, 7, 15, 2.0)  # 0.2 ahead of the leader after 30
+    anew = race.enter(Setting(1, 0.6, 1.0))
+    assert race.rivals(lead) == [anew, third, second]
+    assert last.behind  # clearly above, and never asked again
+    leg(third, 8, 60, 1.5)
+    assert race.rivals(lead) == [anew, second]  # the leader has not come so far: nobody knows
+    assert not third.behind
     assert race.has(Setting(1, 0.9, 0.1))
-    assert not race.has(Setting(1, 0.6, 0.1))
+    assert not race.has(Setting(1, 0.3, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("updates", "loss", "found"), [(100, 1.9, True), (100, 2.0, False), (50, 2.0, True), (51, 2.0, False), (50, 2.1, False)]
+)
+def test_better_is_clearly_lower_or_as_low_with_half_as_many_samples(updates: int, loss: float, found: bool) -> None:
+    assert better(Point(updates, 1.0, loss, 0.01), Point(100, 1.0, 2.0, 0.01)) is found
 
 
 @pytest.mark.parametrize(("loss", "noise", "found"), [(1.3, 0.1, True), (1.15, 0.1, False), (1.03, 0.0, False)])

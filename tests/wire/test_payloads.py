@@ -252,7 +252,7 @@ def test_values_have_no_elements() -> None:
         value.part(0, 1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_device_memory_computes_and_is_not_sent() -> None:
     payload = TensorPayload.of(torch.ones(6, device="cuda"))
     payload.part(0, 3).add_(TensorPayload.of(torch.ones(3, device="cuda")))

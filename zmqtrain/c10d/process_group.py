@@ -129,7 +129,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
             with _Flats(targets or []) as flats, _Flat(inputs[0], write=False) as flat:
                 self._transport.gather(flats if targets is not None else None, flat, root, what)
 
-        return self._submit(targets or [], "gather", do)
+        return self._submit(targets or [], "gather", do, reads=inputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
@@ -278,7 +278,15 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         row = tensor[0].numel() if tensor.size(0) else 0
         return list(torch.split(flat, [row * each for each in splits]))
 
-    def _submit(self, tensors: Sequence[Tensor], name: str, do: Callable[[str], None], *, lane: Lane | None = None) -> Handle:
+    def _submit(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        do: Callable[[str], None],
+        *,
+        lane: Lane | None = None,
+        reads: Sequence[Tensor] = (),
+    ) -> Handle:
         if self._closed:
             raise RuntimeError(f"{name}: the process group was destroyed")
         self._count += 1
@@ -286,7 +294,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise TypeError(f"{name} of a tensor with layout {tensor.layout}: the zmq backend carries dense ones")
-        return (lane or self._lane).submit(tensors, what, lambda: do(what))
+        return (lane or self._lane).submit(tensors, what, lambda: do(what), reads=reads)
 
     def _group_text(self) -> str:
         return ", ".join(self._names) if self._size_here <= 4 else f"{self._names[0]} ... {self._names[-1]}"

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zmqtrain.train.device.accelerator import accelerator_of
+
 
 class Handle(Work):
     """One operation: torch's work handle."""
@@ -21,7 +23,8 @@ class Handle(Work):
         super().__init__()
         self.what = what
         self._tensors = list(tensors)
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        elsewhere = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=sorted(elsewhere, key=str))
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.source = -1
@@ -70,6 +73,25 @@ class Handle(Work):
             self._future.set_exception(error)
 
 
+def _after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Callable[[], None]:
+    """``do`` for another thread, whose stream is not the caller's: it begins when what the caller has queued has run, and when it
+    returns what it has queued itself has run, too."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    accelerator = None if device is None else accelerator_of(device)
+    if device is None or accelerator is None:
+        return do
+    queued = accelerator.event()
+    queued.record(accelerator.current(device))
+
+    def work() -> None:
+        accelerator.use(device)
+        queued.synchronize()
+        do()
+        accelerator.current(device).synchronize()
+
+    return work
+
+
 class Lane:
     """A thread that carries operations out one after another."""
 
@@ -79,10 +101,13 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, tensors: Sequence[Tensor], what: str, do: Callable[[], None]) -> Handle:
-        """Do it after what was submitted before. Never blocks."""
+    def submit(self, tensors: Sequence[Tensor], what: str, do: Callable[[], None], *, reads: Sequence[Tensor] = ()) -> Handle:
+        """Do it after what was submitted before, and after what the caller has queued on a device so far. Never blocks.
+
+        ``tensors``: the result. ``reads``: what else lies on the device.
+        """
         handle = Handle(tensors, what)
-        self._queue.put((handle, do))
+        self._queue.put((handle, _after_the_device([*tensors, *reads], do)))
         return handle
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zmqtrain.cli.overrides import load_with
+from zmqtrain.death import die_with_parent
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.agent import main as start_agent
-from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.environment.node import main as start_node
 from zmqtrain.launcher.environment.node import needed_token
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, NODE_RANK, Place, read_place

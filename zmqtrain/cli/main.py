@@ -290,8 +290,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel or "
-            "cluster."
+            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel, "
+            "loader or cluster."
         ),
     ],
     json_lines: Json = False,

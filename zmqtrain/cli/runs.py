@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -64,7 +65,7 @@ def _stop_launcher(path: Path) -> None:
     process = launcher_of(path)
     if process is not None:
         process.send_signal(signal.SIGINT)
-        process.wait()
+        _wait_for_end(process)
     hosts = asyncio.run(stop_hosts(path))
     if process is None and not hosts:
         raise UsageError(f"{path} does not run on this machine, and has nothing left on others")
@@ -75,6 +76,15 @@ def _stop_launcher(path: Path) -> None:
     if missed:
         lines = "\n  ".join(missed)
         raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
+
+
+def _wait_for_end(process: psutil.Process) -> None:
+    """Also of one that is still listed because nobody has asked what became of it."""
+    with suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            with suppress(psutil.TimeoutExpired):
+                process.wait(timeout=0.2)
+                return
 
 
 def _require_checkpoint(path: Path) -> None:

@@ -120,5 +120,5 @@ def updates_of(topology: Topology, data: str | None) -> int | None:
     if job.steps is not None:
         return job.steps
     assert job.task is not None
-    samples = len(load_task(job.task, job.args, data, folders=(".", *job.python_path)).train_data)
+    samples = load_task(job.task, job.args, data, folders=(".", *job.python_path)).training().samples
     return math.ceil((job.epochs or 1) * samples / topology.compute.batch_size)

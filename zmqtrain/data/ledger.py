@@ -1,13 +1,65 @@
-"""What has become of the samples that travel round the ring."""
+"""What becomes of samples: what each kind of source promises, and an account of those that travel round the ring."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from zmqtrain.data.partition import Partition
+from zmqtrain.data.source import Source
 from zmqtrain.events import EventValue
 
 #: Lost samples that are named; the rest is counted.
 MOST_NAMED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a run can say of its samples before it begins. It stands in the summary."""
+
+    source: str
+    """dataset, ring, stream or parts of a stream."""
+    order: str
+    """Whose order an epoch has."""
+    each: str
+    """How often a sample is trained in an epoch."""
+    resumed: str
+    """What a resumed run trains."""
+
+    @classmethod
+    def of_dataset(cls, source: Source, partition: Partition) -> Promise:
+        """Of a map-style dataset."""
+        left = partition.samples % partition.step_samples
+        rest = f"; {left} of {partition.samples}, which fill no step, are left out" if left else ""
+        if source.order == "sampler":
+            order, each = "the sampler's, seeded by the job", f"as often as the sampler gives it{rest}"
+        else:
+            order = "the dataset's" if partition.shuffle == "none" else "another each epoch, from the job's seed"
+            each = f"once{rest}"
+        return cls("dataset", order, each, "what the uninterrupted run would, augmented by the same random numbers")
+
+    @classmethod
+    def of_ring(cls, *, survives: bool) -> Promise:
+        """Of a ring. ``survives``: the run goes on without those that are lost."""
+        each = "once while nobody is lost; the ledger says what became of the others" if survives else "once"
+        return cls("ring", "each group's part, which moves on to the next group", each, "the same order")
+
+    @classmethod
+    def of_stream(cls, source: Source) -> Promise:
+        """Of a stream: nobody knows how many there are."""
+        stateful = hasattr(source.dataset, "state_dict") and hasattr(source.dataset, "load_state_dict")
+        resumed = "what follows on the stream's own state" if stateful else "what follows on all that is read again and passed over"
+        if source.shard is None:
+            return cls("stream", "the stream's", "once; what fills no step at the end is left out", resumed)
+        return cls(
+            "parts of a stream",
+            "each part's",
+            "as the parts divide the stream; what one part has more than the shortest may be left out",
+            resumed,
+        )
+
+    def values(self) -> dict[str, EventValue]:
+        """As the values of an event."""
+        return dict(asdict(self))
 
 
 @dataclass(slots=True)

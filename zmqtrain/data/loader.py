@@ -1,138 +1,139 @@
-"""A worker's batches, fetched one ahead in a thread, and where a device has memory of its own copied there ahead, too."""
+"""A worker's batches, fetched ahead in a thread or in processes; where a device has memory of its own, copied there ahead, too."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from zmqtrain.data.background import Background, BackgroundThread
+from zmqtrain.data.batch import Batch, Move, batch_of
+from zmqtrain.data.draws import drawn_from
+from zmqtrain.data.nested import PLAIN, mapped
 from zmqtrain.data.partition import Indices
+from zmqtrain.data.processes import LoaderProcesses, Processes, Request
 from zmqtrain.errors import TaskError
 
-#: Begins to copy a tensor to a device's memory, beside the device's arithmetic. What it returns at once gives the copy, where it is
-#: used.
-Move: TypeAlias = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+Collate = Callable[[list[Any]], Any]
+Transform = Callable[[Any], Any]
+#: Makes a `Batch` of what was collated of so many samples.
+Make = Callable[[Any, int], Batch]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Some samples: ``model(*inputs)`` is compared with ``target``."""
+class Reader:
+    """Reads samples of a map-style dataset, and collates and transforms them. In any thread or process, with the same result.
 
-    inputs: tuple[Any, ...]
-    target: Any
-    samples: int
-    arriving: Callable[[], Batch] | None = field(default=None, repr=False, compare=False)
-    """Gives the same batch in the device's memory, if it is on its way there."""
-
-    def split(self, parts: int) -> list[Batch]:
-        """Even runs of samples, as views; fewer where there are fewer samples."""
-        if parts == 1 or self.samples < 2:
-            return [self]
-        cuts = np.array_split(np.arange(self.samples), min(parts, self.samples))
-        return [
-            Batch(_rows(self.inputs, slice(int(c[0]), int(c[-1]) + 1), self.samples),
-                  _rows(self.target, slice(int(c[0]), int(c[-1]) + 1), self.samples), len(c))
-            for c in cuts
-        ]  # fmt: skip
-
-    def part(self, rows: slice) -> Batch:
-        """Some of the samples, as views."""
-        start, stop, _ = rows.indices(self.samples)
-        if (start, stop) == (0, self.samples):
-            return self
-        return Batch(_rows(self.inputs, rows, self.samples), _rows(self.target, rows, self.samples), stop - start)
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch in the device's memory. Called in the compute thread."""
-        if self.arriving is not None:
-            return self.arriving()
-        return self if device.type == "cpu" else Batch(_move(self.inputs, device), _move(self.target, device), self.samples)
-
-
-class Fetch:
-    """Makes batches of a map-style dataset's samples. Runs in any thread.
-
-    A `TensorDataset` is indexed a batch at a time. Python's and numpy's random numbers are seeded for each batch, so augmentation
-    by them is repeatable; a dataset that draws from torch's global generator shares it with the model, and is not.
+    A `TensorDataset` is indexed a batch at a time, and a dataset with ``__getitems__`` asked for a batch at a time. What the code
+    draws from Python's, numpy's and torch's global generators follows from the seed alone.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[list[Any]], Any] | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        pin: bool = False,
-        channels_last: bool = False,
-        move: Move | None = None,
-    ) -> None:
-        """``pin``: into memory that devices copy from. ``channels_last``: how images (four dimensions) of the inputs lie there.
-        ``move``: to where batches are used, as soon as they are made."""
-        self._dataset, self._collate, self._transform, self._pin = dataset, collate, transform, pin
-        self._move = move
-        self._channels_last = channels_last
+    def __init__(self, dataset: Any, collate: Collate | None = None, transform: Transform | None = None) -> None:
+        self.dataset, self._collate, self._transform = dataset, collate, transform
 
-    def __call__(self, indices: Indices, seed: tuple[int, ...] | None = None) -> Batch:
-        """Raises `TaskError` where the dataset, collate or transform raises, or a batch is not (input, target)."""
-        return self.finished(indices, lambda: self.collated(indices), seed)
+    def __call__(self, request: Request) -> Any:
+        """Raises `TaskError` where the dataset, collate or transform raises."""
+        return self.prepared(request.indices, lambda: self.collated(request.indices), request.seed)
 
-    def finished(self, indices: Indices, collated: Callable[[], Any], seed: tuple[int, ...] | None = None) -> Batch:
-        """The batch of samples that were collated already, as ``collated()`` gives them."""
+    def prepared(self, indices: Indices, collated: Callable[[], Any], seed: Sequence[int] | None) -> Any:
+        """The transformed batch of samples that were collated already, as ``collated()`` gives them."""
         try:
-            if seed is not None and not self._whole():
-                state = np.random.SeedSequence(seed).generate_state(2)
-                random.seed(int(state[0]))
-                np.random.seed(int(state[1]))
-            batch = collated()
-            if self._transform is not None:
-                batch = self._transform(batch)
+            if seed is None or (self._whole and self._transform is None):
+                return self._transformed(collated())
+            with drawn_from(seed):
+                return self._transformed(collated())
         except TaskError:
             raise
         except Exception as error:
             what = f"samples {indices[:3].tolist()}{'...' if len(indices) > 3 else ''}"
             raise TaskError(f"making a batch of the task's {what} raised {type(error).__name__}: {error}") from error
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise TaskError(
-                f"a batch of the task's data is a {type(batch).__name__}; it must be (input, target): "
-                "let data[i] return such a pair"
-            )
-        if self._channels_last:
-            batch = [*(_map(part, _channels_last) for part in batch[:-1]), batch[-1]]
-        if self._pin:
-            batch = [_map(part, torch.Tensor.pin_memory) for part in batch]
-        made = Batch(tuple(batch[:-1]), batch[-1], len(indices))
-        return made if self._move is None else _on_its_way(made, self._move)
-
-    def _whole(self) -> bool:
-        return type(self._dataset) is TensorDataset and self._collate is None and self._transform is None
 
     def collated(self, indices: Indices) -> Any:
         """Samples of the dataset, stacked; without the transform."""
-        if type(self._dataset) is TensorDataset and self._collate is None:
+        if self._whole:
             rows = torch.from_numpy(indices.copy())
-            return [tensor.index_select(0, rows) for tensor in self._dataset.tensors]
-        samples = [self._dataset[int(index)] for index in indices]
+            return [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
+        if getattr(self.dataset, "__getitems__", None) is not None:
+            samples = self.dataset.__getitems__(indices.tolist())
+        else:
+            samples = [self.dataset[int(index)] for index in indices]
+        return self.together(samples)
+
+    def together(self, samples: list[Any]) -> Any:
+        """Samples as a batch, without the transform."""
         return (self._collate or default_collate)(samples)
+
+    @property
+    def _whole(self) -> bool:
+        return type(self.dataset) is TensorDataset and self._collate is None
+
+    def _transformed(self, batch: Any) -> Any:
+        return batch if self._transform is None else self._transform(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What becomes of a batch that was read, before it is used."""
+
+    make: Make = batch_of
+    """What is input and what is target."""
+    pin: bool = False
+    """Into memory that devices copy from."""
+    channels_last: bool = False
+    """How images (four dimensions) of the inputs lie in memory."""
+    move: Move | None = None
+    """To where batches are used, as soon as they are made."""
+
+    def __call__(self, read: Any, samples: int) -> Batch:
+        """Raises `TaskError` for a batch that no task can have. In any thread of the worker."""
+        batch = self.make(read, samples)
+        if self.channels_last:
+            batch = batch.with_inputs(lambda part: mapped(part, _channels_last))
+        if self.pin:
+            batch = batch.mapped(lambda part: mapped(part, torch.Tensor.pin_memory, _pinned))
+        return batch if self.move is None else batch.on_its_way(self.move)
+
+
+class Fetch:
+    """Makes batches of a map-style dataset's samples, ready for the device. Runs in any thread."""
+
+    def __init__(self, reader: Reader, finish: Finish | None = None) -> None:
+        self.reader, self.finish = reader, finish or Finish()
+
+    def __call__(self, indices: Indices, seed: Sequence[int] | None = None) -> Batch:
+        """Raises `TaskError` where the dataset, collate or transform raises, or a batch is none that a task can have."""
+        return self.finished(indices, lambda: self.reader.collated(indices), seed)
+
+    def finished(self, indices: Indices, collated: Callable[[], Any], seed: Sequence[int] | None = None) -> Batch:
+        """The batch of samples that were collated already, as ``collated()`` gives them."""
+        return self.finish(self.reader.prepared(indices, collated, seed), len(indices))
 
 
 class Loader:
     """The batches of one worker, by step; the next one is fetched while this one is computed."""
 
     def __init__(
-        self, fetch: Fetch, indices: Callable[[int], Indices], seed: tuple[int, ...], thread: Background | None = None
+        self,
+        fetch: Fetch,
+        indices: Callable[[int], Indices],
+        seed: tuple[int, ...],
+        thread: Background | None = None,
+        *,
+        processes: Processes | None = None,
+        epoch_steps: int = 0,
     ) -> None:
         """``indices(step)``: the worker's samples; ``seed``: distinguishes run and worker; ``thread``: where to fetch, by default
-        a thread of its own. It is closed with the loader."""
+        a thread of its own. It is closed with the loader. ``processes``: that read for the thread; ``epoch_steps``: of an epoch, at
+        whose end they begin anew if they do not persist."""
         self._fetch, self._indices, self._seed = fetch, indices, seed
         self._thread: Background = thread or BackgroundThread("zmqtrain-loader")
         self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
+        self._processes = None
+        if processes is not None:
+            self._processes = LoaderProcesses(fetch.reader, self._request, processes, epoch_steps)
 
     async def batch(self, step: int, *, ahead: bool = True) -> Batch:
         """The step's batch. ``ahead``: begin to fetch the next step's."""
@@ -147,8 +148,16 @@ class Loader:
             self._ahead = (step + 1, self._submit(step + 1))
         return batch
 
+    def _request(self, step: int) -> Request:
+        return Request(step, self._indices(step), (*self._seed, step))
+
+    def _read(self, step: int) -> Batch:
+        request = self._request(step)
+        read = self._fetch.reader(request) if self._processes is None else self._processes.take(request)
+        return self._fetch.finish(read, len(request.indices))
+
     def _submit(self, step: int) -> asyncio.Future[Batch]:
-        return self._thread.submit(lambda: self._fetch(self._indices(step), (*self._seed, step)))
+        return self._thread.submit(lambda: self._read(step))
 
     def _drop(self) -> None:
         if self._ahead is not None:
@@ -158,44 +167,14 @@ class Loader:
 
     async def close(self, timeout_s: float) -> None:
         self._drop()
+        if self._processes is not None:
+            self._thread.submit(self._processes.renew)  # in the thread that has started them
         await self._thread.close(timeout_s)
 
 
-def _on_its_way(batch: Batch, move: Move) -> Batch:
-    """The batch, with a copy begun."""
-    begun: list[Callable[[], torch.Tensor]] = []
-
-    def begin(tensor: torch.Tensor) -> torch.Tensor:
-        begun.append(move(tensor))
-        return tensor
-
-    def arrived() -> Batch:
-        copies = iter([end() for end in begun])
-        inputs, target = _map((batch.inputs, batch.target), lambda _: next(copies))
-        return Batch(inputs, target, batch.samples)
-
-    _map((batch.inputs, batch.target), begin)
-    return Batch(batch.inputs, batch.target, batch.samples, arrived)
-
-
-def _map(part: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``part`` with ``function`` of each tensor in it."""
-    if isinstance(part, torch.Tensor):
-        return function(part)
-    if isinstance(part, dict):
-        return {key: _map(value, function) for key, value in part.items()}
-    if isinstance(part, tuple | list):
-        return type(part)([_map(value, function) for value in part])
-    return part
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if not isinstance(leaf, PLAIN) and callable(getattr(leaf, "pin_memory", None)) else leaf
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def _rows(part: Any, rows: slice, samples: int) -> Any:
-    return _map(part, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == samples else tensor)
-
-
-def _move(part: Any, device: torch.device) -> Any:
-    return _map(part, lambda tensor: tensor.to(device, non_blocking=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -37,6 +38,8 @@ class Partition:
     """Samples of a group in a step."""
     seed: int
     shuffle: Literal["global", "none"] = "global"
+    order: Callable[[int], Indices] | None = None
+    """All samples of an epoch in their order, where something else than ``shuffle`` says it."""
 
     def __post_init__(self) -> None:
         if self.batch_size < self.group_size:
@@ -71,7 +74,8 @@ class Partition:
         """Some of the samples that all groups take at the step: from ``start`` to ``stop`` of `step_samples`."""
         epoch, place = divmod(step, self.steps_per_epoch)
         begin = place * self.step_samples
-        return _order(self.samples, self.seed, epoch, self.shuffle)[begin + start : begin + stop]
+        order = _order(self.samples, self.seed, epoch, self.shuffle) if self.order is None else self.order(epoch)
+        return order[begin + start : begin + stop]
 
 
 @lru_cache(maxsize=2)

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.data.loader import Fetch, Loader
-from zmqtrain.data.partition import Partition
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.source import Shard
 from zmqtrain.embed.crossing import CallersDevice, Crossing
+from zmqtrain.embed.feed import Feed, make_feed
 from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
@@ -29,15 +30,17 @@ from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
+from zmqtrain.train.device.streams import StreamStaging
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.run_model import become_run_model
 from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
-from zmqtrain.train.shares import Shares, in_step
-from zmqtrain.train.task import check_dataset, check_model
+from zmqtrain.train.shares import in_step
+from zmqtrain.train.task import check_model
 from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -123,10 +126,10 @@ class Core:
         peers = tuple(role.peer for role in placement.workers)
         self._world = Group(context.endpoint, peers, context.role.index, "session", timeout_s=ladder.barrier_s)
         self.replicated: Replicated | None = None
-        self._numbers = {"barrier": 0, "all_reduce": 0}
+        self._numbers = {"barrier": 0, "all_reduce": 0, "agree": 0}
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
-        self._loaders: list[Loader] = []
+        self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
         self._samples = 0
@@ -244,34 +247,31 @@ class Core:
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
-    def begin_batches(self, dataset: Any, epoch: int, batch_size: int | None) -> tuple[Loader, range, int]:
-        """A loader of this worker's batches, the epoch's steps for it, and the samples of the whole group's batch."""
-        check_dataset("the session's data", dataset)
-        topology, role, placement = self.context.topology, self.context.role, self.context.placement
-        size, shuffle = batch_size or topology.compute.batch_size, topology.data.shuffle
-        if shuffle == "ring":
-            raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
-        if topology.compute.parts == "measured":
-            raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
-        partition = Partition(len(dataset), placement.groups, placement.group_size, size, topology.job.seed, shuffle)
-        shares = Shares.of(topology, placement, role, size)
-        loader = Loader(
-            Fetch(dataset),
-            lambda step: partition.run(step, *shares.bounds(step)),
-            (topology.job.seed, role.index),
-        )
-        self._loaders.append(loader)
-        steps = partition.steps_per_epoch
-        return loader, range(epoch * steps, (epoch + 1) * steps), size
+    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None) -> Feed:
+        """This worker's batches of an epoch."""
+        feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree)
+        self._feeds.append(feed)
+        return feed
 
-    async def next_batch(self, loader: Loader, step: int, *, last: bool, group_samples: int) -> tuple[Any, ...]:
-        batch = (await loader.batch(step, ahead=not last)).to(self.device)
-        self._share = (batch.samples, group_samples)
-        return (*batch.inputs, batch.target)
+    async def next_batch(self, feed: Feed) -> Batch | None:
+        """As it was collated, as the only input; ``None`` at the end."""
+        batch = await feed.next()
+        if batch is not None:
+            batch = batch.to(self.device)
+            self._share = (batch.samples, feed.group_samples)
+        return batch
 
-    async def end_batches(self, loader: Loader) -> None:
-        self._loaders.remove(loader)
-        await loader.close(self.context.ladder.grace_s)
+    async def end_batches(self, feed: Feed) -> None:
+        self._feeds.remove(feed)
+        await feed.close(self.context.ladder.grace_s)
+
+    async def _agree(self, mine: bool) -> bool:
+        if self._world.size == 1:
+            return mine
+        flag = TensorPayload.empty(1, "float64")
+        flag.numpy()[0] = float(mine)
+        await all_reduce(self._world, flag, ("agree", self._count("agree")))
+        return bool(flag.numpy()[0] == self._world.size)
 
     def _weight(self) -> float:
         if self._share is None:
@@ -340,12 +340,12 @@ class Core:
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
-        flat = tensor.detach().cpu().contiguous() if tensor.is_cuda or not tensor.is_contiguous() else tensor.detach()
+        flat = tensor.detach().cpu().contiguous()
         payload = TensorPayload.of(flat)
         await all_reduce(self._world, payload, ("all_reduce", self._count("all_reduce")))
         if operation == "mean":
             payload.scale_(1.0 / self._world.size)
-        if flat.data_ptr() != tensor.data_ptr():
+        if flat.device != tensor.device or flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
@@ -401,13 +401,10 @@ class Core:
         self.closed = True
         if self.replicated is not None:
             self.replicated.detach()
-        for loader in self._loaders[:]:
-            await self.end_batches(loader)
+        for feed in self._feeds[:]:
+            await self.end_batches(feed)
 
 
 def _staging(device: torch.device) -> Staging | None:
-    if device.type != "cuda":
-        return None
-    from zmqtrain.train.device.cuda import CudaStaging
-
-    return CudaStaging(device)
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else StreamStaging(accelerator, device)

@@ -33,6 +33,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
+from zmqtrain.data.source import Shard
 from zmqtrain.embed.core import Core, M, O, Place
 from zmqtrain.embed.own_run import enter_world
 from zmqtrain.net.loop import run as run_loop
@@ -78,20 +79,27 @@ class Session(Place):
         """`torch.nn.utils.clip_grad_value_` of the whole gradient."""
         self._core.clip_grad_value_(clip_value)
 
-    def batches(self, dataset: Any, epoch: int = 0, *, batch_size: int | None = None) -> Iterator[tuple[Any, ...]]:
-        """This worker's batches ``(input, ..., target)`` of an epoch of a map-style dataset, on `device`.
+    def batches(self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None) -> Iterator[Any]:
+        """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
 
-        Each epoch has an order of its own, from the job's seed. ``batch_size``: samples of the whole group in a step, by default
-        ``[compute] batch_size``. What does not fill a step of all groups is left out.
+        Args:
+            data: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either; what counts of that says
+                `zmqtrain.data.source`.
+            epoch: each has an order of its own, from the job's seed.
+            batch_size: samples of the whole group in a step, by default those of a DataLoader, or ``[compute] batch_size``.
+            shard: as `zmqtrain.Task.shard`.
+
+        What does not fill a step of all groups is left out. A stream ends for all workers when it has ended for one of them, so all
+        of them must take its batches alike.
         """
         core = self._core
-        loader, steps, samples = self._wait(_call(partial(core.begin_batches, dataset, epoch, batch_size)), "batches()")
+        feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard)), "batches()")
         try:
-            for step in steps:
-                yield self._wait(core.next_batch(loader, step, last=step == steps[-1], group_samples=samples), "the next batch")
+            while (batch := self._wait(core.next_batch(feed), "the next batch")) is not None:
+                yield batch.inputs[0]
         finally:
             if not core.closed:  # else the generator was dropped late, and its loader is closed
-                self._wait(core.end_batches(loader), "the end of batches()")
+                self._wait(core.end_batches(feed), "the end of batches()")
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Forward and backward within it only add to the gradients. Those of a step's last micro-batch must be outside."""
@@ -148,16 +156,18 @@ class AsyncSession(Place):
         """As `Session.clip_grad_value_`; used within what `run` calls."""
         self._core.clip_grad_value_(clip_value)
 
-    async def batches(self, dataset: Any, epoch: int = 0, *, batch_size: int | None = None) -> AsyncIterator[tuple[Any, ...]]:
+    async def batches(
+        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None
+    ) -> AsyncIterator[Any]:
         """As `Session.batches`."""
         core = self._core
-        loader, steps, samples = core.begin_batches(dataset, epoch, batch_size)
+        feed = core.begin_batches(data, epoch, batch_size, shard)
         try:
-            for step in steps:
-                yield await core.guard(core.next_batch(loader, step, last=step == steps[-1], group_samples=samples))
+            while (batch := await core.guard(core.next_batch(feed))) is not None:
+                yield batch.inputs[0]
         finally:
             if not core.closed:
-                await core.end_batches(loader)
+                await core.end_batches(feed)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """As `Session.accumulating`; used within what `run` calls."""

@@ -205,6 +205,7 @@ class ModelServerExchange:
             snapshot=settings.snapshot,
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             restored=restored,
+            horizon=self._compensation.horizon,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 

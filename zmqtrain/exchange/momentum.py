@@ -6,9 +6,12 @@ so together they act like a little less than their sum::
 
     1 - total = (1 - explicit) (1 - implicit)
 
-That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`). ``[optimizer] momentum = "auto"`` takes the task's
-momentum as that total, and lowers the optimizer's own accordingly. To keep the sum instead lowers it further, and takes more
-updates to the same loss (docs/tuning.md has the figures).
+That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`), where groups take as long as chance will have it.
+Where they take turns, as equal machines do, the delay does not smooth but shakes, the more the larger the learning rate. So
+``[optimizer] momentum = "auto"``, which takes the task's momentum as the total, makes up for the delay by looking ahead
+(`zmqtrain.exchange.look_ahead`), with a momentum that is the task's after an update of each group. Without that (``look_ahead =
+"none"``) it lowers the optimizer's own accordingly. To keep the sum instead lowers it further, and takes more updates to the same
+loss (docs/tuning.md has the figures).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.exchange.look_ahead import horizon, spread, steps_ahead, with_rate_of_one
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.payload import Value
 
@@ -74,15 +78,22 @@ def with_momentum(group: Mapping[str, Value], momentum: float) -> dict[str, Valu
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """What an exchange makes of the task's momentum."""
+    """What an exchange makes of the task's momentum and learning rate."""
 
     staleness: float = 0.0
     """That is expected."""
     on: bool = False
+    look_ahead: bool = False
+    """Whether servers look ahead by the delay."""
 
     @property
     def implicit(self) -> float:
         return implicit_momentum(self.staleness)
+
+    @property
+    def horizon(self) -> float:
+        """Updates that servers look ahead."""
+        return horizon(self.staleness) if self.look_ahead else 0.0
 
     def of(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The optimizer as the servers are to run it."""
@@ -92,19 +103,31 @@ class Compensation:
 
     def _group(self, group: Mapping[str, Value]) -> Mapping[str, Value]:
         target = explicit_of(group)
-        return group if target is None else with_momentum(group, compensated(target, self.implicit))
+        if not target:
+            return group
+        if not self.look_ahead:
+            return with_momentum(group, compensated(target, self.implicit))
+        return with_momentum(with_rate_of_one(group, target, self.staleness), spread(target, self.staleness))
 
     def describe(self, spec: OptimizerSpec) -> dict[str, Any]:
         """For the record, of the first parameter group. ``spec``: the task's own."""
-        given = explicit_of(spec.groups[0])
-        explicit = explicit_of(self.of(spec).groups[0])
-        return {
-            "target": given,
+        given, changed = spec.groups[0], self.of(spec).groups[0]
+        explicit = explicit_of(changed)
+        stated = {
+            "target": explicit_of(given),
             "explicit": explicit,
             "implicit": self.implicit,
             "total": total_momentum(explicit or 0.0, self.implicit),
             "compensated": self.on,
+            "look_ahead": None,
         }
+        if not self.horizon or not explicit:
+            return stated
+        before, lr = given.get("lr"), changed.get("lr")
+        factor = lr / before if isinstance(lr, int | float) and isinstance(before, int | float) and before else 1.0
+        ahead = {"updates": self.horizon, "steps": steps_ahead(explicit, self.horizon), "lr_factor": factor}
+        total = explicit ** (1 + self.staleness) if self.on else stated["total"]
+        return {**stated, "total": total, "look_ahead": ahead}
 
 
 def gradients_of(topology: Topology) -> dict[str, str]:

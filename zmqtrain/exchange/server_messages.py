@@ -83,6 +83,8 @@ class Configuration:
     """Servers clip the averaged gradient to this norm (sync only; else groups clip); 0: they do not."""
     restored: bool = False
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
+    horizon: float = 0.0
+    """Updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
     phantom: bool = False
     """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 

@@ -26,7 +26,9 @@ class ModelServerSettings:
     snapshot: bool = False
     split_bytes: int = 4 << 20
     compensate: bool = False
-    """Lower the optimizer's momentum by what asynchrony adds (`zmqtrain.exchange.momentum`)."""
+    """Fit the optimizer's momentum to what asynchrony adds (`zmqtrain.exchange.momentum`)."""
+    look_ahead: bool = False
+    """Store parameters where they will be when a gradient of them arrives (`zmqtrain.exchange.look_ahead`)."""
     compression: str = "none"
     compression_ratio: float = 0.01
     clip_norm: float = 0.0
@@ -41,8 +43,8 @@ class ModelServerSettings:
 
     @property
     def compensation(self) -> Compensation:
-        """What becomes of the optimizer's momentum."""
-        return Compensation(expected_staleness(self.policy, len(self.groups), self.bound), self.compensate)
+        """What becomes of the optimizer's momentum and learning rate."""
+        return Compensation(expected_staleness(self.policy, len(self.groups), self.bound), self.compensate, self.look_ahead)
 
     @classmethod
     def of(cls, topology: Topology, placement: Placement, role: RolePlacement, ladder: Ladder) -> ModelServerSettings:
@@ -58,6 +60,7 @@ class ModelServerSettings:
             snapshot=exchange.snapshot,
             split_bytes=exchange.split_bytes,
             compensate=topology.optimizer.momentum == "auto",
+            look_ahead=topology.optimizer.look_ahead == "auto",
             compression=exchange.compression,
             compression_ratio=exchange.compression_ratio,
             clip_norm=topology.optimizer.clip_norm,

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from zmqtrain.arena import Arena, Region, shared_memory_missing
+from zmqtrain.death import die_with_parent
 from zmqtrain.errors import ConnectivityError
-from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.launcher.output import OutputReader

@@ -25,8 +25,8 @@ from typing import NoReturn
 
 import msgpack
 
+from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
-from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.preempted import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.

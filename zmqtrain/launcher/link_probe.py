@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from zmqtrain.death import die_with_parent
 from zmqtrain.errors import ConnectivityError, ProtocolError, ZmqTrainError
-from zmqtrain.launcher.death import die_with_parent
 from zmqtrain.launcher.host_facts import facts_here
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.membership.client import COORDINATOR

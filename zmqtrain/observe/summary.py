@@ -21,6 +21,8 @@ class Summary:
         self._steps: dict[int, int] = {}  # rank -> steps done
         self._seconds: list[float] = []
         self._exposed: list[float] = []
+        self._data_s: list[float] = []
+        self._data: dict[str, Any] = {}  # what the run promises of its samples
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
         self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
@@ -39,6 +41,8 @@ class Summary:
         values = event["values"]
         if event["kind"] == "step":
             self._add_step(event["rank"], event["step"], event["time"], values)
+        elif event["kind"] == "start" and isinstance(values.get("data"), Mapping):
+            self._data = dict(values["data"])
         elif event["kind"] == "eval":
             self.eval.update(metrics_of(values))
         elif event["kind"] == "server":
@@ -70,6 +74,8 @@ class Summary:
         self.samples += int(values.get("samples", 0))
         self._seconds.append(seconds)
         self._exposed.append(float(values.get("exposed_s", 0.0)))
+        if "data_s" in values:
+            self._data_s.append(float(values["data_s"]))
         loss = values.get("loss")
         if isinstance(loss, int | float):
             self.losses[rank] = float(loss)
@@ -103,6 +109,8 @@ class Summary:
             "samples_per_s": self.samples / seconds if seconds > 0 else 0.0,
             "step_s": _spread_of(self._seconds),
             "exposed_communication_s": _spread_of(self._exposed),
+            **({"data": self._data} if self._data else {}),
+            **({"data_wait_s": _spread_of(self._data_s)} if self._data_s else {}),
             "loss": self.loss,
             "eval": dict(self.eval),
             "staleness": self._staleness(),
@@ -176,10 +184,12 @@ class _MomentumSeen:
             return None
         seen = sum(updates for _, updates in self._fits.values())
         measured = staleness / (1 + staleness)
+        explicit = self.stated.get("explicit") or 0.0
+        ahead = bool(self.stated.get("look_ahead")) and bool(self.stated.get("compensated"))
         return {
             **self.stated,
             "implicit_measured": measured,
-            "total_measured": 1 - (1 - (self.stated.get("explicit") or 0.0)) * (1 - measured),
+            "total_measured": explicit ** (1 + staleness) if ahead else 1 - (1 - explicit) * (1 - measured),
             "fitted": sum(momentum * updates for momentum, updates in self._fits.values()) / seen if seen else None,
             "fitted_updates": seen,
         }

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from zmqtrain.collectives.choose import ALPHA_S, BETA_S
-from zmqtrain.data.loader import Fetch
+from zmqtrain.data.batch import batch_of
+from zmqtrain.data.loader import Finish
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.plan.cluster import measured_link
 from zmqtrain.plan.costs import Paper, Pricing
@@ -26,6 +27,7 @@ from zmqtrain.plan.trace import SAMPLES, trace_layers
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place_before
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.task import build_model, load_task, user_code
@@ -153,9 +155,8 @@ def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any
     torch.manual_seed(job.seed)
     model = build_model(task)
     with user_code("reading samples of Task.train_data"):
-        samples = min(SAMPLES, len(task.train_data))
-        batch = Fetch(task.train_data, collate=task.collate, transform=task.transform)(np.arange(samples), (job.seed,))
-    return model, tuple(batch.inputs)
+        batch = sample_batch(task.training(), SAMPLES, Finish(partial(batch_of, forward=task.forward)), job.seed)
+    return model, batch.arguments(model)
 
 
 def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:

@@ -18,6 +18,7 @@ from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.server.held import Loan
+from zmqtrain.server.look_ahead import LookAhead
 from zmqtrain.wire.dtypes import torch_dtype
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -28,12 +29,20 @@ class HeldPiece:
 
     payload_type = TensorPayload
 
-    __slots__ = ("_base", "_loans", "_now", "_optimizer", "dtype", "piece", "values", "version")
+    __slots__ = ("_base", "_loans", "_look_ahead", "_now", "_optimizer", "dtype", "piece", "values", "version")
 
     def __init__(
-        self, piece: Piece, dtype: str, parameter_group: int, optimizer: OptimizerSpec, arena: Arena | None = None
+        self,
+        piece: Piece,
+        dtype: str,
+        parameter_group: int,
+        optimizer: OptimizerSpec,
+        arena: Arena | None = None,
+        *,
+        horizon: float = 0.0,
     ) -> None:
-        """The values lie in ``arena``, if there is one: workers of this host then read them there."""
+        """The values lie in ``arena``, if there is one: workers of this host then read them there. ``horizon``: how many updates
+        they look ahead (`LookAhead`)."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
@@ -42,6 +51,7 @@ class HeldPiece:
         self._now: Mapping[str, Value] | None = None
         self._optimizer = build_optimizer(OptimizerSpec(optimizer.name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
+        self._look_ahead = LookAhead(horizon)
 
     def memory(self) -> TensorPayload:
         return TensorPayload.of(self.values.detach())
@@ -66,7 +76,7 @@ class HeldPiece:
             set_hyperparameters(self._optimizer, [{**self._base, **(hyperparameters or {})}])
             self._now = hyperparameters
         self.values.grad = gradient
-        self._optimizer.step()
+        self._look_ahead.update(self.values, self._optimizer.step, self._optimizer.param_groups[0], self.version)
         self.values.grad = None
         self.version += 1
 
@@ -74,8 +84,10 @@ class HeldPiece:
         require_known(given, self._base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Values and optimizer state."""
+        """Values, by how much they are ahead, and optimizer state."""
         result = {"values": self.values.detach().clone()}
+        if self._look_ahead.ahead is not None:
+            result["ahead"] = self._look_ahead.ahead.clone()
         for key, value in self._optimizer.state.get(self.values, {}).items():
             if isinstance(value, Tensor):
                 result[f"optimizer.{key}"] = value.detach().clone()
@@ -91,8 +103,14 @@ class HeldPiece:
                 f"the checkpoint has {found} for piece {self.piece.index}, now {self.values.dtype}{list(self.values.shape)}: "
                 "resume with the model, group_size, shards, split_size and bucket_size of the run that wrote it"
             )
+        ahead = tensors.get("ahead")
+        if ahead is not None and (ahead.shape != values.shape or ahead.dtype != values.dtype):
+            raise CheckpointError(
+                f"the checkpoint has {ahead.dtype}{list(ahead.shape)} as what piece {self.piece.index} is ahead by"
+            )
         with torch.no_grad():
             self.values.copy_(values)
+        self._look_ahead.ahead = None if ahead is None else ahead.clone()
         state: dict[str, Any] = {
             name.removeprefix("optimizer."): value.clone() for name, value in tensors.items() if name.startswith("optimizer.")
         }

@@ -39,8 +39,15 @@ class Optimizer(Section):
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
         description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
-        "servers without waiting for each other, which acts like a momentum by itself (1 - 1/g for g groups), the optimizer's own "
-        "is lowered, so that both together act like it. task: as the task has it. A number: this, instead of the task's.",
+        "servers without waiting for each other, the optimizer's own is such that an update of each group has it, and the learning "
+        "rate fits (with `look_ahead`), or it is lowered by what asynchrony acts like (1 - 1/g for g groups). task: as the task "
+        "has it. A number: this, instead of the task's.",
+    )
+    look_ahead: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: model servers whose groups do not wait for each other keep the parameters where the momentum will have "
+        "taken them when a gradient of them arrives, so that old gradients do no harm; needs a momentum (or Adam's first beta). "
+        "none: they do not.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 

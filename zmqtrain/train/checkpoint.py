@@ -123,9 +123,12 @@ class CheckpointWriter:
         meta.write(Meta(self._step, self._shape, self._files, there).packed())
         meta.close()
         _sync_folder(self._partial)
+        before = self._partial.with_suffix(".old")
         if self._final.exists():  # the run was resumed from an earlier step and came by again
-            shutil.rmtree(self._final)
+            shutil.rmtree(before, ignore_errors=True)
+            self._final.rename(before)
         self._partial.rename(self._final)
+        shutil.rmtree(before, ignore_errors=True)
         _sync_folder(self._final.parent)
         return self._final
 

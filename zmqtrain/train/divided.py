@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zmqtrain.collectives.group import bounds
-from zmqtrain.data.loader import Batch
+from zmqtrain.data.batch import Batch
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.communicator import Fabric

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_reduce, broadcast
-from zmqtrain.data.loader import Batch, Fetch
+from zmqtrain.data.batch import Batch, batch_of
+from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import even_bounds
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
+from zmqtrain.train.evaluation_data import EvaluationData
 from zmqtrain.train.metrics import Metrics, Sums
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import Precision, autocast
@@ -39,9 +41,9 @@ class Evaluation:
     """Evaluates the replica's model on the task's ``eval_data``, or on a worker's share of it."""
 
     def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> None:
-        assert task.eval_data is not None
-        self._samples = len(task.eval_data)
-        self._fetch = Fetch(task.eval_data, collate=task.collate, channels_last=settings.channels_last)
+        source = task.evaluating()
+        assert source is not None
+        self._data = EvaluationData(source, Finish(partial(batch_of, forward=task.forward), channels_last=settings.channels_last))
         self._metrics = Metrics(task)
         self._replica, self._device, self._settings = replica, device, settings
 
@@ -57,24 +59,24 @@ class Evaluation:
             if isinstance(model, ParallelModel):
                 sums = await self._device.run(lambda: self._divided_sums(model, group))
             else:
-                start, stop = even_bounds(self._samples, group.size, group.rank)
-                sums = await self._device.run(lambda: self._sums(start, stop))
+                sums = await self._device.run(
+                    lambda: self._sums(self._data.share(group.size, group.rank, self._settings.batch_size))
+                )
         await all_reduce(group, TensorPayload.of(sums), (tag, "sums"))
         return self._metrics.means(sums)
 
-    def _sums(self, start: int, stop: int) -> Sums:
+    def _sums(self, batches: Iterator[Batch]) -> Sums:
         """In the compute thread."""
         sums = self._metrics.zeros()
         with self._evaluating():
-            for first in range(start, stop, self._settings.batch_size):
-                batch, output = self._forward(first, min(first + self._settings.batch_size, stop))
+            for batch, output in self._outputs(batches):
                 self._metrics.add(sums, output, batch.target, batch.samples)
         return sums
 
     def _divided_sums(self, model: ParallelModel, group: Group) -> Sums:
         """The group's share, which all its workers go through together. In the compute thread."""
         size, columns = model.fabric.size, model.grid.columns
-        start, stop = even_bounds(self._samples, group.size // size, group.rank // size)
+        start, stop = even_bounds(self._data.samples, group.size // size, group.rank // size)
         if stop - start < columns:
             raise UsageError(
                 f"each group has {stop - start} samples of the task's eval_data, too few for the {columns} columns of its grid: "
@@ -86,7 +88,7 @@ class Evaluation:
             for first, last in bounds(stop - start, chunks):
                 model.batch.size = last - first
                 own_first, own_last = model.samples(last - first)
-                batch, output = self._forward(start + first + own_first, start + first + own_last)
+                ((batch, output),) = self._outputs(iter([self._data.batch(start + first + own_first, start + first + own_last)]))
                 batch = share.of_output(batch)
                 if share.counts and batch.samples:
                     self._metrics.add(sums, output, batch.target, batch.samples)
@@ -103,10 +105,12 @@ class Evaluation:
         finally:
             model.train(training)
 
-    def _forward(self, first: int, last: int) -> tuple[Batch, Any]:
-        batch = self._fetch(np.arange(first, last)).to(self._device.torch_device)
-        with user_code("the model's forward, in evaluation"):
-            return batch, self._replica.model(*batch.inputs)
+    def _outputs(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Any]]:
+        for batch in batches:
+            here = batch.to(self._device.torch_device)
+            with user_code("the model's forward, in evaluation"):
+                output = here.output(self._replica.model)
+            yield here, output
 
 
 def same_position(model: ParallelModel, group: Group) -> Group:

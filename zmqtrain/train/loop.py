@@ -25,6 +25,7 @@ from zmqtrain.exchange.members import Members, group_of
 from zmqtrain.membership.common_stop import Here, StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.all_trained import AllTrained
 from zmqtrain.train.rebalance import Rebalance, announce
 from zmqtrain.train.run_model import gathered
 from zmqtrain.train.work import ModelState, Work
@@ -71,6 +72,7 @@ class TrainLoop:
         self._job_batch = context.topology.compute.batch_size
         self._samples = 0  # that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
+        self._trained = AllTrained(context, lambda: self.step)
 
     async def run(self) -> None:
         """Train to the end."""
@@ -90,9 +92,17 @@ class TrainLoop:
         reached = False
         early = False
         while not reached and (steps is None or self.step < steps):
+            ended = not await work.more(self.step)
+            if ended and await self._stop_point.end():
+                break
             here = await self._stop_point.here(self.step)
             if here is Here.STOP:
                 early = True
+                break
+            if ended:  # the data, for all of them, where a checkpoint is asked for
+                await self._stop_point.end()
+                if here is Here.KEEP and work.keeps and not job.checkpoint_every:
+                    await self._keep(self.step)
                 break
             # Not behind the step before: where training stops or ends, that is the checkpoint.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
@@ -220,7 +230,7 @@ class TrainLoop:
             await self.work.quiet()
 
     def _steps(self) -> int | None:
-        """How many steps each group trains; None: until a metric is reached."""
+        """How many steps each group trains; None: until a metric is reached, or the data ends."""
         job = self._job
         if job.until is not None:
             if not self.work.evaluates:
@@ -228,7 +238,8 @@ class TrainLoop:
             return job.until.max_steps
         if job.steps is not None:
             return job.steps
-        return (job.epochs or 1) * self.work.steps_per_epoch
+        each = self.work.steps_per_epoch
+        return None if each is None else (job.epochs or 1) * each
 
     async def _train_step(self, *, last: bool) -> bool:
         """One step. False where it was given up."""
@@ -237,6 +248,7 @@ class TrainLoop:
         self.phase = Phase.COMPUTING
         self._recorder.witness("begin_step", step=step)
         self.exchange.begin_step(step)
+        epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
         if self.stop_in == step:
             return False
@@ -255,12 +267,13 @@ class TrainLoop:
         self._recorder.event(
             "step",
             step=step,
-            epoch=step // self.work.steps_per_epoch,
+            epoch=epoch,
             loss=result.loss,
             samples=result.samples,
             seconds=loop.time() - start,
             compute_s=result.compute_s + updating_s,
             exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
+            data_s=result.data_s,
             staleness=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
             **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
@@ -338,7 +351,8 @@ class TrainLoop:
         await exchange.settle()
         await work.quiet()
         await exchange.leave()  # before waiting: no other group may wait for this one's gradients
-        step = self._ended_at = await self._all_have_trained()
+        alike = job.until is None or exchange.synchronous or exchange.averaged
+        step = self._ended_at = self.step if members.survives else await self._trained.wait(members, alike=alike)
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:
@@ -376,16 +390,6 @@ class TrainLoop:
                 # Groups that are not in step may have ended at different steps.
                 await self._evaluate(group, self._ended_at or self.step, "last evaluate")
             return await self._state(group, self._ended_at or self.step)
-
-    async def _all_have_trained(self) -> int:
-        """Wait for all. Returns how many steps each group has trained; where they are not the same, the most."""
-        membership, members = self._context.membership, self._members
-        if members.survives:
-            return self.step
-        if self._job.until is None or self.exchange.synchronous or self.exchange.averaged:
-            await membership.barrier("trained")
-            return self.step
-        return await membership.agree("trained", self.step, members.at(self.step))
 
 
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zmqtrain.data.batch import Batch
 from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_messages import differing
@@ -110,13 +111,12 @@ class MergedEvaluation(Evaluation):
         super().__init__(task, replica, device, settings)
         self._link = link
 
-    def _sums(self, start: int, stop: int) -> Sums:
+    def _sums(self, batches: Iterator[Batch]) -> Sums:
         """In the compute thread. While one batch is computed, the server has the one before."""
         sums = self._metrics.zeros()
         under_way: deque[Begun[Sums]] = deque()
         with self._evaluating():
-            for first in range(start, stop, self._settings.batch_size):
-                batch, activations = self._forward(first, min(first + self._settings.batch_size, stop))
+            for batch, activations in self._outputs(batches):
                 with user_code("the target of an evaluation"):
                     under_way.append(self._link.evaluate(activations, batch.target, batch.samples))
                 if len(under_way) > 1:

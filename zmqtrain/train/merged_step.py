@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from zmqtrain.data.loader import Batch
+from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.fc_messages import AnswerMeta
@@ -70,7 +70,7 @@ class MergedStep:
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
                 with autocast(self._device, settings.precision), user_code("the model's forward"):
-                    activations = replica.model(*part.inputs)
+                    activations = part.output(replica.model)
                 micro_batch = MicroBatch(step, number, len(parts), part.samples, divisor, changed)
                 under_way.append((self._link.send(micro_batch, activations, part.target), part.samples))
                 del activations

@@ -124,7 +124,7 @@ def model_lines(folder: Path, steps: int) -> list[str]:
 
 def read_about(folder: Path) -> dict[str, Any] | None:
     """What the model in ``folder`` is; ``None`` where there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if isinstance(about, dict) and (folder / NAME).is_file():
             return about

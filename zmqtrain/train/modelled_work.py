@@ -71,6 +71,12 @@ class ModelledWork:
     def steps_per_epoch(self) -> int:
         return self._partition.steps_per_epoch
 
+    async def more(self, step: int) -> bool:
+        return True
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
     @property
     def evaluates(self) -> bool:
         return self._profile.evaluate_s > 0

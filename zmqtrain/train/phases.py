@@ -54,9 +54,9 @@ class Phase(nn.Module):
             persistent = buffer_name not in model._non_persistent_buffers_set
             self.register_buffer(buffer_name, buffer, persistent=persistent)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """In the mode that it is in, as it was traced in that."""
-        return self._graphs[self.training](*inputs)
+        return self._graphs[self.training](*inputs, **named)
 
     @property
     def graph(self) -> fx.Graph:

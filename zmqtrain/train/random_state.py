@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.train.device.accelerator import accelerator_of
+
 
 def seed_everything(seed: int, rank: int | None = None) -> None:
     """Seed Python, numpy and torch: alike on all workers, or (with ``rank``) differently on each."""
@@ -22,8 +24,9 @@ def seed_everything(seed: int, rank: int | None = None) -> None:
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `restore_random_state` takes: tensors named ``random/...``, and plain values."""
     tensors = {"random/torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        tensors[f"random/{device.type}"] = accelerator.random_state(device)
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     tensors["random/numpy"] = torch.from_numpy(np.asarray(keys).view(np.int32).copy())
     version, state, gauss_next = random.getstate()
@@ -33,8 +36,9 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 
 def restore_random_state(device: torch.device, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     torch.set_rng_state(tensors["random/torch"].clone())
-    if device.type == "cuda" and "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"].clone(), device)
+    accelerator, own = accelerator_of(device), tensors.get(f"random/{device.type}")
+    if accelerator is not None and own is not None:  # else it was written on another kind of device
+        accelerator.set_random_state(device, own.clone())
     name, position, has_gauss, gauss = values["numpy"]
     if name != "MT19937" or not 0 <= position <= len(tensors["random/numpy"]):  # numpy believes it, and would read beyond its end
         raise ValueError(f"position {position!r:.40} of numpy's {name!r:.40}")

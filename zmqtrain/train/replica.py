@@ -269,11 +269,13 @@ class TorchReplica:
             held.due = False
 
     def take_all(self) -> None:
-        """Wait until the parameters of all buckets are there, and what is due to them is done."""
+        """Wait until the parameters of all buckets are there, what is due to them is done, and the network sees them."""
         for index in range(len(self._held)):
             self._take(index)
         if self._when is Optimize.AFTER and self._sharing is not None:
-            self.publish()  # the network sees the new parameters, too
+            self.publish()
+        elif self._device.staging is not None:
+            self._device.staging.synchronize()  # they may still be on their way to the host
 
     def added_up(self) -> dict[str, Tensor]:
         """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ COMPILED = "_orig_mod."
 _ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
 
 
+class Keeps(Protocol):
+    """Something with a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saver:
     """Who this worker is, as far as checkpoints care."""
@@ -41,6 +49,8 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    data: Keeps | None = None
+    """Knows how far this worker is in its data."""
     merged: bool = False
     """Whether this worker has only a phase of the model."""
     members: tuple[int, ...] | None = None
@@ -66,6 +76,8 @@ class Saver:
         values |= {"random": random, "exchange": exchange.state_dict()}
         if replica.loss_scale is not None:
             values["loss_scale"] = replica.loss_scale.state()
+        if self.data is not None:
+            values["data"] = self.data.state_dict()
         added = _added_up(exchange, step)
         if added is not None:
             # Each worker's own, also where the model is divided: what it will add to them is its own, too.
@@ -108,6 +120,8 @@ class Saver:
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
             exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            if self.data is not None:
+                self.data.load_state_dict(own.sidecar.get("data"))
             self._restore_gradients(own, tensors, replica, exchange)
             restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
@@ -230,20 +244,25 @@ def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
 
 def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(replica.model.named_parameters())
+    groups = {id(parameter): group for group in replica.optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         kind, _, rest = full.partition("/")
         key, _, name = rest.partition("/")
-        if kind != "optimizer" or name not in parameters:
-            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this model has not: {_ANOTHER_MODEL}")
+        if kind != "optimizer" or name not in parameters or id(parameters[name]) not in groups:
+            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this one has not: {_ANOTHER_MODEL}")
         states.setdefault(name, {})[key] = tensor
     for name, state in states.items():
         parameter = parameters[name]
         require_state(replica.optimizer, name, parameter, state)
+        group = groups[id(parameter)]
         for key, tensor in state.items():
-            if tensor.shape == parameter.shape:
-                same = tensor.dtype == parameter.dtype
-                tensor = torch.empty_like(parameter).copy_(tensor) if same else tensor.to(parameter.device)
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                pass  # counted on the CPU
+            elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
+                tensor = torch.empty_like(parameter).copy_(tensor)
+            else:
+                tensor = tensor.to(parameter.device)
             replica.optimizer.state[parameter][key] = tensor
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zmqtrain.data.loader import Batch
+from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
@@ -127,7 +127,7 @@ class TrainStep:
         """The mean loss; what backward begins with, and so many times; and the samples."""
         with autocast(self._device, self._settings.precision):
             with user_code("the model's forward"):
-                output = self._replica.model(*part.inputs)
+                output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
                 nothing = output.sum() * 0.0

@@ -20,7 +20,11 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
+from zmqtrain.data.batch import Forward
+from zmqtrain.data.processes import Processes
+from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 
@@ -41,9 +45,12 @@ class Task:
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters; it may make several parameter groups of them."""
     train_data: Any
-    """A map-style dataset: ``len(data)`` and ``data[i]`` -> (input, target). A `TensorDataset` is indexed a batch at a time."""
+    """A map-style dataset (``len(data)`` and ``data[i]``), a stream (``iter(data)``), or a `torch.utils.data.DataLoader` of either;
+    what of that counts says `zmqtrain.data.source`. Samples are whatever the collate function takes; how the model and the loss get
+    a batch says `zmqtrain.data.batch`: (input, ..., target), or a mapping with ``labels``. A `TensorDataset` is indexed a batch at
+    a time."""
     eval_data: Any = None
-    """The same, for evaluation; none means no evaluation."""
+    """The same, for evaluation, with its own batch size and none of its processes; none means no evaluation."""
     metrics: Mapping[str, Measure] | None = None
     """Means over the samples they are given. By default ``accuracy`` where the targets are class numbers, otherwise nothing."""
     schedule: Callable[[Optimizer], LRScheduler] | None = None
@@ -51,36 +58,86 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples, instead of torch's ``default_collate``."""
     transform: Callable[[Any], Any] | None = None
-    """Applied to each training batch (input, target) in the loader's thread, for instance to augment it."""
+    """Applied to each training batch where it is loaded, for instance to augment it."""
+    forward: Forward | None = None
+    """``forward(model, batch)``: the output, where a batch does not say by itself how the model is called. The loss and the metrics
+    get the whole batch as their target then."""
+    num_workers: int = 0
+    """Processes that load training batches for each worker; 0: a thread of the worker does it. The batches are the same."""
+    prefetch_factor: int | None = None
+    """Batches that each of these processes is ahead; 2 if nothing is said."""
+    pin_memory: bool | None = None
+    """Whether batches lie in memory that devices copy from; by default where there is such a device."""
+    persistent_workers: bool = False
+    """Whether these processes stay for all epochs."""
+    worker_init_fn: Callable[[int], Any] | None = None
+    """Called in each of these processes, with its number, before it loads anything."""
+    multiprocessing_context: Any = None
+    """How these processes are started: ``fork`` by default; with ``spawn`` and ``forkserver`` the dataset is pickled."""
+    shard: Shard | None = None
+    """``shard(dataset, rank, world)``: the part of a stream that one of ``world`` workers reads. Without it each worker reads all
+    of the stream and takes its samples of each step. With several ``num_workers`` the part must divide itself over them
+    (`torch.utils.data.get_worker_info`), as Hugging Face's and WebDataset's streams do."""
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise TaskError(_not_callable(name, getattr(self, name)))
-        for name in ("schedule", "collate", "transform"):
+        for name in ("schedule", "collate", "transform", "forward", "worker_init_fn", "shard"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TaskError(_not_callable(name, getattr(self, name)))
         for name, metric in (self.metrics or {}).items():
             if not callable(metric):
                 raise TaskError(_not_callable(f"metrics[{name!r}]", metric))
-        check_dataset("train_data", self.train_data)
-        if self.eval_data is not None:
-            check_dataset("eval_data", self.eval_data)
+        self.training()
+        self.evaluating()
+
+    def training(self) -> Source:
+        """Where training samples come from. Raises `TaskError`."""
+        return source_of(
+            "Task.train_data",
+            self.train_data,
+            collate=self.collate if not isinstance(self.train_data, DataLoader) else None,
+            transform=self.transform,
+            processes=self._processes(),
+            pin=self.pin_memory,
+            shard=self.shard,
+        )
+
+    def evaluating(self) -> Source | None:
+        """Where samples for evaluation come from. Raises `TaskError`."""
+        if self.eval_data is None:
+            return None
+        loader = isinstance(self.eval_data, DataLoader)
+        return source_of("Task.eval_data", self.eval_data, collate=None if loader else self.collate)
+
+    def _processes(self) -> Processes | None:
+        if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
+            raise TaskError(f"Task.num_workers = {self.num_workers!r}: it must be a number of processes, 0 or more")
+        given = {
+            "prefetch_factor": self.prefetch_factor is not None,
+            "persistent_workers": self.persistent_workers,
+            "worker_init_fn": self.worker_init_fn is not None,
+            "multiprocessing_context": self.multiprocessing_context is not None,
+        }
+        if not self.num_workers:
+            if any(given.values()):
+                name = next(name for name in given if given[name])
+                raise TaskError(f"Task.{name} is for loader processes, and num_workers is 0: set num_workers, too")
+            return None
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise TaskError(f"Task.prefetch_factor = {self.prefetch_factor!r}: it must be at least 1")
+        return Processes(
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+        )
 
 
 def _not_callable(name: str, value: object) -> str:
     return f"Task.{name} is a {type(value).__name__}; it must be a function (or a class), such as `{name}=lambda ...: ...`"
-
-
-def check_dataset(name: str, data: Any) -> None:
-    """Raise `TaskError` unless ``data`` is a map-style dataset with at least one sample."""
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise TaskError(
-            f"Task.{name} is a {type(data).__name__}; it must be a map-style dataset, with len(data) and data[i]. "
-            "An iterable dataset cannot be divided over workers; load it into a list or a TensorDataset"
-        )
-    if len(data) == 0:
-        raise TaskError(f"Task.{name} is empty: it must hold at least one sample; is the data path right?")
 
 
 def check_model(model: object) -> None:

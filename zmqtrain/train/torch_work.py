@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -12,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
-from zmqtrain.data.loader import Fetch
+from zmqtrain.data.batch import batch_of
+from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
+from zmqtrain.data.source import Source
 from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
@@ -22,7 +25,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
-from zmqtrain.train.batches import make_batches
+from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.crossing import Crossing
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import divide, make_fabric
@@ -50,7 +53,9 @@ class _Built:
     task: Task
     replica: TorchReplica
     schedule: LRScheduler | None
-    partition: Partition
+    source: Source
+    partition: Partition | None
+    """None: a stream."""
     fabric: NetworkFabric | None
     link: FcLink | None
     changes: Hyperparameters | None
@@ -65,7 +70,7 @@ class TorchWork:
         self._context, self._device = context, device
         self._fabric, self._link = built.fabric, built.link
         self._crossing: Crossing | None = None
-        self._task, self._replica, self._schedule, self._partition = built.task, built.replica, built.schedule, built.partition
+        self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
         settings = StepSettings(
             rank=role.index,
             group_batch=compute.batch_size,
@@ -84,17 +89,15 @@ class TorchWork:
                     "set [compute] accumulate = 1 with merged_fc"
                 )
             self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
-        fetch = Fetch(
-            task.train_data,
-            collate=task.collate,
-            transform=task.transform,
-            pin=device.torch_device.type == "cuda",
+        self.shares = Shares.of(context.topology, context.placement, role)
+        finish = Finish(
+            partial(batch_of, forward=task.forward),
+            pin=device.torch_device.type != "cpu" if built.source.pin is None else built.source.pin,
             channels_last=compute.channels_last,
             move=None if device.staging is None else device.staging.ahead,
         )
-        self.shares = Shares.of(context.topology, context.placement, role)
         thread = device.background("zmqtrain-loader")
-        self._batches = make_batches(context, task, self._partition, self.shares, members, fetch, thread)
+        self._batches = make_batches(context, built.source, built.partition, self.shares, members, finish, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
@@ -146,8 +149,14 @@ class TorchWork:
         return self._replica
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
         return self._batches.steps_per_epoch
+
+    async def more(self, step: int) -> bool:
+        return await self._batches.more(step)
+
+    def epoch(self, step: int) -> int:
+        return self._batches.epoch(step)
 
     @property
     def evaluates(self) -> bool:
@@ -158,8 +167,9 @@ class TorchWork:
             "parameters": sum(parameter.numel() for parameter in self._replica.parameters),
             "buckets": len(self._replica.buckets),
             "device": str(self._device.torch_device),
-            "samples": self._partition.samples,
+            "samples": self._batches.samples,
             "steps_per_epoch": self.steps_per_epoch,
+            "data": self._batches.promise.values(),
         }
 
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
@@ -197,11 +207,13 @@ class TorchWork:
         await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        asked = self._device.clock()
         batch = await self._batches.batch(step, ahead=ahead)
+        data_s = self._device.clock() - asked
         group_batch = self._batches.group_samples(step)
         result = await self._device.run(lambda: self._step(step, batch, hand_over=hand_over, group_batch=group_batch))
         self._batches.used(step)
-        return result
+        return replace(result, data_s=data_s)
 
     def after_step(self) -> None:
         if self._schedule is None:
@@ -262,8 +274,10 @@ class TorchWork:
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
         timeout_s = self._context.ladder.barrier_s
-        merged = self._link is not None
-        return Saver(endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, merged=merged, members=members)
+        merged, data = self._link is not None, self._batches
+        return Saver(
+            endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
+        )
 
 
 def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:
@@ -276,14 +290,14 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
                 "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
-    partition = Partition(
-        samples=len(task.train_data),
-        groups=context.placement.groups,
-        group_size=compute.columns,
-        batch_size=compute.batch_size,
-        seed=job.seed,
-        shuffle="none" if topology.data.shuffle == "none" else "global",
-    )
+    if link is not None and task.forward is not None:
+        raise UsageError(
+            "merged_fc computes a part of the model on the FC server, and Task.forward may call all of it: let batches be (input, "
+            "..., target), or mappings with labels"
+        )
+    source = task.training()
+    source.require(compute.batch_size, topology.data.shuffle)
+    partition = None if source.stream else partition_of(source, context.placement.groups, topology)
     started = device.clock()
     model: nn.Module
     with BUILDING:
@@ -320,4 +334,4 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         replica.also_abort(link.abort)
     context.recorder.event("built", seconds=device.clock() - started)
     changes = None if link is None else changes_of(optimizer)
-    return _Built(task, replica, schedule, partition, fabric, link, changes)
+    return _Built(task, replica, schedule, source, partition, fabric, link, changes)

@@ -28,7 +28,7 @@ class Weights:
         if path.is_dir() and (path / NAME).is_file() and (about := read_about(path)) is not None:
             step = about.get("step")
             path = path / NAME
-            return cls(None, path, step if isinstance(step, int) else 0)
+            return cls(None, path, step if isinstance(step, int) and 0 <= step < 2**53 else 0)
         if path.is_file():
             read_safetensors(path)  # what is wrong with it is said at once
             return cls(None, path)

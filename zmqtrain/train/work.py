@@ -29,6 +29,7 @@ class StepResult:
     compute_s: float  # the whole step in the compute thread, without waiting
     exposed_s: float  # waiting for parameters, and for the network between this worker and the FC server
     fc_wait_s: float | None = None  # waiting for the FC server, its own computing and queue included; None where there is none
+    data_s: float = 0.0  # waiting for the batch, before the step's computing began
 
 
 class Work(Protocol):
@@ -43,7 +44,17 @@ class Work(Protocol):
         ...
 
     @property
-    def steps_per_epoch(self) -> int: ...
+    def steps_per_epoch(self) -> int | None:
+        """None: nobody knows before the data ends."""
+        ...
+
+    async def more(self, step: int) -> bool:
+        """Whether there is data for ``step``; the same for all workers. Call it before each step."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """The epoch that ``step`` is in; of the step that comes next, or is computed."""
+        ...
 
     @property
     def evaluates(self) -> bool:

@@ -38,8 +38,7 @@ class Hearing:
         """Its loss is no number, or far above what it began with."""
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
-        watched = trial.kind == "train" and trial.watch > 0
-        self._progress = Progress(trial.watch, trial.below, trial.begin) if watched else None
+        self._progress = None if trial.watch is None else Progress(trial.watch)
         self._stood: str | None = None
         self._close = False  # its smoothed loss has come to where the trial is to end
         self._kept: Counter[object] = Counter()  # step of a checkpoint -> workers whose part of it is kept

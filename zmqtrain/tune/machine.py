@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Self, TypeAlias
 
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
+from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial, Watch
 
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
@@ -160,10 +160,14 @@ class Machine(ABC):
             self._seen[setting] = yield self._probe(setting, phase, reason)
         return self._seen[setting]
 
+    def _around_s(self) -> float:
+        """What starting and ending a run takes."""
+        probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
+        return fmean(each.spent_s - each.seconds for each in probes) if probes else 0.0
+
     def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
         """Whether there is time for these probes: all may take their share of the time limit. ``part``: of that share."""
-        probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
-        around_s = fmean(each.spent_s - each.seconds for each in probes) if probes else 0.0  # starting and ending a run
+        around_s = self._around_s()
         cost_s = sum(each.updates * self._update_s[each.setting.groups] + around_s for each in trials)
         return self.search_s + cost_s <= part * self._space.share * self._space.limit_s
 
@@ -208,11 +212,9 @@ class Machine(ABC):
         reason: str,
         *,
         until: float | None = None,
-        watch: int = 0,
-        below: float | None = None,
-        begin: float | None = None,
+        watch: Watch | None = None,
     ) -> Generator[Trial, Outcome, Outcome]:
-        """Go on from where training stands. ``until``: a loss at which that is enough. The rest: as of a `Trial`."""
+        """Go on from where training stands. ``until``: a loss at which that is enough. ``watch``: whether it gets anywhere."""
         trial = Trial(
             len(self.trials),
             setting,
@@ -224,8 +226,6 @@ class Machine(ABC):
             self._give_up_above(),
             until,
             watch=watch,
-            below=below,
-            begin=begin,
         )
         self._setting = setting
         self._lengths.clear()

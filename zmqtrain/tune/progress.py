@@ -6,25 +6,29 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from zmqtrain.tune.trial import Watch
+
 #: By which part of what it has seen a training goes on before it is looked at again.
-AGAIN = 0.25
+AGAIN = 0.4
 #: How often, one look after another, it must not be seen to fall.
 LOOKS = 2
 #: Losses of which a mean has an error.
 LEAST = 4
+#: A training stands still that would take so many times as long again as it has taken, even if it falls by one standard error more.
+FAR = 2.0
+#: Where no loss is to be reached: the part of the loss that is to go.
+PART = 0.25
 
 
 class Progress:
     """Watches one training's losses, update by update. What it finds may pass again: `reason` is how things are now.
 
-    Of all so far the third quarter is compared with the last, so that the longer it goes on the smaller a fall can be seen; and
-    all of it with where it began."""
+    Of all so far the third quarter is compared with the last, so that the longer it goes on the smaller a fall can be seen. What
+    falls too little to be seen need not stand still: what counts is what it may fall by, noise included, beside what is left."""
 
-    def __init__(self, after: int, below: float | None = None, begin: float | None = None) -> None:
-        """``after``: updates after which it is looked at. ``below``: a loss to which another setting came with fewer. ``begin``:
-        the loss that there was before."""
-        self._next, self._below = max(after, 4 * LEAST), below
-        self._begin = math.inf if begin is None else begin
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._next = max(watch.after, 4 * LEAST)
         self._losses: list[float] = []
         self._still = 0
         self.reason: str | None = None
@@ -40,12 +44,16 @@ class Progress:
         return self.reason
 
     def _look(self, earlier: Sequence[float], later: Sequence[float]) -> None:
-        (was, was_error), (now, error) = mean_of(earlier), mean_of(later)
-        still = was - now <= math.hypot(was_error, error) or now + error >= self._begin
-        self._still = self._still + 1 if still else 0
+        watch, (was, was_error), (now, error) = self._watch, mean_of(earlier), mean_of(later)
+        trained = watch.trained + len(self._losses)
+        may_fall = (was - now + math.hypot(was_error, error)) / len(later)  # an update
+        left = PART * abs(now) if watch.goal is None else now - watch.goal
+        still = left > FAR * trained * max(may_fall, 0.0)
+        risen = watch.begin is not None and now - error > watch.begin
+        self._still = self._still + 1 if still or risen else 0
         after = f"after {len(self._losses)} updates"
-        if self._below is not None and now - error > self._below:
-            self.reason = f"the loss is {now:.4g} {after}: another setting had {self._below:.4g} with fewer"
+        if watch.below is not None and now - error > watch.below:
+            self.reason = f"the loss is {now:.4g} {after}: another setting had {watch.below:.4g} with fewer"
         elif self._still >= LOOKS:
             self.reason = f"the loss stands still: {was:.4g}, and {now:.4g} +- {error:.2g} {after}"
         else:

@@ -143,10 +143,24 @@ class Race:
             if lead is not None and not each.diverged and each.updates >= lead.updates:
                 each.behind = above(each.here, lead.here, self.worse)
 
-    def others(self, lead: Runner) -> list[Runner]:
-        """Whom to ask where the leader gets nowhere, the most promising first, and last those that have not begun."""
-        found = [each for each in self.runners if each is not lead and not each.diverged and not each.behind]
-        return sorted(found, key=lambda each: (each.loss, -pace(each.setting)))
+    def rivals(self, lead: Runner) -> list[Runner]:
+        """Whom to ask where the leader gets nowhere: those that have not begun, then who is furthest ahead of where the leader
+        was after as many samples. Who is clearly above that is behind for good."""
+        found: list[tuple[float, float, Runner]] = []
+        for each in self.runners:
+            if each is lead or each.diverged or each.behind:
+                continue
+            then = lead.at(each.updates) if each.curve else None
+            if each.curve and (then is None or above(each.here, then)):
+                each.behind = then is not None
+            else:
+                found.append((-math.inf if then is None else each.loss - then.loss, -pace(each.setting), each))
+        return [runner for _, _, runner in sorted(found, key=lambda row: row[:2])]
+
+
+def better(one: Point, other: Point) -> bool:
+    """Whether it is clearly below another, or as low with half as many samples."""
+    return above(other, one) or (2 * one.updates <= other.updates and not above(one, other))
 
 
 def pace(setting: Setting) -> float:

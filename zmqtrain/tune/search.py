@@ -27,9 +27,9 @@ from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.machine import Life, Machine, values_of
-from zmqtrain.tune.race import Race, Runner, above, pace
+from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
+from zmqtrain.tune.trial import Done, Outcome, Setting, Trial, Watch
 
 #: How often the learning rate is lowered where nothing trains at all.
 MOST_LOWERED = 3
@@ -54,10 +54,13 @@ LEAST = 10
 WATCH, LONG_WATCH = 4, 8
 #: Each time that nothing came of asking it trains so many times as long before it is asked again.
 PATIENCE = 2.0
-#: What asking may take, as a part of what has been trained.
+#: What asking may take, as a part of what has been trained; all of it where that has not come half way.
 ASK = 0.5
 #: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
 MUCH = 0.2
+#: After how many first legs it is asked for the first time whether smaller steps bring a loss most of the way to the target; after
+#: how many times as many updates again; which part of the way that is; and what it may take beside all training.
+GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 1.6, 0.5, 0.15
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
 #: What a probe for the learning rate's fall may take of all time so far.
@@ -79,6 +82,7 @@ class Search(Machine):
         self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the training that is under way
         self._patience = 1.0  # how much longer it trains before it is asked whether it gets anywhere
         self._stood = False  # the last training got nowhere
+        self._glance_at = GLANCE * first_leg(space)  # updates of the leader
         super().__init__(space)
 
     def _life(self) -> Life:
@@ -111,7 +115,7 @@ class Search(Machine):
                 due = self._due(groups, self.search_s - before_s)
                 watch = LONG_WATCH * found.updates
             else:
-                chosen, watch = replace(self._lead.setting, lr=rate), WATCH * self._first_leg()
+                chosen, watch = replace(self._lead.setting, lr=rate), WATCH * first_leg(self._space)
             rate = yield from self._long(chosen, due, watch)
             if (end := self._end()) is not None:
                 return end
@@ -126,18 +130,19 @@ class Search(Machine):
         """What it has come to is where training stands."""
         assert runner.number is not None
         self._lead = runner
+        self._glance_at = max(GLANCE * first_leg(self._space), round(GLANCE_AGAIN * runner.updates))
         self._adopt(runner.setting, runner.number, runner.spent_s)
 
     def _go_on(
         self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
     ) -> Generator[Trial, Outcome, Outcome]:
         """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
-        others = self._race.others(self._lead)
-        below = min((each.loss + each.noise for each in others if each.updates < self._lead.updates), default=None)
-        watch = round(self._patience * watch)
+        others = [each for each in self._race.sound if each is not self._lead and each.updates < self._lead.updates]
+        below = min((each.loss + each.noise for each in others), default=None)
         begin = self._lead.loss if setting == self._lead.setting else None
+        watched = Watch(round(self._patience * watch), self._lead.updates, begin, self._space.target, below)
         number = len(self.trials)
-        outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watch, below=below, begin=begin)
+        outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watched)
         if not outcome.diverged:
             self._lead.tell(self.trials[number][0], outcome)
         self._stood = outcome.stood is not None
@@ -149,13 +154,8 @@ class Search(Machine):
         for _ in range(MOST_COLD if space.cold else 0):
             if (end := self._end()) is not None:
                 return end
-            yield from self._go_on(
-                self._lead.setting,
-                space.cold,
-                "cold start",
-                "the model leaves its first, steep part before many groups help",
-                watch=WATCH * self._first_leg(),
-            )
+            reason = "the model leaves its first, steep part before many groups help"
+            yield from self._stretch(self._lead.setting, space.cold, "cold start", reason, WATCH * first_leg(self._space))
             if self._stood and (yield from self._ask()):
                 continue
             if self._diverged or self._lead.loss <= (1 - LOWER) * self._first[None] or self.train_s > COLDEST * space.limit_s:
@@ -175,25 +175,26 @@ class Search(Machine):
         if owed_s <= 0:
             return None
         groups = self._lead.setting.groups
-        return min(self._left(groups), max(self._first_leg(), math.ceil(owed_s / self._update_s[groups])))
+        return min(self._left(groups), max(first_leg(self._space), math.ceil(owed_s / self._update_s[groups])))
 
     def _ask(self) -> Generator[Trial, Outcome, bool]:
         """Training gets nowhere: whether a tenth of the learning rate does from there, or one of those that were left behind, from
         where it was left. Returns whether training goes on as that."""
         lead, begin_s, space = self._lead, self.search_s, self._space
-        may_s = ASK * self.train_s  # the longer it has trained the more it is worth to ask
+        goal, again = space.target or 0.0, self._patience > 1
+        far = lead.loss > (self._first[None] + goal) / 2
+        may_s = self.train_s * (1 if far else ASK)  # the longer it has trained the more it is worth to ask
 
         def affords(trial: Trial) -> bool:
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
-        goal, again = space.target or 0.0, self._patience > 1
-        far = lead.loss > (self._first[None] + goal) / 2
         lower = yield from self._lower(lead, affords, tenth=again)
         # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
         if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
             return self._smaller(lead, lower)
-        if (far or again) and (yield from self._others(lead, affords, anew=far)):
+        here = lead.here if lower is None else lower.here
+        if (far or again) and (yield from self._others(lead, here, affords, anew=far)):
             return True
         if lower is not None:
             return self._smaller(lead, lower)
@@ -207,7 +208,7 @@ class Search(Machine):
         setting = lead.setting if self._setting is None else self._setting
         runner = Runner(replace(setting, lr=setting.lr / 10) if tenth else self._slower(setting))
         reason = "whether smaller steps do where training stands still"
-        trial = self._leg(runner.setting, max(self._first_leg(), lead.updates // 5), "ask", reason, self._start)
+        trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 5), "ask", reason, self._start)
         if not affords(trial):
             return None
         runner.tell(trial, (yield trial))
@@ -228,33 +229,29 @@ class Search(Machine):
         slow = [each for each in choices if pace(each) <= pace(setting) / 2]
         return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
 
-    def _others(self, lead: Runner, affords: Callable[[Trial], bool], *, anew: bool) -> Generator[Trial, Outcome, bool]:
-        """Side by side, each for twice as long in turn, until one has a lower loss or the leader was better by then. ``anew``: the
-        leader's setting with less momentum, too."""
-        reason, race = "whether it does better than what stands still", self._race
+    def _others(
+        self, lead: Runner, here: Point, affords: Callable[[Trial], bool], *, anew: bool
+    ) -> Generator[Trial, Outcome, bool]:
+        """Those left behind, from where they were left: always the one that is furthest ahead of where the leader was after
+        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples.
+        ``anew``: the leader's setting with less momentum, too."""
+        race = self._race
         less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
         if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
             race.enter(replace(lead.setting, momentum=less))
-        runners = race.others(lead)
-        while runners:
-            for runner in sorted(runners, key=lambda each: each.loss):
-                if runner.curve and above(lead.here, runner.here):
-                    told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {lead.loss:.4g} after {lead.updates}"
-                    self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
-                    lead.behind = True
-                    self._follow(runner)
-                    return True
-            further: list[Runner] = []
-            for runner in runners:
-                then = lead.at(runner.updates) if runner.curve else lead.curve[0]
-                if runner.curve and (then is None or above(runner.here, then)):
-                    runner.behind = True
-                    continue
-                trial = self._leg(runner.setting, max(self._first_leg(), runner.updates), "ask", reason, runner.number)
-                if affords(trial):
-                    runner.tell(trial, (yield trial))
-                    further.append(runner)
-            runners = [each for each in further if not each.diverged]
+        while runners := race.rivals(lead):
+            runner = runners[0]
+            if runner.curve and better(runner.here, replace(here, updates=lead.updates)):
+                told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {here.loss:.4g} after {lead.updates}"
+                self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
+                lead.behind = True
+                self._follow(runner)
+                return True
+            reason = "whether it does better than what stands still"
+            trial = self._leg(runner.setting, max(first_leg(self._space), runner.updates), "ask", reason, runner.number)
+            if not affords(trial):
+                break
+            runner.tell(trial, (yield trial))
         return False
 
     def _long(self, setting: Setting, updates: int, watch: int) -> Generator[Trial, Outcome, float]:
@@ -270,13 +267,65 @@ class Search(Machine):
                     setting, reason = lower, "the learning rate falls, for the target is near"
                     if self._end() is not None:
                         return setting.lr
-            outcome = yield from self._go_on(setting, updates, "train", reason, until=fall.until, watch=watch)
+            outcome, updates = yield from self._stretch(setting, updates, "train", reason, watch, fall)
+            assert self._setting is not None
+            setting = self._setting
             if outcome.diverged:
                 return setting.lr / 10
-            updates -= outcome.updates
             near = fall.near(outcome.end)
-            if not near or updates <= 0 or outcome.drifted or outcome.stood or self._end() is not None:
+            if not near or updates <= 0 or outcome.drifted or self._stood or self._end() is not None:
                 return setting.lr
+
+    def _stretch(
+        self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
+    ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
+        """Training, with a glance now and then at what smaller steps would do. Returns the last part's outcome, and what is left of
+        the updates."""
+        while True:
+            part = updates if self._space.target is None else min(updates, self._until_glance())
+            until = None if fall is None else fall.until
+            outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
+            updates -= outcome.updates
+            over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
+            if over or self._space.target is None or (fall is not None and fall.near(outcome.end)):
+                return outcome, updates
+            then = self._lead.at(self._lead.updates // 2)
+            if then is not None and above(self._lead.here, then):
+                self._stood = True
+                told = f"the loss is {self._lead.loss:.4g} after {self._lead.updates} updates, {then.loss:.4g} after half as many"
+                self._decide("stands still", told, **values_of(setting))
+                return outcome, updates
+            if (yield from self._glance()):
+                setting = self._lead.setting
+                if self._end() is not None:
+                    return outcome, updates
+
+    def _until_glance(self) -> int:
+        """Updates until the next."""
+        return max(first_leg(self._space), self._glance_at - self._lead.updates)
+
+    def _glance(self) -> Generator[Trial, Outcome, bool]:
+        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it most of the way at
+        once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
+        lead, goal, setting, start = self._lead, self._space.target, self._setting, self._start
+        assert goal is not None  # nothing else would tell how much is left
+        assert setting is not None
+        assert start is not None
+        self._glance_at = round(GLANCE_AGAIN * lead.updates)
+        runner = Runner(self._slower(setting))
+        reason = "whether noise is most of what is left"
+        trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 10), "ask", reason, start)
+        cost_s = trial.updates * self._update_s[setting.groups] + 2 * self._around_s()
+        if cost_s > GLANCE_S * self.train_s or not self._affords(trial):
+            return False
+        here, then = self._first[start], lead.at(lead.updates // 2)
+        falls = 0.0 if then is None else trial.updates * max(0.0, (then.loss - lead.loss) / (lead.updates / 2))
+        if here - goal < 2 * falls:  # it is there soon in any case
+            return False
+        runner.tell(trial, (yield trial))
+        if runner.diverged or here - falls - runner.loss - runner.noise < MOST * (here - goal):
+            return False
+        return self._smaller(lead, runner)
 
     def _soon(self, outcome: Outcome) -> float:
         """What a probe of which all losses count would come to if it went on for half as long again, at the pace that it had."""
@@ -292,7 +341,7 @@ class Search(Machine):
         updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
         reason = "whether a lower learning rate reaches the target by now"
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
-        if updates < self._first_leg() or not self._affords(trial):
+        if updates < first_leg(self._space) or not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
             fall.stop()
             return False
@@ -324,7 +373,7 @@ class Search(Machine):
         for lowered in range(MOST_LOWERED + 1):
             for rate in rates:
                 runner, before = race.enter(Setting(one, momenta[0], rate)), race.leader
-                if not (yield from self._further(runner, self._first_leg(), phase, reason)):
+                if not (yield from self._further(runner, first_leg(self._space), phase, reason)):
                     break
                 if runner.diverged:
                     self._decide("learning rate", f"{rate:g} diverges", lr=rate)
@@ -342,7 +391,7 @@ class Search(Machine):
         higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=None)
         if higher is not None and len(momenta) > 1 and pace(between := Setting(one, momenta[1], higher)) > pace(lead.setting):
             yield from self._further(
-                race.enter(between), self._first_leg(), phase, "a higher rate with less momentum is between two"
+                race.enter(between), first_leg(self._space), phase, "a higher rate with less momentum is between two"
             )
         count = len(race.sound)
         while (count := (count + 1) // 2) > 1 and len(ahead := race.ahead(count)) > 1:
@@ -413,10 +462,6 @@ class Search(Machine):
             found.tried[setting] = yield from self._try(setting, phase, reason)
             if found.best is not None and found.best != setting:
                 return
-
-    def _first_leg(self) -> int:
-        """Updates of the first leg of a race."""
-        return max(LEAST, round(self._space.probe / 4))
 
     def _enough(self, then: str) -> None:
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
@@ -531,6 +576,11 @@ class Search(Machine):
 
     def _worse(self, one: float, other: float) -> bool:
         return one > other + self._space.worse * abs(other)
+
+
+def first_leg(space: Space) -> int:
+    """Updates of the first leg of a race."""
+    return max(LEAST, round(space.probe / 4))
 
 
 def _why(found: Grid) -> str:

@@ -26,6 +26,22 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """By what training is judged whether it gets anywhere."""
+
+    after: int
+    """Updates after which it is looked at."""
+    trained: int = 0
+    """Updates that were made before it."""
+    begin: float | None = None
+    """The loss after those, if that is known."""
+    goal: float | None = None
+    """The loss to reach."""
+    below: float | None = None
+    """A loss to which another setting came with fewer updates."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """Some training, to be done and told about."""
 
@@ -48,12 +64,8 @@ class Trial:
     """The last part of it, of which the loss counts."""
     keeps: bool = False
     """Of a probe: other trials may begin at its end."""
-    watch: int = 0
-    """Of training: updates after which it ends, at its next checkpoint, if it gets nowhere. 0: it does not."""
-    below: float | None = None
-    """A loss to which another setting came with fewer updates: one that is above it then gets nowhere."""
-    begin: float | None = None
-    """The loss of the training that it goes on with, if that is known."""
+    watch: Watch | None = None
+    """Of training: it ends at its next checkpoint if it gets nowhere."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""

@@ -166,7 +166,7 @@ async def test_what_cannot_be_reached_is_said_and_left_for_later(two: Machines, 
 
 
 async def test_a_killed_keeper_takes_its_agent_along(two: Machines, tmp_path: Path) -> None:
-    """Roles end with their agent (`zmqtrain.launcher.death`); a stand-in does not, but is ended when somebody stops the run."""
+    """Roles end with their agent (`zmqtrain.death`); a stand-in does not, but is ended when somebody stops the run."""
     async with logged_in(two, "asyncssh", run="keeper") as session:
         await start(session, tmp_path)
         agent = next(process for process in two.processes("m1") if TALKS in process.cmdline())

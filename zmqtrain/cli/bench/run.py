@@ -14,7 +14,7 @@ from zmqtrain.errors import UsageError
 
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
-    "efficiency",
+    "efficiency", "loader",
 )  # fmt: skip
 #: Those of which parts may be run alone.
 DIVIDED = ("cluster", "efficiency", "merged")
@@ -131,6 +131,10 @@ def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
         from zmqtrain.cli.bench.host import bench_host
 
         return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
+    if name == "loader":
+        from zmqtrain.cli.bench.loader import bench_loader
+
+        return iter(bench_loader())
     if name == "parallel":
         from zmqtrain.cli.bench.parallel import bench_parallel
 

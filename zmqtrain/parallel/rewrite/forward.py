@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from zmqtrain.collectives.group import bounds
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.domain.adaptive import DomainGlobalPool2d
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.domain.layer import DomainLayer
@@ -33,6 +34,17 @@ class Forward:
         self._done: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for source, node in last.items():
             self._done[node].append(source)
+
+    def positional(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Inputs by name at their places behind ``inputs``. Raises `UsageError` for what the forward does not take."""
+        names = [str(node.target) for node in self._graph.nodes if node.op == "placeholder"][len(inputs) :]
+        found = [*inputs, *(named[name] for name in names[: len(named)] if name in named)]
+        if len(found) != len(inputs) + len(named):
+            raise UsageError(
+                f"the model is called with {', '.join(named)}, but its forward takes {', '.join(names) or 'no more'}, in this "
+                "order: where a model is divided, all of its first inputs must be given"
+            )
+        return tuple(found)
 
     def run(self, model: nn.Module, inputs: Sequence[Any], placement: Placement) -> Any:
         """What the model's forward returns, with `Spread` in place of tensors. ``placement``: of the inputs."""

@@ -141,7 +141,7 @@ class ParallelModel(nn.Module):
         """Take this process's part of an ordinary state dict. Raises `UsageError` for one of another model."""
         self.load_state_dict(cut_state(state, self.shards_by_name(), self.fabric.rank))
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The samples of this process's column (`samples`) to the output for them, or for its share of them (`output_range`).
 
         Tensors have samples along their first dimension. Raises `UsageError` where there are more or fewer than due.
@@ -150,6 +150,7 @@ class ParallelModel(nn.Module):
         if not size:
             raise UsageError("set batch.size of the divided model to the samples of the whole group before a forward")
         start, stop = self.samples(size)
+        inputs = self._forward.positional(inputs, named)
         for each in inputs:
             if isinstance(each, Tensor) and each.dim() and each.shape[0] != stop - start:
                 raise UsageError(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zmqtrain.data.loader import Batch, Fetch
+from zmqtrain.data.batch import Batch, batch_of
+from zmqtrain.data.loader import Finish
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.plan.measure.layer_times import LOSS, LayerTimes
 from zmqtrain.plan.measure.phases import fc_begins
 from zmqtrain.plan.measure.timing import Patience, Times, clock_of, repeat
 from zmqtrain.plan.trace import SAMPLES, trace_layers
+from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.task import Task, build_model, build_optimizer_of, user_code
@@ -51,8 +53,8 @@ class ModelBench:
         self.model = build_model(task)
         self.channels_last = channels_last
         """How images lie in memory. May be changed."""
-        first = self._batch(min(SAMPLES, len(task.train_data)))
-        self.layers: tuple[LayerShape, ...] = trace_layers(self.model, first.inputs)
+        first = self._batch(SAMPLES)
+        self.layers: tuple[LayerShape, ...] = trace_layers(self.model, first.arguments(self.model))
         self.model.to(device)
         begin = fc_begins(self.layers)
         self.conv = tuple(layer.name for layer in self.layers[:begin])
@@ -103,7 +105,7 @@ class ModelBench:
     def update_s(self, patience: Patience) -> float:
         """The optimizer on all parameters, which it changes."""
         optimizer, _ = build_optimizer_of(self.task, self.model.train())
-        self._loss(self._batch(min(SAMPLES, len(self.task.train_data))).to(self.device)).backward()  # type: ignore[no-untyped-call]
+        self._loss(self._batch(SAMPLES).to(self.device)).backward()  # type: ignore[no-untyped-call]
         with user_code("the optimizer's step"):
             return Times.of(repeat(lambda: _ignore(optimizer.step()), self._clock, patience)).median_s
 
@@ -111,15 +113,16 @@ class ModelBench:
         """All of the task's ``eval_data``, so many samples at once; 0: there is none."""
         if self.task.eval_data is None:
             return 0.0
-        count = len(self.task.eval_data)
-        samples = min(samples, count)
+        source = self.task.evaluating()
+        assert source is not None
         with user_code("reading samples of Task.eval_data"):
-            fetch = Fetch(self.task.eval_data, collate=self.task.collate, channels_last=self.channels_last)
-            batch = fetch(np.arange(samples)).to(self.device)
+            count = source.samples
+            samples = min(samples, count)
+            batch = sample_batch(source, samples, self._finish, self._seed).to(self.device)
         self.model.eval()
         try:
             with torch.no_grad(), autocast(self.device, self._precision), user_code("the model's forward, in evaluation"):
-                once = repeat(lambda: _ignore(self.model(*batch.inputs)), self._clock, patience)
+                once = repeat(lambda: _ignore(batch.output(self.model)), self._clock, patience)
         finally:
             self.model.train()
         return Times.of(once).median_s * count / samples
@@ -127,14 +130,16 @@ class ModelBench:
     def _batch(self, samples: int) -> Batch:
         """The first ones, and again from the beginning where there are fewer."""
         with user_code("reading samples of Task.train_data"):
-            task = self.task
-            fetch = Fetch(task.train_data, collate=task.collate, transform=task.transform, channels_last=self.channels_last)
-            return fetch(np.arange(samples) % len(self.task.train_data), (self._seed,))
+            return sample_batch(self.task.training(), samples, self._finish, self._seed)
+
+    @property
+    def _finish(self) -> Finish:
+        return Finish(partial(batch_of, forward=self.task.forward), channels_last=self.channels_last)
 
     def _loss(self, batch: Batch) -> Tensor:
         with autocast(self.device, self._precision):
             with user_code("the model's forward"):
-                output = self.model(*batch.inputs)
+                output = batch.output(self.model)
             with user_code("Task.loss(output, target)"):
                 return self.task.loss(output, batch.target)
 

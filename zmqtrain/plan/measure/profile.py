@@ -92,7 +92,7 @@ def profile_task(
         f"torch {torch.__version__}",
         update_s=update_s,
         evaluate_s=evaluate_s,
-        samples=len(bench.task.train_data),
+        samples=bench.task.training().samples,
         batch_size=batch,
         measured=Measured(
             device=_machine(bench.device),
@@ -117,7 +117,7 @@ def profile_task(
 def _sizes(bench: ModelBench, asked: Asked, say: Callable[[str], None]) -> Iterator[Size]:
     """Steps of more and more samples, as far as memory, patience and what it brings allow."""
     rates: list[float] = []
-    for samples in asked.batches or doubling(min(LARGEST_BATCH, len(bench.task.train_data))):
+    for samples in asked.batches or doubling(min(LARGEST_BATCH, bench.task.training().samples)):
         if bench.memory_of(samples) > MEMORY_SHARE * bench.memory_free():
             say(f"{samples} samples would not fit into memory")
             return

@@ -70,8 +70,8 @@ class ChargedTorch(ABC):
         share = sum(sizes.values()) / sum(all_sizes.values())
         update_s = 0.0 if self._profile is None else self._profile.update_s * share
 
-        def begins(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._begin(arguments, training=module.training)
+        def begins(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._begin((*arguments, *named.values()), training=module.training)
             for layer in layers:
                 layer.begin()
 
@@ -79,7 +79,7 @@ class ChargedTorch(ABC):
             for layer in layers:  # those that are used without being called
                 layer.forward()
 
-        model.register_forward_pre_hook(begins)
+        model.register_forward_pre_hook(begins, with_kwargs=True)
         model.register_forward_hook(ends)
         whole = _numel(optimizer)
 

@@ -6,9 +6,11 @@ import torch
 
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.device.memory_kept import keep_memory
+from zmqtrain.train.device.streams import AcceleratorDevice
 
 
 def device_of(context: RoleContext, *, local_rank: int, keep: bool = False) -> Device:
@@ -34,9 +36,9 @@ def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool 
         if keep:
             keep_memory()
         return CpuDevice(threads)
-    from zmqtrain.train.device.cuda import CudaDevice
-
-    return CudaDevice(device.index)
+    accelerator = accelerator_of(device)
+    assert accelerator is not None
+    return AcceleratorDevice(accelerator, device)
 
 
 def device_named(name: str, local_rank: int = 0) -> torch.device:

@@ -1,0 +1,192 @@
+"""Loader processes: the same batches as the thread's, whatever becomes of them is said, and none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from zmqtrain.data.loader import Fetch, Loader, Reader
+from zmqtrain.data.partition import Partition
+from zmqtrain.data.processes import LoaderTraceback, Processes
+from zmqtrain.errors import TaskError
+
+
+class Noisy:
+    """Draws from everything there is."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(2) + torch.empty(2).uniform_() + torch.randn(2) + random.random() + float(np.random.rand())
+        return noise + torch.rand_like(noise) + torch.randint(5, (1,)) + torch.randperm(2), index
+
+
+class Bad:
+    """What goes wrong depends on the sample."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise OSError("disk on fire")
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 3:
+            os._exit(5)
+        return torch.zeros(1), index
+
+
+def loader_of(data: Any, workers: int, partition: Partition, **fields: Any) -> Loader:
+    processes = Processes(num_workers=workers, **fields) if workers else None
+    reader = data if isinstance(data, Reader) else Reader(data)
+    indices = lambda step: partition.indices(step, 0, 0)  # noqa: E731
+    return Loader(Fetch(reader), indices, (1,), processes=processes, epoch_steps=partition.steps_per_epoch)
+
+
+def loaders() -> list[psutil.Process]:
+    """Not the two that Python keeps for all it spawns."""
+    kept = ("resource_tracker", "forkserver")
+    found = [process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in found if not any(word in " ".join(process.cmdline()) for word in kept)]
+
+
+@pytest.fixture(autouse=True)
+def none_left() -> Iterator[None]:
+    before = {process.pid for process in loaders()}
+    yield
+    _, alive = psutil.wait_procs([process for process in loaders() if process.pid not in before], timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_batches_are_those_of_the_thread(workers: int, persistent: bool) -> None:
+    partition = Partition(23, 1, 1, 5, seed=4)
+    found = []
+    before = torch.get_rng_state()
+    for count in (0, workers):
+        loader = loader_of(Noisy(), count, partition, **({"persistent_workers": persistent} if count else {}))
+        batches = [await loader.batch(step) for step in range(10)]  # two and a half epochs
+        batches.append(await loader.batch(4))  # a jump back, as after a checkpoint
+        batches.append(await loader.batch(5, ahead=False))
+        await loader.close(20)
+        found.append([(batch.inputs[0], batch.target) for batch in batches])
+    for (ours, target), (theirs, their_target) in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(target, their_target)
+    assert not torch.equal(found[0][0][0], found[0][4][0])
+    assert torch.equal(torch.get_rng_state(), before)  # the model's numbers are the model's
+
+
+async def test_other_samples_of_steps_that_were_read_ahead_are_read_again() -> None:
+    of = {step: np.arange(4) + step for step in range(20)}
+    reader = Reader([(torch.zeros(1), index) for index in range(40)])
+    loader = Loader(Fetch(reader), of.__getitem__, (1,), processes=Processes(num_workers=1, prefetch_factor=4))
+    assert (await loader.batch(0)).target.tolist() == [0, 1, 2, 3]
+    of |= {step: np.arange(2) for step in range(2, 20)}  # as when workers share a batch anew
+    assert [len((await loader.batch(step)).target) for step in range(1, 6)] == [4, 2, 2, 2, 2]
+    await loader.close(20)
+
+
+async def test_what_a_dataset_raises_names_the_samples_and_shows_its_traceback() -> None:
+    loader = Loader(Fetch(Reader(Bad())), lambda step: np.array([0, 1]), (1,), processes=Processes(num_workers=1))
+    with pytest.raises(TaskError, match=r"samples \[0, 1\] raised OSError: disk on fire") as caught:
+        await loader.batch(0)
+    assert isinstance(caught.value.__cause__, LoaderTraceback)
+    assert 'raise OSError("disk on fire")' in caught.value.__cause__.trace
+    await loader.close(20)
+
+
+@pytest.mark.parametrize(("first", "said"), [(2, "SIGKILL"), (3, "exit code 5")])
+async def test_a_process_that_dies(first: int, said: str) -> None:
+    reader = Reader(Bad())
+    loader = Loader(Fetch(reader), lambda step: np.array([first]), (1,), processes=Processes(num_workers=2))
+    with pytest.raises(TaskError, match=rf"has died or does not answer .*{said}"):
+        await loader.batch(0)
+    await loader.close(20)
+
+
+async def test_what_cannot_be_sent_is_an_error_and_no_long_wait() -> None:
+    reader = Reader([1, 2, 3], collate=lambda samples: (torch.zeros(len(samples)), threading.Lock()))
+    loader = Loader(Fetch(reader), lambda step: np.array([0, 1]), (1,), processes=Processes(num_workers=1))
+    with pytest.raises(TaskError, match="a batch holds a lock, which a loader process cannot send"):
+        await loader.batch(0)
+    await loader.close(20)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+async def test_a_dataset_that_cannot_be_pickled_needs_fork() -> None:
+    data = [(torch.zeros(1), lambda: 1)]
+    processes = Processes(num_workers=1, multiprocessing_context="spawn")
+    loader = Loader(Fetch(Reader(data)), lambda step: np.array([0]), (1,), processes=processes)
+    with pytest.raises(TaskError, match=r"cannot be sent to a loader process .*leave multiprocessing_context out"):
+        await loader.batch(0)
+    await loader.close(20)
+
+
+async def test_processes_that_are_no_forks() -> None:
+    data = [(torch.full((1,), float(index)), index) for index in range(23)]
+    loader = loader_of(data, 1, Partition(23, 1, 1, 5, seed=1, shuffle="none"), multiprocessing_context="spawn")
+    assert (await loader.batch(0)).target.tolist() == [0, 1, 2, 3, 4]
+    assert (await loader.batch(1, ahead=False)).inputs[0].flatten().tolist() == [5, 6, 7, 8, 9]
+    await loader.close(20)
+
+
+class Opened:
+    """Is made ready in each process, by the person's ``worker_init_fn``."""
+
+    opened = ""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        return self.opened, index
+
+
+def open_it(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == number
+    assert isinstance(info.dataset, Opened)
+    info.dataset.opened = f"by {number}"
+
+
+async def test_the_person_s_init_has_the_person_s_dataset() -> None:
+    loader = loader_of(Opened(), 2, Partition(23, 1, 1, 2, seed=1), worker_init_fn=open_it)
+    assert [(await loader.batch(step)).inputs[0] for step in range(4)] == [("by 0",) * 2, ("by 1",) * 2] * 2
+    await loader.close(20)
+
+
+async def test_a_signal_to_a_loader_process_is_not_taken_for_one_to_the_worker() -> None:
+    heard: list[str] = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: heard.append("SIGTERM"))
+    try:
+        loader = loader_of(Noisy(), 1, Partition(23, 1, 1, 2, seed=1))
+        await loader.batch(0)
+        (process,) = loaders()
+        process.terminate()
+        with pytest.raises(TaskError, match="has died"):
+            await _all(loader, 20)
+        assert not heard
+        await loader.close(20)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+async def _all(loader: Loader, steps: int) -> None:
+    for step in range(1, steps):
+        await loader.batch(step)

@@ -1,0 +1,127 @@
+"""Real runs leave their model however they end, and say how it is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launcher.launched import Launched
+
+TASK = """
+import time, torch
+from torch.utils.data import TensorDataset
+from zmqtrain import Task
+
+def loss(output, target):
+    time.sleep(0.01)
+    return torch.nn.functional.mse_loss(output, target)
+
+def spoiled(output, target):
+    spoiled.calls += 1
+    return loss(output, target) * (float("nan") if spoiled.calls > 7 else 1.0)
+
+spoiled.calls = 0
+
+def task(bad=False):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 8, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return Task(
+        model=lambda: torch.nn.Linear(8, 1),
+        loss=spoiled if bad else loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.001),
+        metrics={"loss": torch.nn.functional.mse_loss},
+        train_data=data,
+        eval_data=data,
+    )
+"""
+TOPOLOGY = """
+[job]
+task = "task.py"
+steps = 100000
+timeout = "20 s"
+oversubscribe = true
+[compute]
+groups = 2
+batch_size = 8
+[exchange]
+staleness = "async"
+"""
+
+
+def prepare(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_text(TASK)
+    (folder / "trial.toml").write_text(TOPOLOGY)
+    return folder
+
+
+def evaluate(run: Launched) -> float:
+    """By the two lines that the command printed last."""
+    first, second = (line.strip() for line in run.lines[-2:])
+    model = torch.nn.Linear(8, 1)
+    scope = {"model": model}
+    exec(f"import os; os.chdir({str(run.folder)!r})\n{first}\n{second}", scope)
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return float(torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)))
+
+
+def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on from where the one before has stopped, by the checkpoint that it has kept: the file asks for none."""
+    monkeypatch.chdir(tmp_path)
+    with Launched(prepare(tmp_path / "first"), "trial.toml") as run:
+        run.wait_for("^step ")
+        run.signal(signal.SIGINT)
+        assert run.end() == 130, run
+        summary, about = run.json("summary.json"), run.json("model.json")
+        assert summary["status"] == "interrupted"
+        assert about["step"] == summary["steps"] == summary["checkpoints"]["newest"] > 0
+        assert about["model"] == "the model servers' parameters"
+        run.wait_for(rf"interrupted after .*, before step {about['step']}: --resume .* goes on")
+        evaluate(run)
+    interrupted = run.run
+    with Launched(prepare(tmp_path / "second"), "trial.toml", f"--resume={interrupted}") as run:
+        run.wait_for("^step ")
+        stop = subprocess.run(
+            [sys.executable, "-m", "zmqtrain", "stop", "--checkpoint", str(run.run)], capture_output=True, text=True, check=False
+        )
+        assert stop.returncode == 0, stop.stderr
+        assert run.end() == 130, run
+        step = run.json("model.json")["step"]
+        assert step > about["step"]
+        assert re.search(rf"stopped after step {step}, and kept .*step-{step:08d}", stop.stdout)
+    stopped = run.run
+    steps = step + 5
+    with Launched(prepare(tmp_path / "third"), "trial.toml", f"--resume={stopped}", f"--set=job.steps={steps}") as run:
+        assert run.end() == 0, run
+        assert evaluate(run) == pytest.approx(run.json("summary.json")["eval"]["eval_loss"], rel=1e-6)
+        assert run.json("model.json")["metrics"] == run.json("summary.json")["eval"]
+        (kept,) = (run.run / "checkpoints").iterdir()
+        assert kept.name == f"step-{steps:08d}"
+        assert (kept / "model.safetensors").samefile(run.run / "model.safetensors")
+
+
+def test_a_bad_loss_and_a_lost_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("--set=exchange.staleness=sync", "--set=job.checkpoint_every=3")
+    with Launched(prepare(tmp_path / "bad"), "trial.toml", *settings, "--set=job.args={bad=true}") as run:
+        assert run.end() == 3, run
+        assert run.json("model.json")["step"] == 7
+        evaluate(run)
+    with Launched(prepare(tmp_path / "lost"), "trial.toml", *settings) as run:
+        run.wait_for(r"^step ([6-9]|\d\d)")
+        run.find("zmqtrain agent").kill()
+        assert run.end() >= 128, run
+        about = run.json("model.json")
+        assert about["step"] % 3 == 0
+        assert json.loads((run.run / "summary.json").read_text())["status"] == "failed"
+        run.wait_for("the model after step")
+        evaluate(run)

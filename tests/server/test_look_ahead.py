@@ -1,0 +1,150 @@
+"""What servers store and send is ahead by the delay, through checkpoints too; and old gradients do no harm then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.exchange.look_ahead import steps_ahead
+from zmqtrain.exchange.momentum import Compensation
+from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.pieces import Piece
+from zmqtrain.server.shard import HeldPiece
+
+MAKE: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+}
+
+
+def piece_of(spec: OptimizerSpec, horizon: float, *, dtype: str = "float64", size: int = 5) -> HeldPiece:
+    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), dtype, 0, spec, horizon=horizon)
+    generator = torch.Generator().manual_seed(3)
+    held.load({"values": torch.randn(size, dtype=held.values.dtype, generator=generator)}, 0)
+    return held
+
+
+def spec_of(name: str) -> OptimizerSpec:
+    return describe_optimizer(MAKE[name]([torch.nn.Parameter(torch.zeros(5))]))
+
+
+def gradients(count: int, size: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(size, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_values_are_ahead_by_so_many_of_the_newest_step(name: str) -> None:
+    """p(t) = w(t) + P D(t), where the optimizer steps from the values that were ahead."""
+    spec, horizon = spec_of(name), 5.0
+    held = piece_of(spec, horizon)
+    values = torch.nn.Parameter(held.values.detach().clone())
+    optimizer = MAKE[name]([values])
+    mean = name not in ("sgd", "nesterov", "rmsprop")
+    base = values.detach().clone()
+    for number, gradient in enumerate(gradients(6)):
+        held.update(gradient)
+        before = values.detach().clone()
+        values.grad = gradient.clone()
+        optimizer.step()
+        step = values.detach() - before
+        base += step
+        far = steps_ahead(0.9, horizon) * ((1 - 0.9 ** (number + 1)) if mean else 1)
+        with torch.no_grad():
+            values.copy_(base + far * step)
+        torch.testing.assert_close(held.values.detach(), values.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_without_staleness_not_a_bit_is_different(name: str) -> None:
+    held = piece_of(spec_of(name), 0.0, dtype="float32")
+    values = torch.nn.Parameter(held.values.detach().clone())
+    optimizer = MAKE[name]([values])
+    for gradient in gradients(6):
+        held.update(gradient.float())
+        values.grad = gradient.float()
+        optimizer.step()
+    assert torch.equal(held.values, values)
+    assert "ahead" not in held.tensors()
+
+
+def test_without_momentum_not_a_bit_is_different() -> None:
+    spec = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(5))], lr=0.1))
+    held, plain = piece_of(spec, 5.0), piece_of(spec, 0.0)
+    for gradient in gradients(6):
+        held.update(gradient)
+        plain.update(gradient)
+    assert torch.equal(held.values, plain.values)
+    assert "ahead" not in held.tensors()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_checkpoint_keeps_it(name: str) -> None:
+    """Kept after any update and put back, it goes on with the same bits."""
+    whole = piece_of(spec_of(name), 5.0)
+    kept = []
+    for gradient in gradients(8):
+        whole.update(gradient)
+        kept.append(whole.tensors())
+    for done in (1, 3, 7):
+        resumed = piece_of(spec_of(name), 5.0)
+        resumed.load(kept[done - 1], done)
+        for gradient in gradients(8)[done:]:
+            resumed.update(gradient)
+        assert torch.equal(resumed.values, whole.values)
+
+
+def test_resumed_without_it_the_values_are_where_the_steps_lead() -> None:
+    """Synchronous from then on, for instance."""
+    held, base = piece_of(spec_of("sgd"), 5.0), None
+    for gradient in gradients(4):
+        held.update(gradient)
+    kept = held.tensors()
+    base = kept["values"] - kept["ahead"]
+    off = piece_of(spec_of("sgd"), 0.0)
+    off.load(kept, 4)
+    off.update(torch.zeros(5, dtype=torch.float64), {"lr": 0.0})
+    torch.testing.assert_close(off.values.detach(), base, rtol=1e-12, atol=1e-12)
+    assert "ahead" not in off.tensors()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.float64), torch.zeros(5), torch.zeros(1, 5, dtype=torch.float64)])
+def test_a_checkpoint_of_something_else_is_refused(wrong: torch.Tensor) -> None:
+    held = piece_of(spec_of("sgd"), 5.0)
+    with pytest.raises(CheckpointError, match="is ahead by"):
+        held.load({**held.tensors(), "ahead": wrong}, 1)
+
+
+def taking_turns(name: str, groups: int, lr: float, *, ahead: bool) -> float:
+    """How far from the optimum groups of a quadratic of curvature 1 (in one direction) and 0.01 end, in its first direction.
+
+    They take turns: each gradient was read as many updates ago as there are others."""
+    given = describe_optimizer(MAKE[name]([torch.nn.Parameter(torch.zeros(2))]))
+    given = OptimizerSpec(given.name, ({**given.groups[0], "lr": lr, "weight_decay": 0.0},))
+    compensation = Compensation(groups - 1.0, on=True, look_ahead=ahead)
+    held = HeldPiece(Piece(0, 0, 0, 2, 0, 0), "float64", 0, compensation.of(given), horizon=compensation.horizon)
+    held.load({"values": torch.ones(2, dtype=torch.float64)}, 0)
+    curvature = torch.tensor([1.0, 0.01], dtype=torch.float64)
+    reads = [held.values.detach().clone() for _ in range(groups)]
+    for update in range(100 * groups):
+        group = update % groups
+        held.update(curvature * reads[group])
+        reads[group] = held.values.detach().clone()
+    return float(held.values.detach().abs()[0])
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_groups_that_take_turns_converge_where_they_diverged(groups: int) -> None:
+    """At a rate (0.5) that one synchronous group of momentum 0.9 trains with, up to 3.8."""
+    assert taking_turns("sgd", groups, 0.5, ahead=False) > 1e3
+    assert taking_turns("sgd", groups, 0.5, ahead=True) < 1e-2

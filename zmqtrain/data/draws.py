@@ -1,0 +1,97 @@
+"""Random numbers while samples are read: from seeds of the batch, wherever it is read."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import get_worker_info
+
+#: What takes a generator.
+_DRAWS = frozenset(
+    {
+        torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial, torch.poisson,
+        Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.random_,
+        Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_,
+    }
+)  # fmt: skip
+
+
+class OwnDraws(TorchFunctionMode):
+    """In this thread torch draws from a generator of its own, and not from the global one, which is the model's.
+
+    That holds for functions that take a generator, and for ``rand_like`` and its like; not for `torch.nn.functional.dropout`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS and kwargs.get("generator") is None and _on_cpu(args, kwargs):
+            if not any(isinstance(argument, torch.Generator) for argument in args):
+                kwargs = {**kwargs, "generator": self._generator}
+        elif func in (torch.rand_like, torch.randn_like) and args and _on_cpu(args, kwargs):
+            empty = torch.empty_like(*args, **kwargs)
+            fill = Tensor.uniform_ if func is torch.rand_like else Tensor.normal_
+            with torch.no_grad():
+                return fill(empty, generator=self._generator)
+        return func(*args, **kwargs)
+
+
+def _on_cpu(args: Any, kwargs: Any) -> bool:
+    where = kwargs.get("device")
+    return (where is None or torch.device(where).type == "cpu") and not any(
+        isinstance(argument, Tensor) and argument.device.type != "cpu" for argument in args
+    )
+
+
+class _Alone:
+    """Python's and numpy's generators are the process's, so of several threads that load (workers in one process) one draws at a
+    time."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+_alone = _Alone()
+os.register_at_fork(after_in_child=_alone.renew)  # whoever held it is not in the child
+
+
+@contextmanager
+def drawn_from(seed: Sequence[int], *, restore: bool = False) -> Iterator[None]:
+    """Inside, Python's, numpy's and torch's global generators give what follows from ``seed``, in any thread or loader process.
+
+    Torch's global generator itself is left alone in a process that trains: the model draws from it at the same time. Python's and
+    numpy's are seeded, and stay as the block leaves them; with ``restore``, for a thread that has them to itself, as they were.
+    """
+    with _alone.lock:
+        yield from _drawing(seed, restore)
+
+
+def _drawing(seed: Sequence[int], restore: bool) -> Iterator[None]:
+    before = (random.getstate(), np.random.get_state()) if restore else None
+    state = np.random.SeedSequence(list(seed)).generate_state(3)
+    random.seed(int(state[0]))
+    np.random.seed(int(state[1]))
+    if get_worker_info() is not None:
+        torch.manual_seed(int(state[2]))  # nobody else draws here
+    try:
+        with OwnDraws(int(state[2])):
+            yield
+    finally:
+        if before is not None:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

@@ -1,0 +1,115 @@
+"""Tensors in whatever structure a batch has: tuples, lists, mappings, named tuples and dataclasses of each other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zmqtrain.errors import TaskError
+
+#: Values that belong to the whole batch where they stand alone, and to a sample each in a list as long as the batch.
+PLAIN = (str, bytes, bool, int, float, complex, np.number, np.bool_, type(None))
+
+
+def mapped(part: Any, function: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """The same structure with ``function`` of each tensor in it, and ``other`` of whatever else stands at its ends."""
+    if isinstance(part, Tensor):
+        return function(part)
+    children = _children(part)
+    return other(part) if children is None else _rebuilt(part, [mapped(child, function, other) for child in children])
+
+
+def leaves(part: Any) -> Iterator[Any]:
+    """What stands at the structure's ends, tensors and others, in a fixed order."""
+    children = None if isinstance(part, Tensor) else _children(part)
+    if children is None:
+        yield part
+    else:
+        for child in children:
+            yield from leaves(child)
+
+
+def moved(part: Any, device: torch.device) -> Any:
+    """In the device's memory: tensors, and objects that have a method ``to`` of their own."""
+    return mapped(part, lambda tensor: tensor.to(device, non_blocking=True), lambda leaf: _to(leaf, device))
+
+
+def rows(part: Any, which: slice, samples: int) -> Any:
+    """Some samples of a structure that holds ``samples``; tensors are views.
+
+    Tensors and arrays are cut in their first dimension, and lists with an entry for each sample. Numbers and texts belong to the
+    whole batch. Raises `TaskError` for anything of which it is not certain what belongs to which sample.
+    """
+    if isinstance(part, PLAIN):
+        return part
+    if isinstance(part, Tensor | np.ndarray):
+        if part.ndim and part.shape[0] != samples:
+            raise _uncertain(f"a {_kind(part)} of shape {list(part.shape)}", samples)
+        return part[which] if part.ndim else part
+    children = _children(part)
+    if children is None:
+        raise _uncertain(f"a {type(part).__name__}", samples)
+    if isinstance(part, tuple | list) and not hasattr(part, "_fields") and len(part) == samples:
+        arrays = [leaf for leaf in leaves(part) if isinstance(leaf, Tensor | np.ndarray)]
+        if not all(leaf.ndim and leaf.shape[0] == samples for leaf in arrays) or not arrays:
+            return part[which]  # an entry for each sample
+        if samples > 1:
+            raise _uncertain(
+                f"a {type(part).__name__} of {samples} entries, each of which may be a sample, or have all of them", samples
+            )
+    return _rebuilt(part, [rows(child, which, samples) for child in children])
+
+
+def _uncertain(what: str, samples: int) -> TaskError:
+    return TaskError(
+        f"a batch of {samples} samples is to be cut ([compute] accumulate, or a grid that divides the model), but holds {what}: it "
+        "is not certain what of it belongs to which sample. Let the collate function stack samples in the first dimension, or do "
+        "without accumulate and grid"
+    )
+
+
+def _kind(part: Tensor | np.ndarray[Any, Any]) -> str:
+    return "tensor" if isinstance(part, Tensor) else "numpy array"
+
+
+def _to(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if not isinstance(leaf, PLAIN) and callable(getattr(leaf, "to", None)) else leaf
+
+
+def _children(part: Any) -> list[Any] | None:
+    """What is directly in it; ``None`` for what has no parts, or moves by a method of its own (packed sequences, graphs)."""
+    if isinstance(part, Mapping):
+        return list(part.values())
+    if callable(getattr(part, "to", None)):
+        return None
+    if isinstance(part, tuple | list):
+        return list(part)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [getattr(part, field.name) for field in dataclasses.fields(part) if field.init]
+    return None
+
+
+def _rebuilt(part: Any, children: list[Any]) -> Any:
+    """One like ``part`` with other children."""
+    if isinstance(part, Mapping):
+        return _mapping(part, dict(zip(part, children, strict=True)))
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*children)
+    if isinstance(part, tuple | list):
+        return type(part)(children)
+    names = [field.name for field in dataclasses.fields(part) if field.init]
+    return dataclasses.replace(part, **dict(zip(names, children, strict=True)))
+
+
+def _mapping(part: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(part) is dict or not isinstance(part, MutableMapping):
+        return items
+    alike = copy.copy(part)  # keeps what its class has beside the items
+    alike.update(items)
+    return alike

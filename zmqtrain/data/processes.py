@@ -1,0 +1,246 @@
+"""Processes that read batches: torch's `DataLoader`, which is given requests instead of indices.
+
+A worker of a run has threads, sockets and memory that it shares with others. Its loader processes are forked from it (as torch does
+by itself), since a dataset often cannot be sent to another process: they have the dataset as it is. They use nothing else of what
+they inherit: they leave signals to the worker, end with it at once, and without running what it registered for its exit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from zmqtrain.data.nested import PLAIN, leaves
+from zmqtrain.data.partition import Indices
+from zmqtrain.death import die_with_parent
+from zmqtrain.errors import TaskError
+
+#: Where frames lie that are not the person's own.
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be read."""
+
+    step: int
+    indices: Indices
+    seed: tuple[int, ...]
+
+    def same(self, other: Request) -> bool:
+        """Whether it asks for the same."""
+        return self.step == other.step and len(self.indices) == len(other.indices) and bool((self.indices == other.indices).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """How many processes read, and how; names and meanings are those of `torch.utils.data.DataLoader`."""
+
+    num_workers: int
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    worker_init_fn: Callable[[int], Any] | None = None
+    multiprocessing_context: Any = None
+    """``None``: fork, where the system has it."""
+    timeout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What the person's code raised in a loader process."""
+
+    message: str
+    trace: str
+
+
+class LoaderTraceback(Exception):
+    """The traceback of a loader process, as text; the cause of the `TaskError` that is raised in its stead."""
+
+    def __init__(self, trace: str) -> None:
+        self.trace = trace
+        super().__init__(f"in a loader process\n\n{trace}")
+
+
+class LoaderProcesses:
+    """Batches of a sequence of steps, read ahead by processes. All methods in one thread, which must outlive them."""
+
+    def __init__(
+        self, read: Callable[[Any], Any], request: Callable[[int], Any], processes: Processes, epoch_steps: int = 0
+    ) -> None:
+        """``read(request(step))`` is what a process does. ``epoch_steps``: see `zmqtrain.data.loader.Loader`."""
+        self._read, self._request, self._processes = read, request, processes
+        self._epoch_steps = 0 if processes.persistent_workers else epoch_steps
+        self._loader: DataLoader[Any] | None = None
+        self._replies: Iterator[tuple[Any, Any]] | None = None
+        self._next = 0
+
+    def take(self, request: Any) -> Any:
+        """What was read for the request. The next step's costs no time where it was read ahead; any other begins anew.
+
+        Raises `TaskError` where the person's code raises, or a process dies."""
+        step = request.step
+        if self._replies is None or step != self._next:
+            self._begin(step)
+        found = self._reply()
+        if found is None:  # the epoch has ended, and with it its processes
+            self.renew()
+        if found is None or not found[0].same(request):  # other samples are this worker's by now
+            self._begin(step)
+            found = self._reply()
+        assert found is not None
+        self._next = step + 1
+        return found[1]
+
+    def renew(self) -> None:
+        """End the processes; others are started when something is to be read again."""
+        self._replies = self._loader = None  # torch ends them when nobody has their iterator any more
+
+    def _begin(self, step: int) -> None:
+        self._replies = None
+        self._next = step
+        if self._loader is None:
+            self._loader = self._make()
+        try:
+            self._replies = iter(self._loader)
+        except OSError as error:
+            raise TaskError(f"a loader process cannot be started ({error}): use fewer num_workers") from error
+        except Exception as error:  # whatever the person's objects raise where they are pickled
+            raise TaskError(
+                f"the task's data cannot be sent to a loader process ({type(error).__name__}: {error}); it need not be where these "
+                "are forked: leave multiprocessing_context out"
+            ) from error
+
+    def _reply(self) -> tuple[Any, Any] | None:
+        """The next one; ``None`` at an epoch's end."""
+        assert self._replies is not None
+        workers = getattr(self._replies, "_workers", [])
+        try:
+            request, read = next(self._replies)
+        except StopIteration:
+            return None
+        except (RuntimeError, OSError, EOFError) as error:  # the latter two where it dies while it hands a batch over
+            raise _died(error, workers) from error
+        if isinstance(read, _Failed):
+            raise TaskError(read.message) from LoaderTraceback(read.trace)
+        return request, read
+
+    def _steps(self) -> Iterator[Any]:
+        step = self._next
+        while True:
+            yield self._request(step)
+            step += 1
+            if self._epoch_steps and step % self._epoch_steps == 0:
+                return
+
+    def _make(self) -> DataLoader[Any]:
+        how = self._processes
+        context = how.multiprocessing_context
+        if context is None and sys.platform == "linux":
+            context = "fork"
+        start = context if isinstance(context, str) else None if context is None else context.get_start_method()
+        parent = os.getpid() if start in ("fork", "spawn") else None
+        return DataLoader(
+            _Served(self._read),  # type: ignore[arg-type]  # a dataset by its methods
+            batch_size=None,
+            sampler=_Steps(self._steps),
+            collate_fn=_as_it_is,
+            num_workers=how.num_workers,
+            prefetch_factor=how.prefetch_factor,
+            persistent_workers=True,
+            worker_init_fn=partial(_begin_process, parent, how.worker_init_fn),
+            multiprocessing_context=context,
+            timeout=how.timeout,
+            generator=torch.Generator().manual_seed(0),  # or torch would take a number from the model's
+        )
+
+
+class _Steps:
+    """The sampler: requests from where the loader is."""
+
+    def __init__(self, steps: Callable[[], Iterator[Any]]) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps()
+
+
+class _Served:
+    """The dataset: what is read for a request. In a loader process."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, request: Any) -> tuple[Any, Any]:
+        try:
+            read = self.read(request)
+            for leaf in leaves(read):
+                _check_sent(leaf)
+        except TaskError as error:
+            return request, _Failed(str(error), _trace_of(error.__cause__ or error))
+        return request, read
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+def _trace_of(error: BaseException) -> str:
+    """The traceback of the person's code, without the frames by which it was called."""
+    trace = traceback.TracebackException.from_exception(error)
+    own = [not frame.filename.startswith(_PACKAGE) for frame in trace.stack]
+    if True in own:
+        trace.stack = traceback.StackSummary.from_list(trace.stack[own.index(True) :])
+    return "".join(trace.format())
+
+
+def _as_it_is(read: Any) -> Any:
+    return read
+
+
+def _check_sent(leaf: Any) -> None:
+    """Raise `TaskError` for what cannot be sent: torch would print it, and wait for ever."""
+    if isinstance(leaf, (*PLAIN, torch.Tensor)):
+        return
+    try:
+        ForkingPickler.dumps(leaf)
+    except Exception as error:
+        raise TaskError(
+            f"a batch holds a {type(leaf).__name__}, which a loader process cannot send ({error}): make tensors of it, or set "
+            "num_workers = 0"
+        ) from error
+
+
+def _begin_process(parent: int | None, init: Callable[[int], Any] | None, number: int) -> None:
+    """First thing in a loader process. ``parent``: the worker, unless another process stands between."""
+    signal.set_wakeup_fd(-1)  # it is the worker's: a signal to this process would be taken for one to that
+    if parent is not None:
+        die_with_parent(parent)
+    info = get_worker_info()
+    if info is not None and hasattr(info.dataset, "read"):
+        # The person's code expects its own dataset here.
+        object.__setattr__(info, "dataset", getattr(info.dataset.read, "dataset", None))
+    if init is not None:
+        init(number)
+
+
+def _died(error: Exception, workers: list[Any]) -> TaskError:
+    """What torch raises where a process is gone, or answers too late."""
+    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    ends = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes)
+    hint = ""
+    if codes and -codes[0] == signal.SIGBUS:
+        hint = ": its shared memory is full; give the container a larger /dev/shm (--shm-size), or use fewer num_workers"
+    elif codes and -codes[0] == signal.SIGKILL:
+        hint = ": was it killed for want of memory?"
+    said = f" ({ends}){hint}" if ends else ""
+    return TaskError(f"a loader process of the task's data has died or does not answer{said}: {error or type(error).__name__}")

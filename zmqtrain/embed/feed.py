@@ -1,0 +1,103 @@
+"""Batches for a training loop of one's own: this worker's part of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from zmqtrain.data.background import BackgroundThread
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.loader import Fetch, Finish, Loader
+from zmqtrain.data.source import Shard, source_of
+from zmqtrain.data.stream import StreamLoader, StreamPlace
+from zmqtrain.errors import UsageError
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.batches import partition_of, reader_of
+from zmqtrain.train.shares import Shares
+
+#: ``agree(mine)``: whether all workers say yes. Every worker calls it as often.
+Agree = Callable[[bool], Coroutine[Any, Any, bool]]
+
+
+class Feed(Protocol):
+    """Batches of one epoch. All methods on the loop's thread."""
+
+    group_samples: int
+    """Samples of the whole group's batch."""
+
+    async def next(self) -> Batch | None:
+        """The next one, as it was collated, as the only input; ``None`` when the epoch has ended, on all workers."""
+        ...
+
+    async def close(self, timeout_s: float) -> None: ...
+
+
+class DatasetFeed:
+    """Implements `Feed` for what is known beforehand."""
+
+    def __init__(self, loader: Loader, steps: range, group_samples: int) -> None:
+        self._loader, self._steps, self.group_samples = loader, list(reversed(steps)), group_samples
+
+    async def next(self) -> Batch | None:
+        if not self._steps:
+            return None
+        step = self._steps.pop()
+        return await self._loader.batch(step, ahead=bool(self._steps))
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
+
+
+class StreamFeed:
+    """Implements `Feed` for a stream: it ends for all when it has ended for one."""
+
+    def __init__(self, loader: StreamLoader, epoch: int, agree: Agree, group_samples: int) -> None:
+        self._loader, self._agree, self.group_samples = loader, agree, group_samples
+        loader.position.epoch = epoch
+
+    async def next(self) -> Batch | None:
+        if not await self._agree(await self._loader.available()):
+            return None
+        return await self._loader.take(ahead=True)
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
+
+
+def make_feed(
+    context: RoleContext, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, pin: bool, agree: Agree
+) -> Feed:
+    """``data`` as `zmqtrain.data.source` takes it. Raises `UsageError` and `TaskError`."""
+    topology, role, placement = context.topology, context.role, context.placement
+    source = source_of("the session's data", data, shard=shard)
+    size = batch_size or source.batch_size or topology.compute.batch_size
+    if topology.data.shuffle == "ring":
+        raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
+    if topology.compute.parts == "measured":
+        raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
+    source.require(size, topology.data.shuffle)
+    shares = Shares.of(topology, placement, role, size)
+    finish = Finish(_as_collated, pin=pin if source.pin is None else source.pin)
+    seed = topology.job.seed
+    if source.stream:
+        if topology.elastic:
+            raise UsageError("a stream cannot be taken over in the middle by others: set [job] elastic = false")
+        start, stop = shares.bounds(0)
+        place = StreamPlace(role.index, placement.world_size, start, stop, placement.groups * size)
+        loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
+        return StreamFeed(loader, epoch, agree, size)
+    partition = partition_of(source, placement.groups, topology, size)
+    steps = partition.steps_per_epoch
+    ordered = Loader(
+        Fetch(reader_of(source), finish),
+        lambda step: partition.run(step, *shares.bounds(step)),
+        (seed, role.index),
+        processes=source.processes,
+        epoch_steps=steps,
+    )
+    return DatasetFeed(ordered, range(epoch * steps, (epoch + 1) * steps), size)
+
+
+def _as_collated(collated: Any, samples: int) -> Batch:
+    # A list is what torch's collate makes of the tuple that a sample is.
+    return Batch((tuple(collated) if type(collated) is list else collated,), None, samples)

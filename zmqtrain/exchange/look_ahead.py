@@ -1,0 +1,72 @@
+"""Looking ahead by the delay: how asynchronous groups keep the momentum and the learning rate of synchronous ones.
+
+A gradient that is applied s updates after its parameters were read pushes where the model was. Along a direction of curvature c,
+and with momentum, that is stable for ``lr c`` up to 0.2 to 0.15 where 2 to 8 groups take turns, whether or not the momentum is
+lowered by what asynchrony adds: a nineteenth to a twenty-fifth of the 3.8 that one synchronous group of momentum 0.9 may have.
+(Without momentum it is ``2 sin(pi / (4 s + 2))``: Yang et al. 2021, "PipeMare", lemma 1; Giladi et al. 2020, "At Stability's
+Edge".) Beyond it the loss does not fall, or all units die.
+
+So a group reads the parameters where they will be when its gradient arrives, as far as the momentum tells now (Chen et al. 2018,
+"SpecTrain"; Hakimi et al. 2019, "Taming Momentum in a Distributed Asynchronous Environment": DANA). As in Nesterov's method the
+parameters that are stored and sent *are* those ahead. With w where the optimizer's steps lead and D(t) the newest of them::
+
+    w(t) = w(t-1) + D(t)          p(t) = w(t) + P D(t)          P = m + m^2 + ... + m^n          n = (3 s + 1) / 2
+
+m is the optimizer's momentum an update, P how many of the newest step the next n would bring by themselves. An update is thus
+``D(t) + P D(t) - P D(t-1)``: the new gradient's share at once, the rest as slowly as ever. n was chosen for the largest stable
+learning rate over m and s (docs/tuning.md has the table): between the s updates of the delay and what it takes to see an effect.
+
+The momentum need then not be lowered. An update takes one group's batch, where a synchronous step of all g = s + 1 takes g of
+them; the rules by which a batch g times smaller trains the same in the same samples are those of Goyal et al. 2017 for SGD, and of
+Malladi et al. 2022 ("On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") for Adam and its kin and for RMSprop::
+
+    m = M^(1/g)        SGD: lr = LR (1 - m) / ((1 - M) g)        Adam: lr = LR / sqrt(g), beta2 = BETA2^(1/g)
+
+with M, LR and BETA2 the task's. (A step of Adam's is a mean, whose size does not depend on m.) It is stable up to ``LR c`` of 1.05
+to 0.7 where 2 to 8 groups take turns and M = 0.9. What has no momentum stays as it is: there is nothing to tell where it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from zmqtrain.wire.payload import Value
+
+
+def horizon(staleness: float) -> float:
+    """How many updates to look ahead, where a gradient meets so many of others."""
+    return (3 * staleness + 1) / 2 if staleness > 0 else 0.0
+
+
+def spread(momentum: float, staleness: float) -> float:
+    """The momentum of an update, of which a round of ``1 + staleness`` has ``momentum``."""
+    return float(momentum ** (1 / (1 + staleness))) if momentum > 0 else 0.0
+
+
+def is_mean(group: Mapping[str, Value]) -> bool:
+    """Whether the optimizer takes a mean of gradients (Adam and its kin) for its momentum, not a sum."""
+    return "betas" in group
+
+
+def with_rate_of_one(group: Mapping[str, Value], momentum: float, staleness: float) -> dict[str, Value]:
+    """The hyperparameters, all but the momentum, of an optimizer of which ``1 + staleness`` updates do what one of the given does
+    with their mean gradient. ``momentum``: the given's."""
+    changed, groups = dict(group), 1 + staleness
+    lr, betas, alpha = group.get("lr"), group.get("betas"), group.get("alpha")
+    factor = 1.0 if is_mean(group) else (1 - spread(momentum, staleness)) / (1 - momentum)
+    if isinstance(betas, list | tuple):
+        changed["betas"] = [betas[0], *(spread(each, staleness) for each in betas[1:] if isinstance(each, int | float))]
+    if "centered" in group and isinstance(alpha, int | float):  # RMSprop
+        changed["alpha"] = spread(alpha, staleness)
+    normalized = is_mean(group) or "centered" in group
+    if isinstance(lr, int | float):
+        changed["lr"] = lr * factor / (math.sqrt(groups) if normalized else groups)
+    return changed
+
+
+def steps_ahead(momentum: float, updates: float) -> float:
+    """P: what the momentum alone makes of a step within so many updates, in such steps."""
+    if not 0 < momentum < 1:
+        return updates if momentum >= 1 else 0.0
+    return float(momentum * (1 - momentum**updates) / (1 - momentum))

@@ -1,0 +1,51 @@
+"""The end of training: wait for everybody, however far behind, as long as they get on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.exchange.members import Members
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.wire.payload import Value
+
+
+class AllTrained:
+    """A worker's side."""
+
+    def __init__(self, context: RoleContext, step: Callable[[], int]) -> None:
+        """``step()``: how many steps this worker has trained."""
+        self._context, self._step = context, step
+        context.endpoint.serve("step", self._on_step)
+
+    async def wait(self, members: Members, *, alike: bool) -> int:
+        """Wait until all workers have called this. Returns how many steps each has trained: where they are not ``alike``, the most.
+
+        Asynchronous groups may be behind by more than any time-out, so its end is no error where another group has made steps
+        since it was asked last. Raises `PeerTimeoutError` where none has, and `PeerLostError`."""
+        membership = self._context.membership
+        before: list[int] = []
+        while True:
+            try:
+                if not alike:
+                    return await membership.agree("trained", self._step(), members.at(self._step()))
+                await membership.barrier("trained")
+            except PeerTimeoutError:
+                now = await self._steps_of_groups()
+                if now == before:
+                    raise
+                before = now
+            else:
+                return self._step()
+
+    async def _steps_of_groups(self) -> list[int]:
+        endpoint, placement, timeout_s = self._context.endpoint, self._context.placement, self._context.ladder.request_s
+        firsts = [placement.group_members(group)[0] for group in range(placement.groups)]
+        others = [peer for peer in firsts if peer != endpoint.peer]
+        answers = await asyncio.gather(*(endpoint.request(peer, "step", timeout=timeout_s) for peer in others))
+        return [answer.meta for answer in answers if isinstance(answer.meta, int)]
+
+    async def _on_step(self, caller: PeerId) -> Value:
+        return self._step()

@@ -1,0 +1,59 @@
+"""The samples of an evaluation, divided over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.draws import drawn_from
+from zmqtrain.data.loader import Fetch, Finish
+from zmqtrain.data.partition import even_bounds
+from zmqtrain.data.source import Source
+from zmqtrain.train.batches import reader_of
+from zmqtrain.train.task import user_code
+
+
+class EvaluationData:
+    """What ``Task.eval_data`` gives: each sample once. A stream must give the same samples in the same order each time."""
+
+    def __init__(self, source: Source, finish: Finish) -> None:
+        self._source, self._finish = source, finish
+        order = None if source.stream else source.order_of(0)
+        self._order = order(0) if order is not None else np.arange(0 if source.stream else len(source.dataset))
+        self._fetch = Fetch(reader_of(source), finish)
+
+    @property
+    def samples(self) -> int:
+        """How many there are. Raises `UsageError` for a stream."""
+        return self._source.samples if self._source.stream else len(self._order)
+
+    def batch(self, first: int, last: int) -> Batch:
+        """Some of them."""
+        return self._fetch(self._order[first:last])
+
+    def share(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
+        """One of ``parts`` even parts, in batches. Raises `TaskError` where the person's code raises."""
+        if self._source.stream:
+            yield from self._share_of_stream(parts, part, batch_size)
+            return
+        start, stop = even_bounds(self.samples, parts, part)
+        for first in range(start, stop, batch_size):
+            yield self.batch(first, min(first + batch_size, stop))
+
+    def _share_of_stream(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
+        """Every ``parts``-th batch."""
+        reader, number = reader_of(self._source), 0
+        with user_code(f"reading {self._source.name}, a stream,"), drawn_from((0, 0), restore=True):
+            samples = iter(self._source.dataset)
+        while True:
+            with user_code(f"reading {self._source.name}, a stream,"), drawn_from((0, 1, number), restore=True):
+                chunk = list(islice(samples, batch_size))
+                content = reader.together(chunk) if chunk and number % parts == part else None
+            if content is not None:
+                yield self._finish(content, len(chunk))
+            if len(chunk) < batch_size:
+                return
+            number += 1
