@@ -195,9 +195,10 @@ class Exchange(Protocol):
     async def settle(self) -> None:
         """Wait until the parameters of all buckets are there (before evaluation, checkpoints and the end)."""
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         """Have servers, if there are any, keep their parts of the checkpoint at ``step`` as they are now. Called by worker 0 only,
-        after its group's step and before the next. ``last``: no group trains any more."""
+        after its group's step and before the next. ``last``: no group trains any more. Not ``in_turn``: groups have been stopped
+        wherever they were."""
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
         """With `RunModel.SERVERS`, all workers of group 0 together: take the parameters that the servers have at a moment after

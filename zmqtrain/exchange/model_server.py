@@ -144,9 +144,9 @@ class ModelServerExchange:
     async def settle(self) -> None:
         await self._under_way.settle()
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         """Servers that others may change in the next moment show what they keep, too: `read` takes that."""
-        await self._ask_servers("checkpoint", step, self.moves and not last, not last)
+        await self._ask_servers("checkpoint", step, self.moves and not last, in_turn and not last)
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
         """What a group reads for its next step is of many moments, bucket by bucket, while others push: then it reads once more.

@@ -277,6 +277,15 @@ class TorchReplica:
         elif self._device.staging is not None:
             self._device.staging.synchronize()  # they may still be on their way to the host
 
+    def take_copies(self) -> None:
+        """What was given back so far is in the model's memory, also in a run that has been halted, where `take_all` only raises."""
+        for held in self._held:
+            if held.arrive is not None:
+                held.arrive()
+                held.arrive = None
+        if self._device.staging is not None:
+            self._device.staging.synchronize()
+
     def added_up(self) -> dict[str, Tensor]:
         """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
         replica's own memory."""

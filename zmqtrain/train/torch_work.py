@@ -189,6 +189,7 @@ class TorchWork:
         return True
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        await self._device.run(self._replica.take_copies)
         await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
 
     async def keep_merged(self, step: int, *, save: bool) -> None:
@@ -196,6 +197,7 @@ class TorchWork:
             await self._link.client.keep(step, save=save)
 
     async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        await self._device.run(self._replica.take_copies)
         state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
         if self._link is not None and self._context.role.index == 0:
             state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
