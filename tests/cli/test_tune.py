@@ -166,7 +166,7 @@ def test_trials_begin_where_training_ended(file: Path, tmp_path: Path) -> None:
     """With another number of groups, and with the parameters that the model server had."""
     runs = SimulatedRuns(load_topology(file), Folders(tmp_path / "trials"), None)
     trained = runs.run(Trial(0, Setting(4, 0.0, 0.3), 80, "train", "cold", "because"))
-    assert trained.updates >= 80
+    assert trained.updates > 40  # it may be stopped at the target
     assert trained.loss < 0.8 * trained.first
     for groups in (1, 2, 4):
         probe = runs.run(Trial(groups, Setting(groups, 0.0, 1e-6), 8, "probe", "grid", "because", start=0))
