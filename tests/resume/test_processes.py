@@ -118,7 +118,7 @@ class Ran:
             with suppress(ProcessLookupError):
                 os.kill(run.pid, signal.SIGUSR1)
             return
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, ValueError):  # it may be over
             roles = sorted((process for process in run.find("zmqtrain agent").children(recursive=True)), key=lambda each: each.pid)
             if roles:
                 roles[int(what.target * len(roles))].send_signal(signal.SIGKILL)
