@@ -125,6 +125,11 @@ class Replica(Protocol):
         """The exchange broke: every wait for parameters, now and later, raises ``error`` instead. Called on the loop's thread;
         ``end_step`` and ``settle`` raise the error as well."""
 
+    def judged(self, finite: bool, step: int) -> bool:
+        """Hear whether the gradient of ``step``, that of all who update together, is finite; where it is not, nobody updates by it.
+        For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
+        ...
+
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
         parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.

@@ -285,13 +285,14 @@ class Search(Machine):
         the updates."""
         while True:
             part = updates
-            if self._space.target is not None and updates > SPLIT * self._until_glance():
+            # Several groups are watched for drift, beside how their run began: it is not divided.
+            if self._space.target is not None and setting.groups == 1 and updates > SPLIT * self._until_glance():
                 part = self._until_glance()
             until = None if fall is None else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if over or self._space.target is None or (fall is not None and fall.near(outcome.end)):
+            if over or self._space.target is None or setting.groups > 1 or (fall is not None and fall.near(outcome.end)):
                 return outcome, updates
             then = self._lead.at(self._lead.updates // 2)
             if then is not None and above(self._lead.here, then):
