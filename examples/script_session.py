@@ -26,7 +26,7 @@ def main(epochs: int = 12) -> float:
                 optimizer.zero_grad()
                 loss = cross_entropy(model(images), labels)
                 loss.backward()  # gradients leave while this goes on
-                optimizer.step()  # the servers' parameters arrive while the next forward goes on
+                optimizer.step()  # on return the servers' parameters are there
                 session.report(loss=loss.item())
 
         images, labels = (tensor.to(session.device) for tensor in test.tensors)

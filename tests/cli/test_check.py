@@ -119,6 +119,8 @@ def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) 
         ("def task():\n    return {}['x']\n", "", "raised KeyError: 'x' ("),
         ("def task():\n    raise SystemExit(4)\n", "", "job.py:task ends the process (sys.exit(4))"),
         (TASK.replace("zeros(1))] * 8", "zeros(1))] * 0"), "", "Task.train_data is empty"),
+        (TASK.replace("train_data=[(torch.zeros(2), torch.zeros(1))] * 8", "train_data=torch.utils.data.DataLoader([1], 7)"), "",
+         "Task.train_data is a DataLoader with batch_size = 7, but a group takes"),
     ],
 )  # fmt: skip
 def test_a_task_that_is_none(file: Path, capsys: pytest.CaptureFixture[str], code: str, args: str, fault: str) -> None:

@@ -166,7 +166,7 @@ def test_trials_begin_where_training_ended(file: Path, tmp_path: Path) -> None:
     """With another number of groups, and with the parameters that the model server had."""
     runs = SimulatedRuns(load_topology(file), Folders(tmp_path / "trials"), None)
     trained = runs.run(Trial(0, Setting(4, 0.0, 0.3), 80, "train", "cold", "because"))
-    assert trained.updates >= 80
+    assert trained.updates > 40  # it may be stopped at the target
     assert trained.loss < 0.8 * trained.first
     for groups in (1, 2, 4):
         probe = runs.run(Trial(groups, Setting(groups, 0.0, 1e-6), 8, "probe", "grid", "because", start=0))
@@ -185,7 +185,7 @@ def test_the_tasks_own_error_comes_out(file: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"a trial failed: TaskError: .*no loss today") as raised:
         run_tune(file, How(simulate=True), run_dir=tmp_path / "run", settings=["job.args={ fails = true }"])
     assert raised.value.exit_code == 3
-    assert "trial 0 (learning rate): 1 group(s), momentum 0.6, learning rate 0.1" in str(raised.value)
+    assert "trial 0 (learning rate): 1 group(s), momentum 0.6, learning rate 1" in str(raised.value)
     assert "work.py" in str(raised.value)  # where in the person's own code
 
 
@@ -231,8 +231,9 @@ def test_a_host_that_becomes_slow_leads_to_another_search(file: Path, tmp_path: 
     assert ended["outcome"]["updates"] < ended["updates"]
     after = [event["values"] for event in events[at:] if event["kind"] == "trial"]
     assert [trial["phase"] for trial in after[:2]] == ["speed", "speed"]  # which is no longer what it was
-    assert {trial["start"] for trial in after[2:]} == {ended["number"]}
-    assert [trial["kind"] for trial in after] == ["probe"] * (len(after) - 1) + ["train"]
+    (again,) = (index for index, trial in enumerate(after) if trial["kind"] == "train" and after[index - 1]["kind"] == "probe")
+    assert {trial["start"] for trial in after[2 : again + 1]} == {ended["number"]}
+    assert {trial["kind"] for trial in after[again:]} == {"train"}
     assert len(after) > 1
     assert after[-1]["outcome"]["first"] < 1.3 * ended["outcome"]["loss"]  # with what was learned before
     assert events[-1]["values"]["reason"] == "the time is up: 40 s"

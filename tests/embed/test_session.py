@@ -135,8 +135,8 @@ def test_misuse_says_what_to_do() -> None:
         model, optimizer = session.replicate(model, sgd(model))
         with pytest.raises(TaskError, match="without a forward and a backward"):
             optimizer.step()
-        with pytest.raises(TaskError, match="without a closure"):
-            optimizer.step(lambda: 1.0)
+        with pytest.raises(TaskError, match="must be a tensor of one element"):
+            session.backward(torch.ones(2), 1.0)
         with pytest.raises(UsageError, match="replicates one model"):
             session.replicate(model, optimizer)
         with pytest.raises(NonFiniteLossError):

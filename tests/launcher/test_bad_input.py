@@ -105,7 +105,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_good_step(tmp_path: Path) -> N
     with Launched(tmp_path, "bad.toml") as run:
         assert run.end() == 3, run
         assert "the loss is nan on rank 1 at step 2" in run.error_text
-        assert "lower the learning rate" in run.error_text
+        assert "A checkpoint of step 2 was kept. Lower the learning rate" in run.error_text
         (kept,) = (run.run / "checkpoints").iterdir()
         assert kept.name == "step-00000002"
     (tmp_path / "again").mkdir()

@@ -19,6 +19,7 @@ name = "trial"
 task = "task.py:task"
 steps = 12
 checkpoint_every = 5
+keep_checkpoints = 9
 timeout = "20 s"
 oversubscribe = true
 

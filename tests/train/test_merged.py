@@ -217,13 +217,13 @@ def staleness(result: Run) -> tuple[float, float]:
 @pytest.mark.parametrize("policy", ["async", {"bound": 2}])
 async def test_asynchronous_groups_learn_and_their_fully_connected_layers_are_never_stale(policy: Any) -> None:
     recipe = recipe_of(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    result = await run(merged(3, 1, 8, exchange={"staleness": policy}, job={"steps": 24, "eval_every": 12}), recipe)
+    result = await run(merged(3, 1, 8, exchange={"staleness": policy}, job={"steps": 48, "eval_every": 24}), recipe)
     assert not result.errors, result.errors
     (fc,) = result.recorders["fc/0"].of("fc")
-    assert (fc["updates"], fc["staleness"], fc["samples"]) == (72, {"0": 72}, 576)
+    assert (fc["updates"], fc["staleness"], fc["samples"]) == (144, {"0": 144}, 1152)
     losses = result.losses("worker/2")
     assert sum(losses[-6:]) < sum(losses[:6])
-    assert [event["step"] for event in result.recorders["worker/0"].of("eval")] == [12, 24]
+    assert [event["step"] for event in result.recorders["worker/0"].of("eval")] == [24, 48]
 
 
 @pytest.mark.parametrize("fields", [SCHEDULED, ADAM], ids=["sgd-schedule", "adam"])

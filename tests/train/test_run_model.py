@@ -69,13 +69,12 @@ def plain_loss(file: Path, model: nn.Module | None = None) -> float:
         return float(nn.functional.cross_entropy(model(inputs), target))
 
 
-def slow_group(peers: tuple[str, ...], seconds: float = 0.004, **fields: Any) -> Callable[[str], Any]:
-    """A recipe with which these workers take longer."""
+def slow_group(peers: tuple[str, ...], seconds: float = 0.004, *, others: float = 0.0, **fields: Any) -> Callable[[str], Any]:
+    """A recipe with which these workers take longer than the others."""
 
     def make(peer: str) -> Any:
         def loss(output: Tensor, target: Tensor) -> Tensor:
-            if peer in peers:
-                time.sleep(seconds)
+            time.sleep(seconds if peer in peers else others)
             return nn.functional.cross_entropy(output, target)
 
         given = {"model": network, "train_data": data_of(96, 5), "eval_data": EVAL, "loss": loss, **fields}
@@ -287,7 +286,7 @@ async def test_a_checkpoint_by_time_is_at_a_step_that_is_the_same_for_all(tmp_pa
     for case in ("async", "allreduce", "gossip"):
         folder = tmp_path / case
         shape = topology(CASES[case][0], steps=60, eval_every=0, checkpoint_every="0.1 s", keep_checkpoints=100)
-        result = await run(shape, slow_group(("worker/2",), 0.01), folder=folder)
+        result = await run(shape, slow_group(("worker/2",), 0.02, others=0.01), folder=folder)
         assert not result.errors, result.errors
         found = [int(path.name.removeprefix("step-")) for path in find_checkpoints(folder)]
         assert len(found) > 1
@@ -366,3 +365,28 @@ def test_the_last_lines_say_of_which_step_the_model_is(tmp_path: Path, steps: in
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "model.json").write_text('{"step": 4, "model": "the mean"}')
     assert said in model_lines(tmp_path, steps)[0]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("case", [*APART, "allreduce", "sync", "averaging every 3", "elastic", "gossip"])
+async def test_a_bad_loss_leaves_the_model_of_the_last_good_step(case: str, rank: int, tmp_path: Path) -> None:
+    def make(peer: str) -> Any:
+        calls = 0
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            value = nn.functional.cross_entropy(output, target)
+            return value * float("nan") if peer == f"worker/{rank}" and calls == 11 else value
+
+        return slow_group((), loss=loss)(peer)
+
+    result = await run(topology(CASES[case][0], steps=30, eval_every=0, checkpoint_every=4), make, folder=tmp_path)
+    assert list(result.errors) == [f"worker/{rank}"]
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert (about["step"], about["metrics"]) == (10, {})
+    kept = tmp_path / "step-00000010"
+    assert (kept / "model.safetensors").samefile(tmp_path / "model.safetensors")
+    assert plain_loss(tmp_path / "model.safetensors") < 3
+    if CASES[case][0]["kind"] == "model_server":
+        assert parameters(kept) == held(kept)

@@ -73,11 +73,14 @@ def test_who_is_furthest_ahead_of_the_leader_after_as_many_samples_is_asked_firs
     leg(lead, 6, 30, 2.2)
     leg(third, 7, 15, 2.0)  # 0.2 ahead of the leader after 30
     anew = race.enter(Setting(1, 0.6, 1.0))
-    assert race.rivals(lead) == [anew, third, second]
-    assert last.behind  # clearly above, and never asked again
+    assert race.rivals(lead) == [third, anew, second]  # the first is better already
+    assert last.behind  # clearly above
+    leg(lead, 9, 30, 3.0)
+    assert last in race.rivals(lead)  # which the leader is now
+    leg(lead, 10, 30, 2.2)
+    last.spent = True
     leg(third, 8, 60, 1.5)
-    assert race.rivals(lead) == [anew, second]  # the leader has not come so far: nobody knows
-    assert not third.behind
+    assert race.rivals(lead) == [third, anew, second]
     assert race.has(Setting(1, 0.9, 0.1))
     assert not race.has(Setting(1, 0.3, 0.1))
 

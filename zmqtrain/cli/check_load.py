@@ -33,6 +33,8 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     try:
         with redirect_stdout(sys.stderr):  # what it prints is no row of ours
             task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
+        source = task.training()
+        source.require(topology.compute.batch_size, topology.data.shuffle)
     except UsageError as error:
         yield Finding("load", False, str(error))
     except TaskError as error:
@@ -40,7 +42,7 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     except SystemExit as error:
         yield Finding("load", False, f"{job.task} ends the process (sys.exit({error.code!r})) rather than return a zmqtrain.Task")
     else:
-        samples = f", {len(task.train_data):,} samples to train on" if hasattr(task.train_data, "__len__") else ""
+        samples = ", a stream of samples to train on" if source.stream else f", {source.samples:,} samples to train on"
         yield Finding("load", True, f"{job.task} returns a task{samples}")
 
 

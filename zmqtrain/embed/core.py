@@ -18,7 +18,10 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.crossing import CallersDevice, Crossing
 from zmqtrain.embed.feed import Feed, make_feed
+from zmqtrain.embed.guards import check_optimizer
+from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
+from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.allreduce import spread
@@ -26,6 +29,7 @@ from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
@@ -34,6 +38,8 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.run_model import become_run_model
 from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.train.shares import Scope as StepScope
+from zmqtrain.train.shares import in_step
 from zmqtrain.train.task import check_model
 from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
@@ -125,6 +131,7 @@ class Core:
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
+        self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
         self._samples = 0
         self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
@@ -164,10 +171,15 @@ class Core:
         for task in self._running:
             task.cancel()
 
-    async def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+    async def replicate(self, model: M, optimizer: O, overlap: bool | None) -> tuple[M, O]:
         if self.replicated is not None:
-            raise UsageError("a session replicates one model; put several into one nn.Module, with one optimizer for all")
+            raise UsageError(
+                "a session replicates one model with one optimizer. Two networks that are trained by turns (a GAN) cannot be "
+                "replicated; what is trained by one optimizer.step() can: put it into one nn.Module, with one optimizer for all"
+            )
         check_model(model)
+        served = self.context.topology.exchange.kind == "model_server"
+        check_optimizer(model, optimizer, served=served)
         topology, ladder = self.context.topology, self.context.ladder
         if topology.optimizer.scale_lr != "none":
             raise UsageError(
@@ -176,6 +188,19 @@ class Core:
             )
         if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
             raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
+        if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
+            raise UsageError(
+                "[compute] precision and accumulate are for tasks: in a loop of yours use torch.autocast, session.accumulating()"
+            )
+        if (
+            overlap is False
+            and topology.exchange.kind == "allreduce"
+            and topology.exchange.every_steps(self.context.placement.groups) > 1
+        ):
+            raise UsageError(
+                "overlap=False with [exchange] every: between exchanges there is no gradient of all workers to be had. "
+                "Leave every out, and put all but the last backward() of a step within session.accumulating()"
+            )
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
@@ -187,13 +212,40 @@ class Core:
         allocate = allocate_in(self.context.arena)
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
         exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
-        replica.connect(exchange.bucket_ready)
-        await exchange.start(replica)
-        self.replicated = Replicated(replica, exchange, self.crossing, weight=self._weight, ended=self._step_ended)
+        first_step = await exchange.start(replica) or 0
+        self.replicated = Replicated(
+            replica,
+            exchange,
+            self.crossing,
+            self._scope(),
+            self._other_loops,
+            first_step=first_step,
+            overlap=overlap,
+            served=served,
+            weight=self._weight,
+            ended=self._step_ended,
+            wait=lambda coroutine, what: self.crossing.wait(self.guard(coroutine), what),
+        )
         self.context.recorder.event(
             "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
         )
         return model, optimizer
+
+    def _coupled(self) -> list[PeerId]:
+        """The others that wait for this worker in every step."""
+        topology, role, placement = self.context.topology, self.context.role, self.context.placement
+        alone = topology.exchange.kind == "model_server" and topology.exchange.policy != "sync"
+        members = placement.group_members(role.group) if alone else tuple(worker.peer for worker in placement.workers)
+        return [] if topology.elastic else [peer for peer in members if peer != role.peer]
+
+    def _scope(self) -> Scope:
+        """The workers whose gradients are one step's."""
+        context = self.context
+        role, placement = context.role, context.placement
+        members = StepScope.of(context.topology, placement, role).members
+        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.ladder.barrier_s)
+        self._other_loops.nearest = members
+        return Scope(group, placement.groups if in_step(context.topology) else 1)
 
     def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None) -> Feed:
         """This worker's batches of an epoch."""
@@ -258,6 +310,26 @@ class Core:
         else:
             self.context.recorder.event(kind, step=step, **values)
 
+    # In the caller's thread.
+
+    def backward(self, total: Tensor, weight: Tensor | float) -> float:
+        return self._replicated("backward()").backward(total, weight)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        parameters = self._replicated("clip_grad_norm_()").whole("session.clip_grad_norm_()")
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        parameters = self._replicated("clip_grad_value_()").whole("session.clip_grad_value_()")
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _replicated(self, what: str) -> Replicated:
+        if self.replicated is None:
+            raise UsageError(f"session.{what} comes after session.replicate(model, optimizer)")
+        return self.replicated
+
+    # On the loop's thread.
+
     async def settle(self) -> None:
         if self.replicated is not None:
             await self.replicated.exchange.settle()
@@ -286,6 +358,8 @@ class Core:
         """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
         self._flush_step()
         if self.replicated is not None:
+            await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
+            self.replicated.check_weights()
             await self.replicated.exchange.settle()
             await self.replicated.exchange.leave()
             await self._take_run_model(self.replicated)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Crossing:
-    """Made on the loop's thread. One thread at a time may `wait`."""
+    """Made on the loop's thread. One thread at a time may `wait`; what is computed there may wait in its turn."""
 
     def __init__(self, timeout_s: float) -> None:
         """``timeout_s``: above all time-outs that the coroutines have of their own; it only bites where the loop itself hangs."""
@@ -32,6 +32,7 @@ class Crossing:
         self._loop_thread = threading.get_ident()
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | object] = queue.SimpleQueue()
+        self._ended: set[object] = set()  # waits whose end came while another one waited
 
     def check_thread(self, what: str) -> None:
         """Raise `UsageError` on the loop's own thread, which must never wait for itself."""
@@ -49,15 +50,18 @@ class Crossing:
         end = object()
         future.add_done_callback(lambda _: self._jobs.put(end))
         try:
-            while (job := self._jobs.get(timeout=self._timeout_s)) is not end:
-                if callable(job):  # else the end of an earlier wait, that was interrupted
+            while end not in self._ended and (job := self._jobs.get(timeout=self._timeout_s)) is not end:
+                if callable(job):
                     job()
+                else:  # the end of a wait around this one; or of an earlier one, that was interrupted
+                    self._ended.add(job)
         except queue.Empty:
             future.cancel()
             raise PeerTimeoutError("the event loop", what, self._timeout_s) from None
         except BaseException:
             future.cancel()
             raise
+        self._ended.discard(end)
         return future.result()
 
     async def run(self, function: Callable[[], T]) -> T:

@@ -1,28 +1,51 @@
 """A model and an optimizer of the user's own loop, kept in touch with the other workers.
 
-The loop stays as it is. What it calls anyway tells how far it is::
+The loop stays as it is. What it calls anyway tells how far it is. Gradients go one of two ways:
 
-    output = model(inputs)       the step begins; each layer waits for its parameters when the forward reaches it
-    loss.backward()              gradients leave, bucket by bucket, while backward goes on
+*overlapped*: they leave while backward goes on, and are gone when it returns. A step is one backward (and those within
+`accumulating` before it), then ``optimizer.step()``; whoever looks at a gradient in between gets an error (`GoneGradient`)::
+
+    output = model(inputs)       each layer waits for its parameters when the forward reaches it
+    loss.backward()              gradients leave, bucket by bucket
     optimizer.step()             the step ends: the exchange updates the model, or the optimizer does
+
+*held*: they are summed over the workers when backward returns, and are the user's to do with as he likes (`WholeGradients`). What
+``optimizer.step()`` finds in ``grad`` is what the exchange gets.
+
+Unless told which, a loop's first steps are held, and watched: whether it does anything that asks for held gradients. All workers
+agree on the way at their end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
 from zmqtrain.embed.crossing import Crossing
+from zmqtrain.embed.gradients import GoneGradient, Watch, WatchedGradient, plain
+from zmqtrain.embed.guards import LOCAL, Guards, checksum, settings_of
+from zmqtrain.embed.other_loops import OtherLoops
+from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
+from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
-from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.base import Bucket, Exchange
+from zmqtrain.exchange.together import together
+from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
+
+T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, T], str], T]
+#: Steps that show what a loop does with gradients: the second one begins with what the first has left.
+WATCHED_STEPS = 2
+HOLD = "give session.replicate(model, optimizer, overlap=False)"
 
 
 class Replicated:
@@ -33,65 +56,190 @@ class Replicated:
         replica: TorchReplica,
         exchange: Exchange,
         crossing: Crossing,
+        scope: Scope,
+        others: OtherLoops,
         *,
+        first_step: int,
+        overlap: bool | None,
+        served: bool,
         weight: Callable[[], float],
         ended: Callable[[int, float, float], None],
+        wait: Wait[Any],
     ) -> None:
-        """``weight()``: by what this worker's gradient of the step counts in its group; the group's weights add up to 1.
-        ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread."""
-        self.replica, self.exchange = replica, exchange
-        self.step = 0
-        self._crossing, self._weight, self._ended = crossing, weight, ended
-        self._factor = 1.0
-        self._in_step = False  # a forward with gradients has begun
-        self._handing_over = False  # the backward that comes is the step's last
+        """Made once the exchange has started.
+
+        ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: by
+        what this worker's gradient counts in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
+        called after each step, on the loop's thread. ``wait`` for a coroutine in the caller's thread."""
+        self.replica, self.exchange, self.scope = replica, exchange, scope
+        self.step = first_step
+        self.others = others
+        self._crossing, self._weight, self._ended, self._wait = crossing, weight, ended, wait
+        self._served = served
+        self._whole = WholeGradients(replica, scope, self._wait_for_sum)
+        self._guards = Guards(replica, served=served)
+        self._watched_until = first_step + WATCHED_STEPS
+        self._decided = overlap is not None or not exchange.exchanges(first_step)
+        self._returns = overlap is not True  # optimizer.step() returns with all parameters there
+        self._gone = {name: GoneGradient(parameter) for name, parameter in replica.named.items()}
+        self._views = replica.gradient_views()
+        self._tolerance = tolerance_of([parameter.dtype for parameter in replica.parameters])
+        self._in_backward = False
+        self._backwards = 0  # of this step, outside of accumulating()
+        self._asked = False  # the loop does something that held gradients are needed for
+        self._leaving = False  # overlapped: a backward of this step has handed gradients over
+        self._adding = False  # overlapped: a backward of this step has added to gradients
+        self._carried = False  # overlapped: the step before has not exchanged its gradients, and they are added to
+        self._zeroed = "no"
+        self._settings: int = 0  # of the optimizer when this step's backward began
+        self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._only_adding = False  # within accumulating()
         self._updating = False  # the replica runs the local optimizer
-        self._began_s = self._crossing.loop.time()
+        self._updated = False  # a closure has run it already
+        self._begun = -1  # the step that the exchange knows of; on the loop's thread
+        self._began_s = crossing.loop.time()
         self._undo: list[Callable[[], None]] = []
-        self._hook(replica.model, replica.parameters)
+        for parameter in replica.parameters:
+            if parameter.grad is not None:  # the caller's own, from before
+                parameter.grad = parameter.grad.clone()
+        replica.clears = False
+        replica.connect(self._bucket_ready)
+        self._hold(overlap is False or not self._decided)
+        if not self._decided:
+            self._whole.watch = Watch()
+        self._hook()
         self._patch(replica.optimizer)
+        self._guards.passed(sampled=self._returns, keep=self.held)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Forward and backward in here only add to the gradients; the last ones of a step must be outside."""
+        """A backward in here only adds to the gradients; the last one of a step must be outside."""
         self._only_adding = True
         try:
             yield
         finally:
             self._only_adding = False
 
+    def whole(self, what: str) -> list[nn.Parameter]:
+        """The parameters, with gradients that are whole, for ``what``. Raises `TaskError` where gradients have left."""
+        if not self.held:
+            raise TaskError(f"{what} needs gradients that are held back until optimizer.step(): {HOLD}")
+        if self._whole.unsummed:
+            raise TaskError(f"{what}: the last backward() of a step must be outside of accumulating()")
+        self._asked = True
+        return self.replica.parameters
+
     def detach(self) -> None:
         """Give model and optimizer back as they came."""
         self.replica.release()
+        self._guards.release()
+        self._whole.release_hooks()
         while self._undo:
             self._undo.pop()()
+        for parameter in self.replica.parameters:
+            if isinstance(parameter.grad, GoneGradient):
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = plain(parameter.grad)
 
-    # The model.
+    def check_weights(self) -> None:
+        """Raise `TaskError` where they were changed by hand and that would be lost. While the caller's thread waits."""
+        self._guards.check_weights(sampled=self._returns)
 
-    def _hook(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        before = model.register_forward_pre_hook(self._before_forward, prepend=True)
-        after = model.register_forward_hook(self._after_forward)
-        weights = [parameter.register_hook(self._weigh) for parameter in parameters]  # type: ignore[no-untyped-call]
-        self._undo += [handle.remove for handle in (before, after, *weights)]
+    def backward(self, total: Tensor, weight: Tensor | float) -> float:
+        """``total`` is the sum of this worker's losses, of which ``weight`` is the number (or the sum of weights): backward of the
+        mean over all workers of the scope. Returns that mean."""
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise TaskError("session.backward(total, weight): total must be a tensor of one element, the sum of the losses")
+        sums = self._wait(self.scope.sum_numbers(float(total.detach()), float(weight)), "the sum of weights")
+        if not sums[1] > 0:
+            raise TaskError(f"session.backward(total, weight): the weights of all workers add up to {sums[1]:g}")
+        share = self._weight()  # divided out again: the gradient is multiplied by it
+        (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
+        return float(sums[0] / sums[1])
+
+    # Hooks. What arrives of a backward, and its end.
+
+    def _hook(self) -> None:
+        replica = self.replica
+        forward = replica.model.register_forward_pre_hook(OwnHook(self._before_forward), prepend=True)
+        self._undo.append(forward.remove)
+        self._adopt()
+        for name, parameter in replica.named.items():
+            hook = parameter.register_hook(OwnHook(partial(self._arriving, name, parameter)))  # type: ignore[no-untyped-call]
+            self._undo.append(hook.remove)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._crossing.check_thread("the forward of a replicated model")
-        if torch.is_grad_enabled() and not self._in_step:
-            self._in_step = True
-            self._factor = self._weight()
-            self._crossing.loop.call_soon_threadsafe(self.exchange.begin_step, self.step)
-            self.replica.begin_step(self.step)
-        elif not self._in_step:  # an evaluation: it, too, waits for the parameters
+        self._adopt()
+        if not self._leaving:
             self.replica.begin_step(self.step)
 
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._handing_over = not self._only_adding
-            self.replica.begin_backward(last=self._handing_over and self.exchange.exchanges(self.step))
+    def _adopt(self) -> None:
+        """Hooks of the user's on parameters see whole gradients, as in one process."""
+        if self._whole.adopt_hooks():
+            self._asked = True
+            if not self.held:
+                raise TaskError(f"a hook on a parameter (register_hook) would see this worker's part of its gradient alone: {HOLD}")
 
-    def _weigh(self, gradient: Tensor) -> Tensor | None:
-        return None if self._factor == 1.0 else gradient * self._factor
+    def _arriving(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Autograd is about to add ``gradient`` to the parameter's."""
+        if gradient.layout is not torch.strided:
+            raise TaskError(f"the gradient of {name!r} is sparse, which cannot be summed over workers: use Embedding(sparse=False)")
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ended)
+            self._settings = checksum(settings_of(self.replica.optimizer))
+            if not self.held:
+                self._begin_overlapped()
+            elif not self._decided and not self._backwards:
+                self._asked |= any(each.grad is not None and bool(each.grad.any()) for each in self.replica.parameters)
+        if self.held:
+            self._whole.arriving(name, parameter)
+        elif parameter.grad is self._gone[name]:
+            parameter.grad = self._views[name]
+
+    def _begin_overlapped(self) -> None:
+        replica = self.replica
+        if self._leaving:
+            raise TaskError(
+                "backward() a second time in a step, or after optimizer.step() was left out: the gradients of the first one have "
+                f"left. Put all but the last within session.accumulating(), or {HOLD}"
+            )
+        if not self._adding and not self._carried:
+            if self._zeroed == "no" and any(self._is_left(name, parameter) for name, parameter in replica.named.items()):
+                raise TaskError(
+                    "gradients of the step before are still there, and backward() would add to them: call optimizer.zero_grad(), "
+                    f"or {HOLD}"
+                )
+            for parameter in replica.parameters:
+                parameter.grad = None
+        replica.divisor = 1.0 / weight if (weight := self._weight()) else float("inf")
+        self._adding = True
+        self._leaving = not self._only_adding and self.exchange.exchanges(self.step)
+        replica.begin_backward(last=self._leaving)
+        # Now, for servers may answer with the next parameters while backward goes on.
+        self._guards.check(sampled=True)
+        self._weights = self._sample()
+
+    def _sample(self) -> tuple[float, float]:
+        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.sample_parameters()])
+
+    def _is_left(self, name: str, parameter: nn.Parameter) -> bool:
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        return gradient is self._gone[name] or bool(gradient.any())
+
+    def _backward_ended(self) -> None:
+        self._in_backward = False
+        if self.held:
+            self._backwards += not self._only_adding
+            self._whole.end_backward(self._weight(), only_adding=self._only_adding)
+            return
+        for name, parameter in self.replica.named.items():
+            if parameter.grad is not None:
+                parameter.grad = self._gone[name]
 
     # The optimizer. It keeps its class and its identity, so that schedules, and code that looks at it, go on working.
 
@@ -102,22 +250,21 @@ class Replicated:
         }  # a schedule wraps step
 
         @wraps(step_before)
-        def step(self_: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if self._updating:
-                return step_before() if closure is None else step_before(closure)
-            if closure is not None:
-                raise TaskError("optimizer.step(closure) computes gradients several times a step; call step() without a closure")
+                return None if self._updated else step_before()
             self_._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look at it
+            if closure is not None:
+                return self._step_with(closure, step_before)
             self.end_step()
             return None
 
         @wraps(zero_before)
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
-            # Between steps gradients may be on their way, and are zeroed when the next step takes their memory back.
-            if self._in_step:
-                for parameter in self.replica.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.zero_()
+            if self.held:
+                zero_before(set_to_none)
+            else:
+                self._zero_overlapped(set_to_none)
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -128,22 +275,167 @@ class Replicated:
 
         self._undo.append(restore)
 
+    def _zero_overlapped(self, set_to_none: bool) -> None:
+        if self._leaving:
+            raise TaskError(f"zero_grad() between backward() and optimizer.step(): the gradients have left. {HOLD.capitalize()}")
+        if self._carried:
+            if self._adding:
+                raise TaskError("zero_grad() after backward(), with gradients of steps before added up ([exchange] every)")
+            return  # they are exchanged together with those of the steps to come
+        self._zeroed, self._adding = "to None" if set_to_none else "to zero", False
+        for parameter in self.replica.parameters:
+            parameter.grad = None
+
     def end_step(self) -> None:
         """``optimizer.step()``. Raises what broke the exchange."""
-        if not self._handing_over:
-            raise TaskError(
-                "optimizer.step() without a forward and a backward of the replicated model before it (outside of accumulating())"
-            )
-        self.replica.end_backward()
-        exposed_s = self.replica.waited_s
-        self._handing_over = self._in_step = False
-        self._updating = True
+        replica = self.replica
+        self._guards.check(sampled=self.held)
+        state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
+        own = self._end_held(state) if self.held else self._end_overlapped(state)
+        exposed_s = replica.waited_s
         waited = self._crossing.loop.time()
+        self._updating = True
         try:
-            self._crossing.wait(self.exchange.end_step(), "optimizer.step()")
+            hold = self._wait(self._exchange(state), "optimizer.step()")
         finally:
             self._updating = False
+        if self._returns:
+            replica.take_all()
         now = self._crossing.loop.time()
         self._crossing.loop.call_soon_threadsafe(self._ended, self.step, now - self._began_s, exposed_s + now - waited)
         self._began_s = now
         self.step += 1
+        self._backwards, self._adding, self._leaving, self._zeroed = 0, False, False, "no"
+        for name, gradient in own.items():
+            replica.named[name].grad = gradient
+        if not self._decided:
+            self._watch_on(hold)
+        self._guards.passed(sampled=self._returns, keep=self.held)
+
+    def _end_held(self, state: StepState) -> dict[str, Tensor | None]:
+        """Hand over what stands in ``grad``. Returns it."""
+        replica, scope = self.replica, self.scope
+        if self._whole.unsummed:
+            raise TaskError("optimizer.step(): the last backward() of a step must be outside of accumulating()")
+        own = {name: parameter.grad for name, parameter in replica.named.items()}
+        gradients = {name: plain(gradient) for name, gradient in own.items() if gradient is not None}
+        if not gradients and not self._updated:
+            raise TaskError("optimizer.step() without a forward and a backward of the replicated model before it")
+        if self._served and getattr(replica.optimizer, "grad_scale", None) is not None:
+            raise TaskError(
+                "model servers run the optimizer, so it cannot unscale gradients: call scaler.unscale_(optimizer) before"
+            )
+        replica.without = frozenset(own.keys() - gradients.keys())
+        self._guards.check_unused(replica.without)
+        # Each worker contributes a part of what is the same on all: the exchange sums over a group.
+        replica.divisor = scope.group.size / scope.groups
+        replica.fill_gradients(gradients)
+        state.weights = self._sample()
+        if not scope.alone:
+            state.without = checksum(sorted(replica.without))
+            state.gradients = sum_and_norm(list(gradients.values())) if gradients else (0.0, 0.0)
+        if not self._decided:
+            watch = self._whole.watch
+            used = watch is not None and watch.used
+            replaced = any(gradient is not None and type(gradient) is not WatchedGradient for gradient in own.values())
+            changed = self._served and state.settings != self._settings
+            self._asked |= used or replaced or changed or self._backwards != 1 or self._whole.incomplete
+            state.holds = self._asked
+        for name, view in self._views.items():
+            replica.named[name].grad = view
+        replica.begin_backward(last=True)
+        replica.end_backward()
+        return own
+
+    def _end_overlapped(self, state: StepState) -> dict[str, Tensor | None]:
+        replica = self.replica
+        if not self._adding or (self.exchange.exchanges(self.step) and not self._leaving):
+            raise TaskError(
+                "optimizer.step() without a forward and a backward of the replicated model before it (outside of accumulating())"
+            )
+        missing = replica.missing()
+        if missing and self._zeroed != "to zero" and not self._carried:
+            raise TaskError(
+                f"no gradient has reached {missing[0]!r} in this step, though in the first one it had one. Whether others have one "
+                f"is known too late: {HOLD}"
+            )
+        left = [n for n, p in replica.named.items() if p.grad is not self._gone[n] and n not in missing]
+        if left:
+            raise TaskError(f"the gradient of {left[0]!r} was replaced after backward(), when it had left: {HOLD}")
+        if self._served and state.settings != self._settings:
+            raise TaskError(
+                "the optimizer's settings (a learning rate?) were changed between backward() and optimizer.step(): gradients had "
+                f"left for the model servers with the old ones. Change them before backward() or after optimizer.step(), or {HOLD}"
+            )
+        state.weights = self._weights
+        self._carried = not self.exchange.exchanges(self.step)
+        replica.without = frozenset()
+        replica.end_backward()
+        return {}
+
+    def _step_with(self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """``optimizer.step(closure)``: each evaluation gives loss and gradients of all workers, who so do the same."""
+        if self._served:
+            raise TaskError(f"model servers run the optimizer, so optimizer.step(closure) is not possible: use {LOCAL}")
+        if self.replica.settings.clip_norm:
+            raise TaskError("optimizer.step(closure) with [optimizer] clip_norm: clip in the closure, by session.clip_grad_norm_()")
+        self.whole("optimizer.step(closure)")
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if self.scope.alone:
+                return loss
+            part = float(loss) * self._weight() / self.scope.groups
+            (total,) = self._wait(self.scope.sum_numbers(part), "the sum of losses")
+            return torch.full_like(loss, total) if isinstance(loss, Tensor) else total
+
+        result = step(evaluate)
+        self._updated = True
+        try:
+            self.end_step()
+        finally:
+            self._updated = False
+        return result
+
+    # The way of gradients.
+
+    def _wait_for_sum(self, summing: Coroutine[Any, Any, None]) -> None:
+        self._wait(self.others.wait("sums", self.scope.sums, summing), "the sum of gradients")
+
+    def _hold(self, held: bool) -> None:
+        self.held = self.replica.holding = held
+
+    def _watch_on(self, hold: bool) -> None:
+        """A step is over that was watched. ``hold``: by a loop that needs held gradients."""
+        for parameter in self.replica.parameters:
+            if parameter.grad is not None:
+                parameter.grad = plain(parameter.grad)
+        if hold or self.step >= self._watched_until:
+            self._decided, self._whole.watch = True, None
+            self._hold(hold)
+
+    # On the loop's thread.
+
+    def _bucket_ready(self, bucket: Bucket) -> None:
+        self._begin()
+        self.exchange.bucket_ready(bucket)
+
+    def _begin(self) -> None:
+        if self._begun != self.step:
+            self._begun = self.step
+            self.exchange.begin_step(self.step)
+
+    async def _exchange(self, state: StepState) -> bool:
+        """Whether gradients are held from now on."""
+        self._begin()
+        hold = [state.holds]
+
+        async def agree() -> None:
+            hold[0] = await self.scope.agree(state)
+
+        async def both() -> None:
+            await together(self.exchange.end_step(), agree())
+
+        await self.others.wait("steps", self.step, both())
+        return hold[0]

@@ -17,9 +17,8 @@ A coroutine (`join`) does the same with ``await``, and computes in ``await sessi
 Started by ``zmqtrain launch FILE script.py`` the script runs once on each worker. Started without a launcher it is a world of one
 worker, which works just the same: handy for trying it out, and in a debugger.
 
-What differs from training alone: a loss is a *mean* over the worker's samples, and counts by their number; to clip gradients set
-``[optimizer] clip_norm``, since they have left by the time that ``backward`` returns; call ``settle()`` before you read or save
-parameters yourself.
+What differs from training alone: a loss is a *mean* over the worker's samples, and counts by their number; others are for
+`Session.backward`. What loops may do, and what is refused, is in docs/sessions.md.
 """
 
 from __future__ import annotations
@@ -46,12 +45,39 @@ Number = float | int | str | bool
 class Session(Place):
     """A worker of the run, for plain code. Made by `session`; to be used by the thread that made it."""
 
-    def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+    def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
         """Keep model and optimizer in touch with the other workers from now on; all begin with rank 0's parameters.
 
-        Returns the very same two. Every worker must call it, with models and optimizers of one kind; once a session.
+        ``overlap``: whether gradients leave while backward goes on. With False they are summed over the workers when backward
+        returns, and are then the loop's to read and change until ``optimizer.step()``. By default the first step shows which of
+        the two the loop needs. With True, ``optimizer.step()`` does not wait for the parameters either: the next forward does,
+        layer by layer, and whoever reads parameters otherwise calls `settle` before.
+
+        Returns the very same two. Every worker must call it, with models and optimizers of one kind; once a session. Raises
+        `TaskError` and `UsageError` for what cannot be kept right.
         """
-        return self._wait(self._core.replicate(model, optimizer), "replicate()")
+        return self._wait(self._core.replicate(model, optimizer, overlap), "replicate()")
+
+    def backward(self, total: Tensor, weight: Tensor | float) -> float:
+        """``backward()`` of a loss whose mean is weighted: ``total`` is the *sum* of this worker's losses, ``weight`` the sum of
+        their weights (how many tokens or samples count, or the weights of their classes). The gradient is that of the sum of
+        totals over the sum of weights, of all workers; returns that mean loss.
+
+        ::
+
+            total = cross_entropy(output, target, weight=classes, reduction="sum")
+            session.backward(total, classes[target].sum())
+        """
+        return self._core.backward(total, weight)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of the whole gradient, with the result that one process has. Between ``backward()``
+        and ``optimizer.step()``."""
+        return self._core.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """`torch.nn.utils.clip_grad_value_` of the whole gradient."""
+        self._core.clip_grad_value_(clip_value)
 
     def batches(self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None) -> Iterator[Any]:
         """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
@@ -113,10 +139,22 @@ class AsyncSession(Place):
         """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` belong there."""
         return await self._thread.submit(partial(function, *arguments))
 
-    async def replicate(self, model: M, optimizer: O) -> tuple[M, O]:
+    async def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
         """As `Session.replicate`."""
         wait = self._core.crossing.wait
-        return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer)), "replicate()"))
+        return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer, overlap)), "replicate()"))
+
+    def backward(self, total: Tensor, weight: Tensor | float) -> float:
+        """As `Session.backward`; used within what `run` calls."""
+        return self._core.backward(total, weight)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As `Session.clip_grad_norm_`; used within what `run` calls."""
+        return self._core.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """As `Session.clip_grad_value_`; used within what `run` calls."""
+        self._core.clip_grad_value_(clip_value)
 
     async def batches(
         self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None

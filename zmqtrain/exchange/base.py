@@ -125,6 +125,11 @@ class Replica(Protocol):
         """The exchange broke: every wait for parameters, now and later, raises ``error`` instead. Called on the loop's thread;
         ``end_step`` and ``settle`` raise the error as well."""
 
+    def judged(self, finite: bool, step: int) -> bool:
+        """Hear whether the gradient of ``step``, that of all who update together, is finite; where it is not, nobody updates by it.
+        For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
+        ...
+
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
         parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.
@@ -190,9 +195,10 @@ class Exchange(Protocol):
     async def settle(self) -> None:
         """Wait until the parameters of all buckets are there (before evaluation, checkpoints and the end)."""
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         """Have servers, if there are any, keep their parts of the checkpoint at ``step`` as they are now. Called by worker 0 only,
-        after its group's step and before the next. ``last``: no group trains any more."""
+        after its group's step and before the next. ``last``: no group trains any more. Not ``in_turn``: groups have been stopped
+        wherever they were."""
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
         """With `RunModel.SERVERS`, all workers of group 0 together: take the parameters that the servers have at a moment after

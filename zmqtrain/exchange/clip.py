@@ -1,4 +1,4 @@
-"""Clipping a group's gradient by its norm, while its buckets are exchanged one by one."""
+"""What follows from the norm of a whole gradient, while its buckets are exchanged one by one: clipping, or passing it over."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from zmqtrain.wire.tensor import TensorPayload
 class GroupClip:
     """Collects one step's sum of squares at one worker, and then holds the factor to scale by. Made on the loop's thread."""
 
-    __slots__ = ("_clip_norm", "_missing", "_total", "factor", "squares")
+    __slots__ = ("_clip_norm", "_judges", "_missing", "_total", "factor", "nothing", "squares")
 
-    def __init__(self, buckets: int, clip_norm: float) -> None:
+    def __init__(self, buckets: int, clip_norm: float, *, judges: bool = False) -> None:
+        """``clip_norm``: 0 for no clipping. ``judges``: a gradient that is not finite is nothing; else it stays what it is."""
+        self._judges = judges
         self._missing = buckets
+        self.nothing = False
+        """Whether the whole gradient is not finite, so that nothing can be made of it. Known with `factor`."""
         self._clip_norm = clip_norm
         self._total = np.zeros(1)
         #: To be summed over the group once `add` has returned True; float64, so that it hardly depends on the cut.
@@ -31,10 +35,16 @@ class GroupClip:
         self._missing -= 1
         return self._missing == 0
 
-    def decide(self) -> None:
-        """`squares` holds the whole group's sum now."""
+    def decide(self) -> bool:
+        """`squares` holds the whole sum now. Returns whether it is finite."""
+        total = float(self._total[0])
+        if self._judges and not math.isfinite(total):
+            self.nothing = True
+            self.factor.set_result(0.0)
+            return False
         # As torch.nn.utils.clip_grad_norm_.
-        self.factor.set_result(min(1.0, self._clip_norm / (math.sqrt(float(self._total[0])) + 1e-6)))
+        self.factor.set_result(min(1.0, self._clip_norm / (math.sqrt(total) + 1e-6)) if self._clip_norm else 1.0)
+        return True
 
 
 def square(payload: Payload) -> float:

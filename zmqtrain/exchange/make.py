@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
@@ -37,10 +39,14 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
     call), rather than bucket by bucket where it can.
     """
     topology, placement, role = context.topology, context.placement, context.role
+    scaled = topology.compute.precision == "float16" and not whole_updates
+    whole_updates = whole_updates or scaled  # whether a scaled gradient is finite is known when all of it is there
     kind, overlap = topology.exchange.kind, topology.compute.overlap
     every = topology.exchange.every_steps(placement.groups)
     if kind == "model_server":
         settings = ModelServerSettings.of(topology, placement, role, context.ladder)
+        if not scaled:
+            settings = replace(settings, judges=False)
         return ModelServerExchange(context.endpoint, settings, recorder=context.recorder)
 
     def group(name: str, members: tuple[str, ...]) -> Group:

@@ -57,6 +57,11 @@ class ModelServerExchange:
         self._recorder: Recorder = recorder or NullRecorder()
         members = settings.groups[settings.group]
         self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
+        self._judges = self._group
+        if settings.policy == "sync":
+            everybody = tuple(peer for group in settings.groups for peer in group)
+            rank = everybody.index(endpoint.peer)
+            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.wait_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
@@ -120,7 +125,10 @@ class ModelServerExchange:
         self._under_way.begin(step, len(self._replica.buckets))
         # Now, since a schedule may move on before the last bucket is pushed.
         self._changed = differing(self._compensation.of(self._replica.hyperparameters()), self._base)
-        self._clip = GroupClip(len(self._replica.buckets), self._settings.clip_norm) if self._clips_itself else None
+        clips = self._clips_itself
+        if clips or self._settings.judges:
+            clip_norm = self._settings.clip_norm if clips else 0.0
+            self._clip = GroupClip(len(self._replica.buckets), clip_norm, judges=self._settings.judges)
 
     def exchanges(self, step: int) -> bool:
         return True
@@ -136,9 +144,9 @@ class ModelServerExchange:
     async def settle(self) -> None:
         await self._under_way.settle()
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         """Servers that others may change in the next moment show what they keep, too: `read` takes that."""
-        await self._ask_servers("checkpoint", step, self.moves and not last, not last)
+        await self._ask_servers("checkpoint", step, self.moves and not last, in_turn and not last)
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
         """What a group reads for its next step is of many moments, bucket by bucket, while others push: then it reads once more.
@@ -257,26 +265,27 @@ class ModelServerExchange:
         if group.size > 1:
             with recorder.span(f"reduce_scatter {name}", "send", step=step):
                 await reduce_scatter(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
-        if clip is not None:
-            await self._clip_in_group(clip, bucket, step)
+        passed_over = clip is not None and not await self._judge(clip, bucket, step)
         mine = self._mine[bucket.index]
         with recorder.span(f"exchange {name}", "receive", step=step):
             if len(mine) == 1:
-                await self._exchange_piece(bucket, mine[0], step, changed)
+                await self._exchange_piece(bucket, mine[0], step, changed, passed_over)
             else:
-                await together(*(self._exchange_piece(bucket, piece, step, changed) for piece in mine))
+                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over) for piece in mine))
         if group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
                 await all_gather(group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
         self._replica.parameters_ready(bucket)
 
-    async def _exchange_piece(self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None) -> None:
+    async def _exchange_piece(
+        self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None, passed_over: bool
+    ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
-        is free then."""
+        is free then. ``passed_over``: nobody is to update by it."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
-        gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed).to_value()
+        gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed, passed_over).to_value()
         server = self._settings.servers[piece.server]
-        message = self._compressor.encode(str(piece.index), gradient) if self._compressor else gradient
+        message = self._compressor.encode(str(piece.index), gradient) if self._compressor and not passed_over else gradient
         self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
@@ -311,16 +320,24 @@ class ModelServerExchange:
     def _clips_itself(self) -> bool:
         return self._settings.clip_norm > 0 and not self.synchronous
 
-    async def _clip_in_group(self, clip: GroupClip, bucket: Bucket, step: int) -> None:
-        """Wait until the gradients of all buckets are there, then scale this worker's part of the bucket."""
+    async def _judge(self, clip: GroupClip, bucket: Bucket, step: int) -> bool:
+        """Wait until the gradients of all buckets are there, then scale this worker's part of the bucket. Returns whether the whole
+        gradient is finite."""
         own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
         if clip.add(sum(square(part) for part in own)):
-            await all_reduce(self._group, clip.squares, ("norm", step))
-            clip.decide()
+            judges = self._settings.judges
+            await all_reduce(self._judges if judges else self._group, clip.squares, ("norm", step))
+            finite = clip.decide()
+            if judges and self._replica is not None:
+                self._replica.judged(finite, step)
         factor = await clip.factor
         if factor < 1.0:
             for part in own:
-                part.scale_(factor)
+                if clip.nothing:
+                    _clear(part)
+                else:
+                    part.scale_(factor)
+        return not clip.nothing
 
     def _replica_started(self) -> Replica:
         assert self._replica is not None, "start() comes first"
@@ -330,6 +347,12 @@ class ModelServerExchange:
         if caller in self._settings.servers:
             self._under_way.fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
         return None
+
+
+def _clear(part: Payload) -> None:
+    """What is not finite would stay so, multiplied by 0."""
+    if isinstance(part, TensorPayload):
+        part.tensor.zero_()
 
 
 def _descriptions(bucket: Bucket) -> list[BucketDescription]:

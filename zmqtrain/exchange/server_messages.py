@@ -131,9 +131,13 @@ class PushMeta:
     """The version of the piece that the gradient was computed with."""
     hyperparameters: Mapping[str, Value] | None = None
     """Those of the optimizer's that differ from the configuration at this step, if any."""
+    passed_over: bool = False
+    """Nobody is to update by it: the whole gradient was not finite. It counts as an update that changes nothing."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
+        if self.passed_over:
+            return [*head, dict(self.hyperparameters or {}), True]
         return [*head, dict(self.hyperparameters)] if self.hyperparameters else head
 
     @classmethod
@@ -144,6 +148,8 @@ class PushMeta:
                 return cls(group, version)
             case [int(group), int(version), dict(hyperparameters)]:
                 return cls(group, version, hyperparameters)
+            case [int(group), int(version), dict(hyperparameters), True]:
+                return cls(group, version, hyperparameters, True)
         raise ProtocolError(f"a push says {value!r:.100} of itself, which is no group, version and hyperparameters")
 
 
@@ -202,8 +208,9 @@ def norm_tag(number: int) -> Tag:
 
 
 def differing(now: OptimizerSpec, base: OptimizerSpec) -> Sequence[Mapping[str, Value] | None]:
-    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none."""
+    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none. What a schedule has
+    added for itself is none of the optimizer's."""
     return [
-        {key: value for key, value in group.items() if first.get(key) != value} or None
+        {key: value for key, value in group.items() if key in first and first[key] != value} or None
         for group, first in zip(now.groups, base.groups, strict=True)
     ]

@@ -32,6 +32,8 @@ class ModelServerSettings:
     compression: str = "none"
     compression_ratio: float = 0.01
     clip_norm: float = 0.0
+    judges: bool = False
+    """Whether gradients may be other than finite, and are passed over then, by all workers that wait for each other."""
     overlap: bool = True
     """Exchange buckets during backward and the next forward, instead of between them."""
     request_s: float = 60.0
@@ -62,6 +64,7 @@ class ModelServerSettings:
             compression=exchange.compression,
             compression_ratio=exchange.compression_ratio,
             clip_norm=topology.optimizer.clip_norm,
+            judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,
             request_s=ladder.request_s,
             wait_s=ladder.barrier_s,

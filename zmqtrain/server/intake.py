@@ -30,6 +30,8 @@ class Push:
     version: int
     gradient: Gradient
     hyperparameters: Mapping[str, Value] | None = None
+    passed_over: bool = False
+    """The group's whole gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Update:
     hyperparameters: Mapping[str, Value] | None
     reads: tuple[tuple[int, int, int], ...]
     """(group, step, version that it had read) of each gradient in the update."""
+    passed_over: bool = False
+    """It counts, but changes nothing."""
 
 
 EventKind = Literal["step", "left", "keep", "show"]
@@ -204,7 +208,8 @@ class _Unit:
                 of_piece = [by_piece[piece] for by_piece in pushes]
                 gradient = self._sums.pop(piece).mean() if self._make_sum is not None else of_piece[0].gradient
                 reads = tuple((push.group, push.step, push.version) for push in of_piece)
-                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads))
+                passed_over = any(push.passed_over for push in of_piece)
+                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads, passed_over))
         return Batch(tuple(updates), self.pieces, decision.answer, decision.reason)
 
 

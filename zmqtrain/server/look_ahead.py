@@ -15,11 +15,12 @@ from zmqtrain.exchange.momentum import explicit_of
 class LookAhead:
     """Makes a piece's updates, each of which ends as far ahead as the momentum then tells. Not ahead at all: plain updates."""
 
-    __slots__ = ("_horizon", "ahead")
+    __slots__ = ("_horizon", "_spare", "ahead")
 
     def __init__(self, horizon: float) -> None:
         """``horizon``: updates to look ahead; 0: none."""
         self._horizon = horizon
+        self._spare: Tensor | None = None
         self.ahead: Tensor | None = None
         """By how much the values are ahead, of their size; ``None``: not at all. A checkpoint keeps it."""
 
@@ -31,13 +32,15 @@ class LookAhead:
         if not far and self.ahead is None:
             step()
             return
-        before = values.detach().clone()
+        before = torch.empty_like(values) if self._spare is None else self._spare
+        before.copy_(values)
         step()
         moved = torch.sub(values, before, out=before).mul_(far)
         values.add_(moved)
         if self.ahead is not None:
             values.sub_(self.ahead)
-        self.ahead = moved if far else None
+        # Memory that was there before costs half of what the kernel hands out page by page.
+        self.ahead, self._spare = (moved, self.ahead) if far else (None, None)
 
     def _far(self, group: Mapping[str, Any], updates: int) -> float:
         momentum = explicit_of(group)

@@ -344,6 +344,9 @@ class ModelServer:
     def _apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         for update in updates:
             held = self._held[update.piece]
+            if update.passed_over:
+                held.version += 1
+                continue
             held.update(update.gradient, update.hyperparameters, factor)
             self._sensors.applied(held, update.gradient, update.reads[0][2])
 

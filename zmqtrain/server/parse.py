@@ -43,7 +43,7 @@ def parse_push(sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, He
             f"which has {piece.piece.numel} of {piece.dtype}"
         )
     piece.check_hyperparameters(meta.hyperparameters)
-    return Push(meta.group, step, index, meta.version, piece.gradient(payload), meta.hyperparameters)
+    return Push(meta.group, step, index, meta.version, piece.gradient(payload), meta.hyperparameters, meta.passed_over)
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ class HeldBucket:
     host_parameters: Tensor  # what the network sees; the same tensors without staging
     host_gradients: Tensor
     views: list[Tensor]  # of `gradients`, one a parameter
+    parameter_views: list[Tensor]  # of `parameters`, one a parameter
     missing: set[int]  # parameters without a gradient in this backward
     written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
     host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
@@ -40,9 +41,9 @@ def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, al
         parameters, gradients = (first.new_zeros(plan.numel) for _ in range(2))
         staging.pin(host_parameters)
         staging.pin(host_gradients)
-    views = views_of(plan, gradients, named)
+    views, parameter_views = views_of(plan, gradients, named), views_of(plan, parameters, named)
     with torch.no_grad():
-        for name, view, gradient in zip(plan.names, views_of(plan, parameters, named), views, strict=True):
+        for name, view, gradient in zip(plan.names, parameter_views, views, strict=True):
             parameter = named[name]
             view.copy_(parameter)
             parameter.data = view
@@ -51,7 +52,9 @@ def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, al
                 parameter.grad = gradient
     if staging is not None:
         host_parameters.copy_(parameters)
-    return HeldBucket(plan, parameters, gradients, host_parameters, host_gradients, views, set(), set(), host_gradients, views)
+    return HeldBucket(
+        plan, parameters, gradients, host_parameters, host_gradients, views, parameter_views, set(), set(), host_gradients, views
+    )
 
 
 def views_of(plan: BucketPlan, flat: Tensor, named: Mapping[str, nn.Parameter]) -> list[Tensor]:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zmqtrain.train.hooks import OwnHook
+
 
 class Layers:
     """Calls ``take(bucket)`` before a layer is called that uses the bucket's parameters. All in the compute thread."""
@@ -27,8 +29,15 @@ class Layers:
         self._called: set[str] = set()
         self._first: list[int] = sorted({bucket for needs in self._needs.values() for bucket in needs}, reverse=True)
         self._watches: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._watch(name)) for name, module in model.named_modules()
+            module.register_forward_pre_hook(OwnHook(self._watch(name))) for name, module in model.named_modules()
         ]
+        self._takers: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Leave the model alone from now on."""
+        for hook in (*self._watches, *self._takers):
+            hook.remove()
+        self._watches, self._takers = [], []
 
     def begin_forward(self) -> None:
         """Take what no layer would take in time."""
@@ -50,7 +59,8 @@ class Layers:
                 (first if taker is None else taken_by.setdefault(taker, set())).update(needs)
         modules = dict(self._model.named_modules())
         for name, buckets in taken_by.items():
-            modules[name].register_forward_pre_hook(self._taker(sorted(buckets, reverse=True)))
+            hook = OwnHook(self._taker(sorted(buckets, reverse=True)))
+            self._takers.append(modules[name].register_forward_pre_hook(hook))
         self._first = sorted(first, reverse=True)
 
     def _nearest_called(self, name: str) -> str | None:

@@ -136,10 +136,11 @@ class TrainLoop:
         try:
             async with asyncio.timeout(within_s):
                 if step not in self._kept:
-                    await self._have_servers_keep(step, save=True, last=True)
+                    last = self._ended_at is not None
+                    await self._have_servers_keep(step, save=True, last=last, in_turn=False)
                     await self._save(step)
                     async with asyncio.timeout(context.ladder.request_s):  # others may have given up
-                        state = await self._model_at(step, last=True)
+                        state = await self._model_at(step, last=last)
                     await self._send_model(step, state, alone=False)
                 await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
         except (ZmqTrainError, TimeoutError) as error:
@@ -160,11 +161,11 @@ class TrainLoop:
 
     # What is kept.
 
-    async def _have_servers_keep(self, step: int, *, save: bool, last: bool) -> None:
+    async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
         """Worker 0's business."""
         if self._context.role.index == 0 and self.work.keeps:
             if save:
-                await self.exchange.keep(step, last=last)
+                await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
 
     async def _save(self, step: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.train.task import Measure, Task, user_code
+from zmqtrain.train.weighting import ignores, parted, require_none_ignored, taken_apart
 
 Sums = npt.NDArray[np.float64]
 
@@ -24,7 +25,9 @@ class Metrics:
     """The loss and the task's metrics, each with a sum over samples and the number of samples."""
 
     def __init__(self, task: Task) -> None:
-        self._measures: Mapping[str, Measure] = {"loss": task.loss, **(task.metrics or {})}
+        measures = {"loss": task.loss, **(task.metrics or {})}
+        self._measures: Mapping[str, Measure] = {name: taken_apart(measure) for name, measure in measures.items()}
+        self._plain = {name for name, measure in self._measures.items() if ignores(measure)}
         self._guess = task.metrics is None  # accuracy, where the targets turn out to be classes
         self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
 
@@ -35,9 +38,13 @@ class Metrics:
     def add(self, sums: Sums, output: Any, target: Any, samples: int) -> None:
         """Add a batch of ``samples``."""
         for place, (name, measure) in enumerate(self._measures.items()):
+            if name in self._plain:
+                require_none_ignored(target)
             with user_code(f"the metric {name!r}(output, target)"):
-                value = float(measure(output, target))
-            sums[2 * place : 2 * place + 2] += value * samples, samples
+                value = measure(output, target)
+                pair = parted(value)
+                of = (float(value) * samples, samples) if pair is None else (float(pair[0]), float(pair[1]))
+            sums[2 * place : 2 * place + 2] += of
         if self._guess and _are_classes(output, target):
             sums[-2:] += float(accuracy(output, target)) * samples, samples
 

@@ -39,6 +39,7 @@ from zmqtrain.train.gates import Gate, Gates
 from zmqtrain.train.held_bucket import HeldBucket, hold, views_of
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
+from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
@@ -57,7 +58,7 @@ class ReplicaSettings:
     gate_timeout_s: float = 60.0
     """How long a layer waits for its parameters."""
     loss_scale: float = 1.0
-    """By what the caller multiplies losses; gradients are divided by it before they travel."""
+    """By what the caller multiplies losses at first; gradients are divided by it before they travel."""
 
 
 class TorchReplica:
@@ -109,18 +110,21 @@ class TorchReplica:
         )
         self.gates = Gates(len(self._held), settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
         places = {}
+        self._undo: list[Callable[[], None]] = []
         for index, held in enumerate(self._held):
             for place, name in enumerate(held.plan.names):
                 if held.views[place].nbytes >= SMALLEST_BYTES:
                     places[id(named[name])] = (index, place)
-                named[name].register_post_accumulate_grad_hook(partial(self._accumulated, index, place))  # type: ignore[no-untyped-call]
-        self._undo = [
+                hook = named[name].register_post_accumulate_grad_hook(partial(self._accumulated, index, place))  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
+        self._undo += [
             write_gradients_to(module, partial(self._memory_for, *places[id(module.weight)]))
             for module in model.modules()
             if type(module) is nn.Linear and id(module.weight) in places
         ]
         bucket_of = {id(named[name]): index for index, held in enumerate(self._held) for name in held.plan.names}
         self._layers = Layers(model, bucket_of, self._take)
+        self._undo.append(self._layers.remove)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[Bucket], None] | None = None
         self._step = 0
@@ -133,6 +137,17 @@ class TorchReplica:
         self._sharing: Sharing | None = None
         self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
+        self.divisor = settings.loss_scale
+        """By what gradients are divided when they are handed over."""
+        self.loss_scale: LossScale | None = None
+        """Where losses are scaled so that it depends on gradients: who judges them, and passes over updates by bad ones."""
+        self.holding = False
+        """Gradients are the caller's own tensors, which he copies into the buckets (`fill_gradients`) before they are handed over;
+        backward leaves the buckets alone."""
+        self.clears = True
+        """Whether a bucket's gradients are forgotten when it is taken back; otherwise the caller sees to that."""
+        self.without: frozenset[str] = frozenset()
+        """Parameters that the next local update passes over: they have no gradient."""
         self.sound: Callable[..., bool] = _always
         """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -181,6 +196,13 @@ class TorchReplica:
             else:
                 held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
         self.gates.arrive(bucket.index)
+
+    def judged(self, finite: bool, step: int) -> bool:
+        """Whether the gradient of ``step``, that of all who update together, is finite. Returns it."""
+        if self.loss_scale is not None and self.loss_scale.judged(finite):
+            scale, passed_over = self.loss_scale.value, self.loss_scale.passed_over
+            self._recorder.event("loss scale", step=step, scale=scale, passed_over=passed_over)
+        return finite
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
@@ -255,6 +277,15 @@ class TorchReplica:
         elif self._device.staging is not None:
             self._device.staging.synchronize()  # they may still be on their way to the host
 
+    def take_copies(self) -> None:
+        """What was given back so far is in the model's memory, also in a run that has been halted, where `take_all` only raises."""
+        for held in self._held:
+            if held.arrive is not None:
+                held.arrive()
+                held.arrive = None
+        if self._device.staging is not None:
+            self._device.staging.synchronize()
+
     def added_up(self) -> dict[str, Tensor]:
         """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
         replica's own memory."""
@@ -290,9 +321,71 @@ class TorchReplica:
             staging.to_host(held.parameters, held.host_parameters, _nothing)
         staging.synchronize()
 
+    # For a caller who sees to gradients himself, in the compute thread.
+
+    @property
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """The parameters by name, in the model's order."""
+        return self._named
+
+    def gradient_views(self) -> dict[str, Tensor]:
+        """Where the gradient of each parameter lies in its bucket."""
+        return {name: view for held in self._held for name, view in zip(held.plan.names, held.views, strict=True)}
+
+    def missing(self) -> list[str]:
+        """Parameters that no backward of this step has reached."""
+        return [name for held in self._held for place in held.missing if self._named[name := held.plan.names[place]].grad is None]
+
+    def fill_gradients(self, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Copy gradients, times ``factor``, to where the network sees them; zeros where there are none."""
+        staging = self._device.staging
+        for held in self._held:
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                gradient = gradients.get(name)
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+            if factor != 1.0:
+                held.gradients.mul_(factor)
+            if staging is not None:
+                staging.to_host(held.gradients, held.host_gradients, _nothing)
+        if staging is not None:
+            staging.synchronize()
+
+    def fetch_gradients(self, factor: float = 1.0) -> None:
+        """The network has changed the gradients: have them, times ``factor``, in `gradient_views`."""
+        for held in self._held:
+            if self._device.staging is not None:
+                self._device.staging.to_device(held.host_gradients, held.gradients, _nothing)()
+            if factor != 1.0:
+                held.gradients.mul_(factor)
+
+    def bind(self) -> list[str]:
+        """Let parameters whose ``data`` was replaced be part of their buckets again, with the new content. Returns their names."""
+        replaced = []
+        for held in self._held:
+            for name, view in zip(held.plan.names, held.parameter_views, strict=True):
+                parameter = self._named[name]
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.data)
+                    parameter.data = view
+                    replaced.append(name)
+        return replaced
+
+    def sample_parameters(self, most: int = 64) -> Tensor:
+        """A few elements of each bucket of parameters, the same ones each time."""
+        return torch.cat([held.parameters[:: -(-held.parameters.numel() // most)].double() for held in self._held])
+
+    def flat_parameters(self) -> list[Tensor]:
+        """Each bucket's parameters, in one run of memory."""
+        return [held.parameters for held in self._held]
+
     def _memory_for(self, index: int, place: int) -> Tensor | None:
         """Where backward may write the gradient of a parameter: its own place, for the first one since the bucket was taken."""
         held = self._held[index]
+        if self.holding:
+            return None
         if self._named[held.plan.names[place]].grad is not None or place in held.written:
             return None
         held.written.add(place)
@@ -300,6 +393,8 @@ class TorchReplica:
 
     def _accumulated(self, index: int, place: int, parameter: Tensor) -> None:
         """Autograd has added to a gradient. In autograd's thread (CUDA) or the compute thread (CPU)."""
+        if self.holding:
+            return
         held = self._held[index]
         view, grad = held.views[place], parameter.grad
         if grad is not view:  # the first since the bucket was taken
@@ -341,8 +436,8 @@ class TorchReplica:
             now = clock()
             self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
             held = self._held[index]
-            if self.settings.loss_scale != 1.0:
-                held.gradients.div_(self.settings.loss_scale)
+            if self.divisor != 1.0:
+                held.gradients.div_(self.divisor)
             travels = (held.gradients, held.host_gradients)
             if self._when is Optimize.BEFORE:
                 self._update_bucket(index)
@@ -402,10 +497,11 @@ class TorchReplica:
         if index not in self._handed_over:  # somebody has only looked at the parameters: gradients are still being added up
             return
         self._handed_over.discard(index)
-        # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
-        for name in held.plan.names:
-            self._named[name].grad = None
         held.written.clear()
+        if self.clears:
+            # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
+            for name in held.plan.names:
+                self._named[name].grad = None
 
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
@@ -424,6 +520,11 @@ class TorchReplica:
         if self._sharing is not None:
             self._sharing.taken(index)
 
+    def _finite(self) -> bool:
+        """Of the gradients that an update goes by. One synchronization."""
+        flats = [held.host_sums if self._device.staging is None else held.gradients for held in self._held]
+        return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
+
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
         with self._recorder.span("update", "compute", step=self._step):
@@ -438,11 +539,12 @@ class TorchReplica:
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
-                self._named[name].grad = view
-        if clip and self.settings.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
-        with user_code("the optimizer's step()"):
-            self.optimizer.step()
+                self._named[name].grad = None if name in self.without else view
+        if self.loss_scale is None or self.judged(self._finite(), self._step):
+            if clip and self.settings.clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+            with user_code("the optimizer's step()"):
+                self.optimizer.step()
         if staging is None:
             for index in range(len(self._held)):
                 self._read(index)

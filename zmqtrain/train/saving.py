@@ -74,6 +74,8 @@ class Saver:
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
         values |= {"random": random, "exchange": exchange.state_dict()}
+        if replica.loss_scale is not None:
+            values["loss_scale"] = replica.loss_scale.state()
         if self.data is not None:
             values["data"] = self.data.state_dict()
         added = _added_up(exchange, step)
@@ -117,6 +119,8 @@ class Saver:
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.publish()
         with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
             exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
             if self.data is not None:
                 self.data.load_state_dict(own.sidecar.get("data"))

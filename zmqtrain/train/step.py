@@ -18,12 +18,15 @@ from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
+from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, require_none_ignored
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
-#: By what losses are multiplied in float16 arithmetic, so that small gradients do not vanish; divided out again before gradients
-#: travel. A power of two: no digit is lost.
+#: By what losses are multiplied in float16 arithmetic, where it does not depend on gradients (`LossScale`): with models that are
+#: divided, or computed by FC servers. A power of two: no digit is lost.
 LOSS_SCALE = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
+#: Where to look at targets means to wait for the device, it is done in so many steps only.
+STEPS_LOOKED_AT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,22 @@ class TrainStep:
     The loss of n samples counts n / (the group's batch), so that the *sum* of a group's gradients is the gradient of its mean loss.
     """
 
-    def __init__(self, replica: TorchReplica, loss: Measure, device: Device, settings: StepSettings, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        replica: TorchReplica,
+        loss: Measure,
+        device: Device,
+        settings: StepSettings,
+        recorder: Recorder,
+        weights: WeightSums | None = None,
+    ) -> None:
+        """``weights``: for losses that give (sum, weight); None where the model is divided, and they are refused."""
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
         self._share = share_of_model(replica.model, settings.group_batch, loss)
+        self._weights, self._weight = weights, 0.0  # this step's, so far
+        self._weighted = False
+        self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
@@ -64,21 +79,28 @@ class TrainStep:
         backward of the micro-batch in question), and `TaskError`."""
         start = self._clock()
         replica, settings = self._replica, self._settings
-        scale = LOSS_SCALE[settings.precision] / (group_batch or settings.group_batch)
+        divisor = group_batch or settings.group_batch
         replica.model.train()
         replica.begin_step(step)
         self._share.waited_s()  # evaluations are no part of the step
         losses = self._losses.of_step(step)
         replica.sound = losses.sound
+        self._weight = 0.0
+        self._look(step, batch)
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
                 self._share.begin(step, number, len(parts))
-                loss, counted = self._forward(part)
+                loss, total, times, counted = self._forward(part)
                 losses.add(loss, counted, wait=not hand_over)
+            if number == 0:  # the forward has waited for the step before, so its gradient has been judged
+                loss_scale = replica.loss_scale.value if replica.loss_scale else LOSS_SCALE[settings.precision]
+                scale, replica.divisor = loss_scale / divisor, loss_scale
+            if self._weighted and number == len(parts) - 1:
+                self._weigh(step, scale, hand_over)
             replica.begin_backward(last=hand_over and number == len(parts) - 1)
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
-                (loss * (scale * counted)).backward()  # type: ignore[no-untyped-call]
+                (total * (scale * times)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
         exposed_s = replica.waited_s + self._share.waited_s()
         try:
@@ -88,22 +110,40 @@ class TrainStep:
             raise
         return StepResult(mean, losses.samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
 
-    def _forward(self, part: Batch) -> tuple[Tensor, int]:
-        """The loss, and of how many samples it is the mean."""
+    def _look(self, step: int, batch: Batch) -> None:
+        """Targets that the loss leaves out are noticed, where that costs no synchronization; else in the first steps."""
+        if self._looks and isinstance(batch.target, Tensor) and (batch.target.device.type == "cpu" or step < STEPS_LOOKED_AT):
+            require_none_ignored(batch.target)
+
+    def _weigh(self, step: int, scale: float, hand_over: bool) -> None:
+        """All weights of the step are known: gradients, which are of sums so far, are divided by them when they are handed over."""
+        if self._weights is None:
+            raise TaskError("Task.loss returned (sum, weight), which a model that is divided over a grid has no use for yet")
+        if not hand_over:
+            raise TaskError("Task.loss returned (sum, weight), which has no meaning over several steps: leave [exchange] every out")
+        self._replica.divisor = scale * self._weights.of_a_group(step, self._weight)
+
+    def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
+        """The mean loss; what backward begins with, and so many times; and the samples."""
         with autocast(self._device, self._settings.precision):
             with user_code("the model's forward"):
                 output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
-                return output.sum() * 0.0, 0  # others of the group have all of them, and wait for this worker's backward
+                nothing = output.sum() * 0.0
+                return nothing, nothing, 0, 0  # others of the group have all of them, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
                 loss = self._share.loss(self._loss, output, part.target)
+        if (pair := parted(loss)) is not None and pair[0].requires_grad:
+            total, weight = pair
+            self._weighted, self._weight = True, self._weight + float(weight)
+            return mean_of(total, weight), total, 1, part.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError(
                 f"Task.loss(output, target) returned {_describe(loss)}; it must return the mean loss as a tensor of one element "
-                "that depends on the model's parameters"
+                "that depends on the model's parameters, or the pair (sum, weight)"
             )
-        return loss, part.samples
+        return loss, loss, part.samples, part.samples
 
 
 def _describe(loss: Callable[..., Any] | object) -> str:

@@ -40,7 +40,9 @@ class Task:
     model: Callable[[], nn.Module]
     """Builds the model; called once on each worker, seeded alike on all."""
     loss: Measure
-    """``loss(output, target)``: the *mean* loss over the samples it is given."""
+    """``loss(output, target)``: the *mean* loss over the samples it is given. Where samples do not count alike, the pair
+    ``(sum, weight)``: the sum of the losses, and of their weights. torch's cross-entropy with class weights is taken apart so by
+    itself."""
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters; it may make several parameter groups of them."""
     train_data: Any

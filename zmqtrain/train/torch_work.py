@@ -26,19 +26,22 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.crossing import Crossing
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.fc_link import FcLink
+from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
 from zmqtrain.train.merged_step import Hyperparameters, MergedStep
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
-from zmqtrain.train.shares import Shares
+from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
+from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
 
@@ -65,6 +68,8 @@ class TorchWork:
     def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members) -> None:
         compute, role = context.topology.compute, context.role
         self._context, self._device = context, device
+        self._fabric, self._link = built.fabric, built.link
+        self._crossing: Crossing | None = None
         self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
         settings = StepSettings(
             rank=role.index,
@@ -76,8 +81,13 @@ class TorchWork:
         task = self._task
         self._step: TrainStep | MergedStep
         if built.link is None or built.changes is None:
-            self._step = TrainStep(self._replica, task.loss, device, settings, context.recorder)
+            self._step = self._make_step(settings)
         else:
+            if settings.accumulate > 1 and taken_apart(task.loss) is not task.loss:
+                raise UsageError(
+                    "the task's loss has class weights or an ignore_index, which the FC server counts in each micro-batch apart: "
+                    "set [compute] accumulate = 1 with merged_fc"
+                )
             self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
         self.shares = Shares.of(context.topology, context.placement, role)
         finish = Finish(
@@ -97,7 +107,30 @@ class TorchWork:
                 self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
         self._update_s = 0.0
         self._members = members
-        self._fabric, self._link = built.fabric, built.link
+
+    def _make_step(self, settings: StepSettings) -> TrainStep:
+        context, device, loss = self._context, self._device, self._task.loss
+        role, divided = context.role, self._fabric is not None
+        weighted = taken_apart(loss)
+        scope = Scope.of(context.topology, context.placement, role)
+        groups = context.placement.groups if in_step(context.topology) else 1
+        if divided:
+            # All rows of a grid of one column have the whole batch; the plain mean over it is right where no other group counts.
+            if weighted is not loss and (context.topology.compute.columns > 1 or groups > 1 or settings.accumulate > 1):
+                raise UsageError(
+                    "the task's loss has class weights or an ignore_index, so its mean over a batch is no mean over its parts, "
+                    "which a "
+                    "grid of several columns, groups in step and micro-batches need: use groups without a grid"
+                )
+            return TrainStep(self._replica, loss, device, settings, context.recorder)
+        if settings.precision == "float16":
+            self._replica.loss_scale = LossScale()
+        timeout_s = context.ladder.barrier_s
+        self._crossing = Crossing(device.condition(), device.clock, timeout_s)
+        self._replica.also_abort(self._crossing.abort)
+        group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
+        weights = WeightSums(group, groups, self._crossing)
+        return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)
 
     @classmethod
     async def build(cls, context: RoleContext, device: Device, members: Members, task: Task | None = None) -> TorchWork:
@@ -156,6 +189,7 @@ class TorchWork:
         return True
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
+        await self._device.run(self._replica.take_copies)
         await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
 
     async def keep_merged(self, step: int, *, save: bool) -> None:
@@ -163,6 +197,7 @@ class TorchWork:
             await self._link.client.keep(step, save=save)
 
     async def model_state(self, step: int, *, copied: bool) -> ModelState:
+        await self._device.run(self._replica.take_copies)
         state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
         if self._link is not None and self._context.role.index == 0:
             state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
@@ -225,6 +260,8 @@ class TorchWork:
             await self._fabric.close()
         if self._link is not None:
             await self._link.close()
+        if self._crossing is not None:
+            await self._crossing.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 

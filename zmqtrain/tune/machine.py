@@ -16,6 +16,8 @@ from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial, Watch
 
 #: A probe that has come to so many times the loss that it began with is given up.
 GIVE_UP = 3.0
+#: Of the very first loss: three times less than that is no divergence, but a batch that is harder than others.
+LITTLE = 0.1
 #: A search that has a time limit makes its probes so short that it can afford so many of them, if that is not too short.
 PROBES = 18
 #: Training that nothing limits is asked for this long: ten years.
@@ -186,8 +188,8 @@ class Machine(ABC):
         return None
 
     def _give_up_above(self) -> float | None:
-        first = self._first.get(self._start)
-        return None if first is None else GIVE_UP * first
+        first, begin = self._first.get(self._start), self._first.get(None, 0.0)
+        return None if first is None else GIVE_UP * max(first, LITTLE * begin)
 
     def _left(self, groups: int) -> int:
         """Updates until the time is up."""

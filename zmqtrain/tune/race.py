@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
+#: Those that have not begun come before all that have, and after those that are better already.
+NEW = -1e300
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -40,6 +43,8 @@ class Runner:
     diverged: bool = False
     behind: bool = False
     """Its leader was better with as many samples."""
+    spent: bool = False
+    """It has led, and stood still."""
 
     def tell(self, trial: Trial, outcome: Outcome) -> None:
         """What came of a leg."""
@@ -126,7 +131,7 @@ class Race:
     @property
     def sound(self) -> list[Runner]:
         """Those that have come somewhere and are still in it."""
-        return [each for each in self.runners if not each.diverged and not each.behind and each.curve]
+        return [each for each in self.runners if not each.diverged and not each.behind and not each.spent and each.curve]
 
     def ahead(self, count: int) -> Sequence[Runner]:
         """So many that go on: the leader first, nobody who is clearly above it."""
@@ -145,16 +150,18 @@ class Race:
 
     def rivals(self, lead: Runner) -> list[Runner]:
         """Whom to ask where the leader gets nowhere: those that have not begun, then who is furthest ahead of where the leader
-        was after as many samples. Who is clearly above that is behind for good."""
+        was after as many samples. Who is clearly above that is behind, as long as the leader does not get worse than it is."""
         found: list[tuple[float, float, Runner]] = []
         for each in self.runners:
-            if each is lead or each.diverged or each.behind:
+            if each is lead or each.diverged or each.spent:
                 continue
             then = lead.at(each.updates) if each.curve else None
-            if each.curve and (then is None or above(each.here, then)):
-                each.behind = then is not None
+            if each.curve and above(lead.here, each.here):  # whoever was behind is not, where the leader has got worse
+                found.append((-math.inf, each.loss, each))
+            elif each.behind or (each.curve and (then is None or above(each.here, then))):
+                each.behind = each.behind or then is not None
             else:
-                found.append((-math.inf if then is None else each.loss - then.loss, -pace(each.setting), each))
+                found.append((NEW if then is None else each.loss - then.loss, -pace(each.setting), each))
         return [runner for _, _, runner in sorted(found, key=lambda row: row[:2])]
 
 

@@ -60,7 +60,9 @@ ASK = 0.5
 MUCH = 0.2
 #: After how many first legs it is asked for the first time whether smaller steps bring a loss most of the way to the target; after
 #: how many times as many updates again; which part of the way that is; and what it may take beside all training.
-GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 1.6, 0.5, 0.15
+GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 2.0, 0.4, 0.15
+#: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
+SPLIT = 1.5
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
 #: What a probe for the learning rate's fall may take of all time so far.
@@ -137,7 +139,7 @@ class Search(Machine):
         self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
     ) -> Generator[Trial, Outcome, Outcome]:
         """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
-        others = [each for each in self._race.sound if each is not self._lead and each.updates < self._lead.updates]
+        others = [each for each in self._race.runners if each is not self._lead and each.updates <= self._lead.updates]
         below = min((each.loss + each.noise for each in others), default=None)
         begin = self._lead.loss if setting == self._lead.setting else None
         watched = Watch(round(self._patience * watch), self._lead.updates, begin, self._space.target, below)
@@ -244,7 +246,7 @@ class Search(Machine):
             if runner.curve and better(runner.here, replace(here, updates=lead.updates)):
                 told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {here.loss:.4g} after {lead.updates}"
                 self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
-                lead.behind = True
+                lead.spent = True
                 self._follow(runner)
                 return True
             reason = "whether it does better than what stands still"
@@ -282,12 +284,15 @@ class Search(Machine):
         """Training, with a glance now and then at what smaller steps would do. Returns the last part's outcome, and what is left of
         the updates."""
         while True:
-            part = updates if self._space.target is None else min(updates, self._until_glance())
+            part = updates
+            # Several groups are watched for drift, beside how their run began: it is not divided.
+            if self._space.target is not None and setting.groups == 1 and updates > SPLIT * self._until_glance():
+                part = self._until_glance()
             until = None if fall is None else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if over or self._space.target is None or (fall is not None and fall.near(outcome.end)):
+            if over or self._space.target is None or setting.groups > 1 or (fall is not None and fall.near(outcome.end)):
                 return outcome, updates
             then = self._lead.at(self._lead.updates // 2)
             if then is not None and above(self._lead.here, then):
@@ -388,11 +393,10 @@ class Search(Machine):
                 self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=rates[0])
         if (lead := race.leader) is None:
             return None
-        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=None)
-        if higher is not None and len(momenta) > 1 and pace(between := Setting(one, momenta[1], higher)) > pace(lead.setting):
-            yield from self._further(
-                race.enter(between), first_leg(self._space), phase, "a higher rate with less momentum is between two"
-            )
+        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=lead.setting.lr)
+        if len(momenta) > 1:  # between the best and the next higher rate, or the best with less noise
+            reason = "less momentum: between two rates, or where noise is what limits the highest"
+            yield from self._further(race.enter(Setting(one, momenta[1], higher)), first_leg(space), phase, reason)
         count = len(race.sound)
         while (count := (count + 1) // 2) > 1 and len(ahead := race.ahead(count)) > 1:
             for runner in ahead:
@@ -421,7 +425,8 @@ class Search(Machine):
             groups = lead.setting.groups
             if more < 2 * groups or self._update_s[groups] < WORTH * self._update_s[more]:
                 continue
-            rival = self._race.enter(Setting(more, self._near(more), lead.setting.lr))
+            total = 1 - (1 - lead.setting.momentum) / groups
+            rival = self._race.enter(Setting(more, self._near(more, total), lead.setting.lr))
             for point in lead.curve:
                 updates = round((point.seconds - rival.seconds) / self._update_s[more])
                 last = point is lead.curve[-1]
@@ -466,10 +471,10 @@ class Search(Machine):
     def _enough(self, then: str) -> None:
         self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
 
-    def _near(self, groups: int) -> float:
-        """The momentum that acts with the implicit one of so many groups like what is wanted in all: the largest momentum of one
-        group, or less where more groups could do without any."""
-        momentum = round(compensated(self._total, implicit_momentum(groups - 1)), 3)
+    def _near(self, groups: int, total: float | None = None) -> float:
+        """The momentum that acts with the implicit one of so many groups like what is wanted in all (``total``): the largest
+        momentum of one group, or less where more groups could do without any."""
+        momentum = round(compensated(self._total if total is None else total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
     def _against(self, chosen: Setting, loss: float) -> Generator[Trial, Outcome, Setting]:

@@ -223,6 +223,9 @@ class _Replica:
 
     def share(self, sharing: Sharing) -> None: ...
 
+    def judged(self, finite: bool, step: int) -> bool:
+        return finite
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self.ready[bucket.index].set()
 

@@ -157,7 +157,7 @@ class AveragingExchange:
             await asyncio.wait({flight.task})
             flight.task.result()
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:

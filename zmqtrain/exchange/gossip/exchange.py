@@ -172,7 +172,7 @@ class GossipExchange:
     async def settle(self) -> None:
         await self._under_way.settle()
 
-    async def keep(self, step: int, *, last: bool) -> None:
+    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:

@@ -114,6 +114,9 @@ class ModelledReplica:
     def share(self, sharing: Sharing) -> None:
         self._sharing = sharing
 
+    def judged(self, finite: bool, step: int) -> bool:
+        return finite
+
     def parameters_ready(self, bucket: Bucket) -> None:
         self._open[bucket.index].set()
 

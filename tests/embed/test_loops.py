@@ -1,0 +1,73 @@
+"""The table of docs/sessions.md: every loop, with every exchange, is one process's training, or refused by an error that says why.
+
+Groups that do not average their gradients in each step (gossip, averaging) have the same samples here, so that there is one process
+to compare them with; asynchronous servers have one group. What the exchanges make of groups that differ is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.embed.loops import ALLREDUCE, ASYNC, AVERAGING, GOSSIP, KINDS, ROWS, SYNC, Loop, Row, table
+from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.session import Session
+from zmqtrain.errors import TaskError, UsageError
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    ALLREDUCE: {"kind": "allreduce"},
+    SYNC: {"kind": "model_server", "staleness": "sync", "shards": 2},
+    ASYNC: {"kind": "model_server", "staleness": "async", "shards": 2},
+    GOSSIP: {"kind": "gossip"},
+    AVERAGING: {"kind": "averaging", "every": 2},
+}
+
+
+def parameters(loop: Loop) -> Tensor:
+    return torch.cat([parameter.detach().double().reshape(-1) for parameter in loop.model.parameters()])
+
+
+@cache
+def in_one_process(name: str, places: tuple[int, ...]) -> tuple[Tensor, list[float]]:
+    each = next(each for each in ROWS if each.name == name)
+    loop = Loop(None, list(places), each.dtype)
+    each.run(loop)
+    return parameters(loop), loop.seen
+
+
+def in_sessions(each: Row, kind: str) -> list[tuple[Tensor, list[float]]]:
+    loops: dict[int, Loop] = {}
+
+    def program(session: Session) -> None:
+        in_step = kind in (ALLREDUCE, SYNC)
+        place = session.rank if in_step else session.position
+        loops[session.rank] = loop = Loop(session, [place], each.dtype)
+        each.run(loop)
+
+    groups = 1 if kind == ASYNC else 2
+    run_sessions(topology_of(compute={"groups": groups, "group_size": 2}, exchange=EXCHANGES[kind]), program)
+    return [(parameters(loop), loop.seen) for _, loop in sorted(loops.items())]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has opinions about some of these loops
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("each", ROWS, ids=lambda each: each.run.__name__)
+def test_a_loop_is_one_process_or_refused(each: Row, kind: str) -> None:
+    if kind in each.refused:
+        with pytest.raises((TaskError, UsageError), match=each.refused[kind]):
+            in_sessions(each, kind)
+        return
+    expected, seen = in_one_process(each.name, (0, 1, 2, 3) if kind in (ALLREDUCE, SYNC) else (0, 1))
+    for ours, ours_seen in in_sessions(each, kind):
+        torch.testing.assert_close(ours, expected, rtol=each.tolerance, atol=each.tolerance)
+        assert ours_seen == pytest.approx(seen, rel=1e-9, abs=1e-9)
+
+
+def test_the_table_is_in_the_documentation() -> None:
+    page = Path(__file__).parents[2] / "docs" / "sessions.md"
+    assert table() in page.read_text(), "python -m tests.embed.loops prints the table as it is to stand in docs/sessions.md"

@@ -1,0 +1,105 @@
+"""Weighted losses: any division of the work gives the gradient that one process has of the whole batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from tests.train.world import Recipe, run, topology_of
+from zmqtrain.errors import TaskError
+from zmqtrain.train.weighting import ClassWeighted, taken_apart
+
+CLASSES = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
+
+
+def data(ignored: bool = False) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randint(3, (96,), generator=generator)
+    if ignored:
+        target[torch.rand(96, generator=generator) < 0.4] = -100
+    return TensorDataset(torch.randn(96, 6, generator=generator, dtype=torch.float64), target)
+
+
+def pair(output: Tensor, target: Tensor) -> Any:
+    return cross_entropy(output, target, weight=CLASSES, reduction="sum"), CLASSES[target].sum()
+
+
+async def trained(loss: Any, *, ignored: bool = False, **compute: Any) -> tuple[Tensor, list[dict[str, Any]]]:
+    recipe = Recipe(loss=loss, train_data=data(ignored), eval_data=data(ignored))
+    sections: dict[str, Any] = {"exchange": {"kind": "allreduce"}, "job": {"steps": 5}}
+    if "exchange" in compute:
+        sections["exchange"] = compute.pop("exchange")
+    result = await run(topology_of(compute=compute, **sections), recipe)
+    if result.errors:
+        raise next(iter(result.errors.values()))
+    return recipe.parameters("worker/0"), result.recorders["worker/0"].of("eval")
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"groups": 2, "group_size": 2, "batch_size": 8},
+    {"groups": 2, "group_size": 2, "batch_size": 8, "exchange": {"kind": "model_server", "staleness": "sync"}},
+    {"groups": 1, "group_size": 3, "batch_size": 16, "parts": [1, 2, 5]},
+    {"groups": 2, "group_size": 1, "batch_size": 8, "accumulate": 3},
+    {"groups": 1, "group_size": 2, "batch_size": 16, "exchange": {"kind": "model_server"}},
+    {"groups": 1, "group_size": 1, "batch_size": 16, "accumulate": 4},
+]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES, label_smoothing=0.1), pair, nn.NLLLoss(weight=CLASSES)])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_class_weights_are_those_of_the_whole_batch(loss: Any, shape: dict[str, Any]) -> None:
+    whole, evaluated = await trained(loss, groups=1, group_size=1, batch_size=16)
+    parts, evaluated_in_parts = await trained(loss, **shape)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    assert evaluated_in_parts[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-10)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_targets_that_are_ignored_do_not_count(shape: dict[str, Any]) -> None:
+    loss = partial(cross_entropy, ignore_index=-100)
+    whole, _ = await trained(loss, ignored=True, groups=1, group_size=1, batch_size=16)
+    parts, _ = await trained(loss, ignored=True, **shape)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+
+
+async def test_the_whole_batch_is_what_torch_makes_of_it() -> None:
+    """One worker alone, with class weights, is plain training with torch's own mean."""
+    loss = nn.CrossEntropyLoss(weight=CLASSES)
+    plain, _ = await trained(lambda output, target: loss(output, target), groups=1, group_size=1, batch_size=16)
+    ours, _ = await trained(loss, groups=1, group_size=1, batch_size=16)
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+async def test_targets_that_are_ignored_unawares_are_an_error() -> None:
+    with pytest.raises(TaskError, match="targets are -100"):
+        await trained(cross_entropy, ignored=True, groups=2, group_size=1, batch_size=8)
+
+
+async def test_sums_over_several_steps_are_refused() -> None:
+    with pytest.raises(TaskError, match=r"leave \[exchange\] every out"):
+        await trained(pair, groups=2, group_size=1, batch_size=8, exchange={"kind": "allreduce", "every": 2})
+
+
+def test_only_means_that_are_weighted_are_taken_apart() -> None:
+    weighted = [
+        nn.CrossEntropyLoss(weight=CLASSES),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.NLLLoss(weight=CLASSES),
+        partial(cross_entropy, weight=CLASSES),
+        partial(cross_entropy, ignore_index=-100),
+    ]
+    assert all(isinstance(taken_apart(loss), ClassWeighted) for loss in weighted)
+    others = [cross_entropy, nn.CrossEntropyLoss(), nn.MSELoss(), pair, partial(cross_entropy, label_smoothing=0.1)]
+    assert all(taken_apart(loss) is loss for loss in others)
+
+
+def test_probabilities_as_targets_keep_their_plain_mean() -> None:
+    module = nn.CrossEntropyLoss(weight=CLASSES)
+    output, target = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+    assert taken_apart(module)(output, target) == module(output, target)

@@ -1,0 +1,98 @@
+"""What stands in a parameter's ``grad`` where it is not simply the gradient.
+
+A gradient that is on its way to other workers is a `GoneGradient`: whoever reads or changes it would do so too late, so any use of
+it raises an error, at the line that used it. A `WatchedGradient` is the gradient itself, and remembers that it was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zmqtrain.errors import TaskError
+
+#: What is known of a gradient without its elements.
+_HARMLESS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "ndim")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_cpu", "is_meta")),
+        *(Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.is_floating_point),
+    }
+)
+
+GONE = (
+    "this gradient is on its way to the other workers since backward() returned, and is only this worker's part of it. To read or "
+    "change gradients between backward() and optimizer.step(), give session.replicate(model, optimizer, overlap=False): gradients "
+    "are then the same on all workers, and whole, as soon as backward() returns"
+)
+
+
+class GoneGradient(Tensor):
+    """Has the shape of a gradient, and no elements."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> GoneGradient:
+        gone: GoneGradient = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        return gone
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise TaskError(GONE)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TaskError(GONE)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "<a gradient that is on its way to the other workers>"
+
+
+class Watch:
+    """Whether a watched gradient was used."""
+
+    used = False
+
+
+class WatchedGradient(Tensor):
+    """The same elements as the tensor it is made of."""
+
+    watch: Watch
+
+    @classmethod
+    def of(cls, gradient: Tensor, watch: Watch) -> WatchedGradient:
+        watched: WatchedGradient = Tensor._make_subclass(cls, gradient)
+        watched.watch = watch
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            for watched in _watched((*args, *(kwargs or {}).values())):
+                watched.watch.used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """The gradient as an ordinary tensor, without noting a use."""
+    if type(gradient) is not WatchedGradient:
+        return gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.as_subclass(Tensor)
+
+
+def _watched(arguments: Iterable[Any]) -> Iterable[WatchedGradient]:
+    for argument in arguments:
+        if type(argument) is WatchedGradient:
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _watched(argument)

@@ -1,0 +1,175 @@
+"""What may not change under a replicated model and optimizer, and what model servers cannot do: noticed, and refused."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zmqtrain.errors import TaskError
+from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.train.replica import TorchReplica
+
+LOCAL = '[exchange] kind = "allreduce", "gossip" or "averaging"'
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> None:
+    """Raise `TaskError` for an optimizer that a session cannot keep right. ``served``: model servers run it."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    in_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in of_model for parameter in in_optimizer)
+    if foreign and foreign < len(in_optimizer):  # all of them: the replica says so
+        raise TaskError(
+            f"{foreign} of the optimizer's parameters are none of the model's, so other workers would not hear of them: put "
+            "everything that is trained into one nn.Module, and replicate that"
+        )
+    hooked = [name for name, parameter in model.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise TaskError(
+            f"the parameter {hooked[0]!r} has a hook of register_post_accumulate_grad_hook(), which would see this worker's part "
+            "of the gradient alone: do that after backward(), with session.replicate(model, optimizer, overlap=False)"
+        )
+    if not served:
+        return
+    if optimizer.state:
+        raise TaskError(
+            "the optimizer has state already (it was loaded, or has made steps), and model servers, which run it, begin without "
+            f"any: continue from a checkpoint of the run (--resume), or use {LOCAL}"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise TaskError(f"model servers run the optimizer, so hooks on its step would not be called: use {LOCAL}")
+
+
+class Guards:
+    """Of one replica: `check` before each ``optimizer.step()``, `passed` after it."""
+
+    def __init__(self, replica: TorchReplica, *, served: bool) -> None:
+        self._replica, self._served = replica, served
+        model, optimizer = replica.model, replica.optimizer
+        trained = {id(parameter) for parameter in replica.parameters}
+        grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._frozen = [(n, p) for n, p in model.named_parameters() if p.numel() and id(p) in grouped and id(p) not in trained]
+        self._groups = self._group_sizes()
+        self._versions: list[int] = []
+        self._sample: Tensor | None = None
+        self._kept: list[Tensor] = []
+        self._had: set[str] = set()  # parameters that had a gradient in some step
+        self._lacked: set[str] = set()  # and those that had none in some
+        self._undo: list[Callable[[], None]] = []
+        if served:
+            hooks = (
+                optimizer.register_state_dict_pre_hook(self._no_state),
+                optimizer.register_load_state_dict_pre_hook(self._no_new_state),
+            )
+            self._undo += [hook.remove for hook in hooks]
+
+    def release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def check(self, *, sampled: bool) -> None:
+        """Raise `TaskError` for what was changed. Takes parameters with other memory back into the buckets. ``sampled``: the
+        parameters are those of the last step, and may be looked at."""
+        if self._group_sizes() != self._groups:
+            raise TaskError(
+                "optimizer.add_param_group() after session.replicate(): the other workers would not hear of the new parameters. "
+                "Add all groups before; parameters may be frozen (requires_grad_(False)) in the meantime, with overlap=False"
+            )
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise TaskError(
+                f"the parameter {thawed[0]!r} was frozen at session.replicate(), and is trained now: the other workers would not "
+                "hear of it. Call replicate() before you freeze; frozen parameters then get no updates, with overlap=False"
+            )
+        self.check_weights(sampled=sampled)
+
+    def check_weights(self, *, sampled: bool) -> None:
+        """As `check`, of weights alone."""
+        replaced = self._replica.bind()
+        if self._served:
+            self._check_weights(replaced, sampled)
+
+    def passed(self, *, sampled: bool, keep: bool) -> None:
+        """The step is through. ``sampled``: all parameters are there, and may be looked at. ``keep``: weights may be changed for a
+        while, if they are restored before the next step."""
+        if not self._served:
+            return
+        self._versions = [parameter._version for parameter in self._replica.parameters]
+        self._sample = self._replica.sample_parameters() if sampled and self._replica.parameters[0].device.type == "cpu" else None
+        self._kept = [flat.clone() for flat in self._replica.flat_parameters()] if sampled and keep else []
+
+    def check_unused(self, without: frozenset[str]) -> None:
+        """Parameters without a gradient are passed over by an optimizer; servers see zeros in their place."""
+        if not self._served:
+            return
+        optimizer = self._replica.optimizer
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._replica.named.items():
+            group = group_of[id(parameter)]
+            forgetful = type(optimizer) is torch.optim.SGD and not group["dampening"]  # zeros before the first gradient are nothing
+            if name not in without:
+                wrong = name in self._lacked and not forgetful
+                self._had.add(name)
+            else:
+                wrong = bool(group.get("weight_decay")) or (name in self._had and not (forgetful and not group["momentum"]))
+                self._lacked.add(name)
+            if wrong:
+                raise TaskError(
+                    f"the parameter {name!r} has no gradient in some steps. An optimizer passes over what has none; model servers "
+                    f"see zeros, by which their optimizer would move it (momentum, weight decay, Adam's averages): use {LOCAL}"
+                )
+
+    def _check_weights(self, replaced: list[str], sampled: bool) -> None:
+        replica = self._replica
+        if not self._versions:
+            return
+        changed = [
+            name
+            for (name, parameter), version in zip(replica.named.items(), self._versions, strict=True)
+            if parameter._version != version or name in replaced
+        ]
+        if not changed and (not sampled or self._sample is None or torch.equal(self._sample, replica.sample_parameters())):
+            return
+        if self._kept and all(map(_restored, self._kept, replica.flat_parameters())):
+            return
+        raise TaskError(
+            f"weights were changed by hand ({changed[0] if changed else 'through .data'}), but model servers hold the parameters "
+            f"and would undo it: use {LOCAL}; or restore them before optimizer.step(), with session.replicate(..., overlap=False)"
+        )
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._replica.optimizer.param_groups]
+
+    def _no_state(self, optimizer: Optimizer) -> None:
+        raise TaskError(
+            "optimizer.state_dict(): the model servers run the optimizer and have its state, so there is none here. It is in the "
+            f"run's checkpoints ([job] checkpoint_every); or use {LOCAL}"
+        )
+
+    def _no_new_state(self, optimizer: Optimizer, state: object) -> None:
+        raise TaskError(
+            "optimizer.load_state_dict(): the model servers run the optimizer and have its state. Resume the run from a checkpoint "
+            f"of it (--resume); or use {LOCAL}"
+        )
+
+
+def _restored(kept: Tensor, now: Tensor) -> bool:
+    eps = torch.finfo(now.dtype).eps
+    return torch.allclose(kept, now, rtol=16 * eps, atol=16 * eps * float(kept.abs().max()))
+
+
+def settings_of(optimizer: Optimizer) -> OptimizerSpec | None:
+    """The optimizer's hyperparameters; None where one is no plain value."""
+    try:
+        return describe_optimizer(optimizer)
+    except TaskError:
+        return None
+
+
+def checksum(value: object) -> int:
+    """Of what ``value`` looks like."""
+    return zlib.crc32(repr(value).encode())

@@ -1,0 +1,124 @@
+"""Gradients that are whole as soon as ``backward()`` returns: the sum over all workers that a step belongs to, in ``grad``.
+
+Autograd adds each worker's own part to gradients. So before it adds, what was there is put aside; at the end of the backward the
+new parts are summed over the workers, and what was there comes back, with the sum added. ``grad`` is an ordinary tensor of the
+user's, to be read, changed, kept or set to None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.embed.gradients import Watch, WatchedGradient, plain
+from zmqtrain.embed.scope import Scope
+from zmqtrain.errors import TaskError
+from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.replica import TorchReplica
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class _AdoptedHook:
+    """Stands in the place of a user's hook on a parameter, which is called later, with the whole gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor) -> None:
+        return None
+
+
+class WholeGradients:
+    """Of one replica. All methods in the caller's thread."""
+
+    def __init__(self, replica: TorchReplica, scope: Scope, wait: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """``wait`` for a sum."""
+        self._replica, self._scope, self._wait = replica, scope, wait
+        self._before: dict[str, Tensor | None] = {}  # what stood in grad when this backward came to the parameter
+        self._own: dict[str, Tensor] = {}  # this worker's part, not summed yet
+        self._has = torch.zeros(len(replica.named))
+        self.watch: Watch | None = None
+        """Where gradients are watched: whether one was used."""
+
+    @property
+    def unsummed(self) -> bool:
+        """Whether there are gradients of this worker's that no backward outside of accumulating() has followed."""
+        return bool(self._own)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a parameter had no gradient, on any of the workers, in the last sum; or has lost it since."""
+        lost = any(parameter.grad is None for parameter in self._replica.parameters)
+        return lost or bool((self._has < self._scope.group.size).any())
+
+    def arriving(self, name: str, parameter: nn.Parameter) -> None:
+        """Autograd is about to add to the parameter's gradient."""
+        if name not in self._before:
+            self._before[name] = parameter.grad
+            parameter.grad = None
+
+    def end_backward(self, factor: float, *, only_adding: bool) -> None:
+        """Nothing more comes of this backward. ``factor``: by what this worker's part counts."""
+        named, before = self._replica.named, self._before
+        self._before = {}
+        arrived = False
+        for name, was in before.items():
+            parameter = named[name]
+            gradient, parameter.grad = parameter.grad, was
+            if gradient is None:
+                continue  # torch.autograd.grad() gave it to its caller
+            arrived = True
+            if gradient.requires_grad:
+                raise TaskError(
+                    "backward(create_graph=True) leaves gradients with a graph, which ends at this worker: use torch.autograd.grad("
+                    "..., create_graph=True) for what is differentiated again, and backward() without it"
+                )
+            self._own[name] = self._own[name].add_(gradient) if name in self._own else gradient
+        if arrived and not only_adding:
+            own, self._own = self._own, {}
+            self._sum(own, factor)
+
+    def _sum(self, own: dict[str, Tensor], factor: float) -> None:
+        replica, scope = self._replica, self._scope
+        replica.fill_gradients(own, factor)
+        self._has = torch.tensor([float(name in own) for name in replica.named])
+        if not scope.alone:
+            payloads = [TensorPayload.of(self._has), *(bucket.gradients for bucket in replica.buckets)]
+            self._wait(scope.sum(payloads))
+            replica.fetch_gradients(1.0 / scope.groups)
+        views = replica.gradient_views()
+        for (name, parameter), has in zip(replica.named.items(), self._has.tolist(), strict=True):
+            if not has:
+                continue
+            whole = torch.empty_like(views[name]).copy_(views[name])
+            for hook in list((parameter._backward_hooks or {}).values()):
+                if isinstance(hook, _AdoptedHook) and (changed := hook.hook(whole)) is not None:
+                    whole = changed
+            if parameter.grad is not None:
+                plain(parameter.grad).add_(whole)
+            else:
+                parameter.grad = whole if self.watch is None else WatchedGradient.of(whole, self.watch)
+
+    def adopt_hooks(self) -> bool:
+        """Let the user's hooks on parameters have the whole gradient. Returns whether there are new ones."""
+        found = False
+        for parameter in self._replica.parameters:
+            hooks = parameter._backward_hooks
+            if hooks is None:
+                continue
+            for number, hook in hooks.items():
+                if not isinstance(hook, _AdoptedHook) and not isinstance(hook, OwnHook):
+                    hooks[number] = _AdoptedHook(hook)  # under its number, by which its owner may remove it
+                    found = True
+        return found
+
+    def release_hooks(self) -> None:
+        """The user's hooks are what they were."""
+        for parameter in self._replica.parameters:
+            hooks = parameter._backward_hooks or {}
+            for number, hook in hooks.items():
+                if isinstance(hook, _AdoptedHook):
+                    hooks[number] = hook.hook

@@ -1,0 +1,126 @@
+"""Losses whose mean is weighted: class weights, targets that do not count, tokens.
+
+Such a mean over a batch is no mean of the means over its parts. So the loss is a pair, (sum, weight), and the gradient of a step is
+that of all workers' sums over all workers' weights.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.errors import TaskError
+from zmqtrain.train.crossing import Crossing
+from zmqtrain.wire.tensor import TensorPayload
+
+#: What torch's losses ignore where nothing is said.
+IGNORED = -100
+#: torch's losses that weigh classes, and the modules that call them.
+_FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
+
+
+class ClassWeighted:
+    """A cross-entropy or negative log-likelihood as (sum, weight)."""
+
+    def __init__(self, module: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self._module = module
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        module = self._module
+        if target.is_floating_point():  # of probabilities torch takes the plain mean
+            return module(output, target)
+        weight = None if module.weight is None else module.weight.to(output.device)
+        how: dict[str, Any] = {"weight": weight, "ignore_index": module.ignore_index, "reduction": "sum"}
+        if isinstance(module, nn.CrossEntropyLoss):
+            total = functional.cross_entropy(output, target, label_smoothing=module.label_smoothing, **how)
+        else:
+            total = functional.nll_loss(output, target, **how)
+        counted = target[target != module.ignore_index]
+        return total, counted.numel() if weight is None else weight[counted].sum()
+
+
+def taken_apart(loss: Any) -> Any:
+    """The loss as one that gives (sum, weight), if it is one of torch's with class weights or an ``ignore_index``; else itself."""
+    module = _module(loss)
+    if module is None or module.reduction != "mean":
+        return loss
+    explicit = isinstance(loss, partial) and "ignore_index" in loss.keywords
+    return ClassWeighted(module) if module.weight is not None or module.ignore_index != IGNORED or explicit else loss
+
+
+def ignores(loss: Any) -> bool:
+    """Whether the loss is one of torch's means that silently leaves out targets of `IGNORED`."""
+    module = _module(loss)
+    return module is not None and module.reduction == "mean"
+
+
+def require_none_ignored(target: Any) -> None:
+    """Raise `TaskError` for targets that a plain mean leaves out."""
+    if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == IGNORED).any()):
+        raise TaskError(
+            f"targets are {IGNORED}, which the loss leaves out, so workers with fewer of them would count too little: make it a "
+            f"functools.partial(torch.nn.functional.cross_entropy, ignore_index={IGNORED}), or one that returns (sum, weight)"
+        )
+
+
+def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss
+    function, keywords = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+    for known, module in _FUNCTIONS.items():
+        if function is known and set(keywords) <= {"weight", "ignore_index", "reduction", "label_smoothing"}:
+            made: nn.CrossEntropyLoss | nn.NLLLoss = module(**keywords)
+            return made
+    return None
+
+
+class WeightSums:
+    """Sums weights over the workers whose gradients make one step's. Made on the event loop, called in the compute thread."""
+
+    def __init__(self, group: Group, groups: int, crossing: Crossing) -> None:
+        """``group``: these workers, who are ``groups`` compute groups."""
+        self._group, self._groups, self._crossing = group, groups, crossing
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are other workers."""
+        return self._group.size > 1
+
+    def of_a_group(self, step: int, weight: float) -> float:
+        """The weight of a compute group's batch, in the mean. ``weight``: this worker's. All call it once a step.
+
+        Raises `TaskError` where it is 0."""
+        if self._group.size > 1:
+            weight = self._crossing.begin(self._sum(step, weight), "the sum of the loss's weights").wait()
+        if not weight > 0:
+            raise TaskError(
+                f"Task.loss returned (sum, weight), and the weights of step {step} add up to {weight:g} over all workers"
+            )
+        return weight / self._groups
+
+    async def _sum(self, step: int, weight: float) -> float:
+        payload = TensorPayload.of(np.array([weight], np.float64))
+        await all_reduce(self._group, payload, ("weight", step))
+        return float(payload.tensor[0])
+
+
+def parted(loss: Any) -> tuple[Tensor, Tensor | float] | None:
+    """(sum, weight), if that is what the task's loss has returned."""
+    match loss:
+        case (Tensor() as total, Tensor() | int() | float() as weight) if total.numel() == 1:
+            if isinstance(weight, Tensor) and weight.numel() != 1:
+                return None
+            return total, weight.detach() if isinstance(weight, Tensor) else float(weight)
+    return None
+
+
+def mean_of(total: Tensor, weight: Tensor | float) -> Tensor:
+    """Of one micro-batch; 0 where nothing in it counts."""
+    return total / (weight.clamp(min=torch.finfo(torch.float32).tiny) if isinstance(weight, Tensor) else weight or 1.0)
