@@ -67,7 +67,7 @@ class RunRecord:
     ) -> None:
         """``clock``: what the view goes by, for people; by default the loop's."""
         self._topology, self._placement = description.topology, description.placement
-        self._resumed = description.resume
+        self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
         self.summary = Summary()
         self.quiet = False
@@ -211,6 +211,8 @@ class RunRecord:
 
     def _how_to_go_on(self) -> str:
         """After a run that was to keep a checkpoint of the step at which it stopped."""
+        if self._script:
+            return "a script goes on from what it has kept itself"
         newest = self.summary.newest_checkpoint
         if newest is not None and newest == self.stopped_at:
             return f"--resume {self._directory.path} goes on"
