@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from zmqtrain.data.loader import Fetch, Loader, Reader
 from zmqtrain.data.partition import Partition
-from zmqtrain.data.processes import LoaderTraceback, Processes
+from zmqtrain.data.processes import LONGEST_FOLDER, LoaderTraceback, Processes
 from zmqtrain.errors import TaskError
 
 
@@ -190,3 +191,15 @@ async def test_a_signal_to_a_loader_process_is_not_taken_for_one_to_the_worker()
 async def _all(loader: Loader, steps: int) -> None:
     for step in range(1, steps):
         await loader.batch(step)
+
+
+@pytest.mark.parametrize("length", [LONGEST_FOLDER, LONGEST_FOLDER + 1, 150])
+async def test_temporary_folders_with_long_paths(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are handed over by Unix sockets there, whose paths may not be long."""
+    with tempfile.TemporaryDirectory(prefix="z", dir="/tmp") as short:
+        folder = f"{short}/{'x' * (length - len(short) - 1)}"
+        os.mkdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        loader = loader_of(Noisy(), 1, Partition(23, 1, 1, 4, seed=4))
+        assert (await loader.batch(0, ahead=False)).samples == 4
+        await loader.close(20)

@@ -23,7 +23,7 @@ from zmqtrain.topology.placement import RolePlacement
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.streams import AcceleratorDevice
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.step import StepSettings, TrainStep
+from zmqtrain.train.step import STEPS_LOOKED_AT, StepSettings, TrainStep
 
 KINDS: dict[str, dict[str, Any]] = {
     "allreduce": {"exchange": {"kind": "allreduce"}},
@@ -154,7 +154,7 @@ async def test_a_step_waits_for_the_device_only_at_its_end(when: Optimize, devic
     loss = nn.functional.cross_entropy
     step = TrainStep(replica, loss, where, StepSettings(rank=0, group_batch=8, accumulate=2), NullRecorder())
     x, y = torch.randn(8, 6, device=device), torch.arange(8, device=device) % 5
-    for number in range(3):
+    for number in range(STEPS_LOOKED_AT, STEPS_LOOKED_AT + 3):  # in the first ones targets are looked at
         exchange.begin_step(number)
 
         def work(number: int = number) -> None:

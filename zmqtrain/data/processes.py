@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from zmqtrain.data.partition import Indices
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import TaskError
 
+#: The longest temporary folder, in bytes: the path of a Unix socket has 107, of which multiprocessing's names take 32.
+LONGEST_FOLDER = 75
 #: Where frames lie that are not the person's own.
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
@@ -225,12 +229,25 @@ def _begin_process(parent: int | None, init: Callable[[int], Any] | None, number
     signal.set_wakeup_fd(-1)  # it is the worker's: a signal to this process would be taken for one to that
     if parent is not None:
         die_with_parent(parent)
+    _keep_sockets_short()
     info = get_worker_info()
     if info is not None and hasattr(info.dataset, "read"):
         # The person's code expects its own dataset here.
         object.__setattr__(info, "dataset", getattr(info.dataset.read, "dataset", None))
     if init is not None:
         init(number)
+
+
+def _keep_sockets_short() -> None:
+    """Tensors are handed over by sockets in the temporary folder. Where its path is too long for one, torch would print that, and
+    the worker wait for ever: then they lie in /tmp."""
+    if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        util.get_temp_dir()  # which it remembers
+    finally:
+        tempfile.tempdir = before
 
 
 def _died(error: Exception, workers: list[Any]) -> TaskError:
