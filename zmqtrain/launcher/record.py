@@ -146,8 +146,11 @@ class RunRecord:
             self.stopped_at = event["step"]
         self._directory.event(line)
         self.summary.add(peer, line)
-        if line["kind"] == "view" and dict(event.get("values") or {}).get("members") == [peer]:
+        values = dict(event.get("values") or {})
+        if line["kind"] == "view" and values.get("members") == [peer]:
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
+        if line["kind"] == "warning":
+            self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
