@@ -209,6 +209,8 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\n[exchange]\nmerged_fc = true\nfc_servers = 0\n", "exchange.fc_servers", 4, "greater than or equal to 1"),
         ("[job]\n[exchange]\nfc_servers = 2\n", "exchange.fc_servers", 3, "fc_servers is for merged_fc"),
         ("[job]\n[exchange]\nmerged_fc = true\nkind = 'gossip'\n", "exchange.merged_fc", 3, 'set kind = "model_server"'),
+        ("[job]\n[compute]\nprecision = 'float16'\ngroup_size = 2\ngrid = '2x1'\n", "compute.precision", 3, "bfloat16"),
+        ("[job]\n[compute]\nprecision = 'float16'\n[exchange]\nmerged_fc = true\n", "compute.precision", 3, "with merged_fc"),
         ("[job]\n[compute]\ngroups = 2\npipeline = 2\n", "compute.pipeline", 4, "set merged_fc = true"),
         ("[job]\n[compute]\ngroups = 3\npipeline = 2\n[exchange]\nmerged_fc = true\n", "compute.pipeline", 4, "2 by 2"),
         ("[job]\n[exchange]\nsplit = 'fc'\n", "exchange.split", 3, "split is for merged_fc"),

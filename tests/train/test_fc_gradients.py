@@ -24,8 +24,8 @@ def test_the_mean_does_not_depend_on_who_was_first(order: tuple[int, ...]) -> No
         for group in order:
             write(gradients, group, 0.1 * (group + 1))
             gradients.complete(group, range(3))
-        (mean,) = gradients.mean(scale=0.5)
-        assert mean.tolist() == [((0.1 + 0.2) + 0.1 * 3) * (0.5 / 3)] * 2
+        (mean,) = gradients.mean()
+        assert mean.tolist() == [((0.1 + 0.2) + 0.1 * 3) * (1.0 / 3)] * 2
         gradients.release()
 
 

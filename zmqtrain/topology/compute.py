@@ -114,8 +114,8 @@ class Compute(Section):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Type of the arithmetic (by autocast); parameters keep the model's own. float16: losses are scaled as torch's "
-        "GradScaler does it, and steps whose gradients overflow are passed over by all workers that update together (the scale is "
-        "always 1024 with `grid` and `merged_fc`).",
+        "GradScaler does it, and steps whose gradients overflow are passed over by all workers that update together; not with a "
+        "`grid` that divides the model, nor with `merged_fc`.",
     )
     accumulate: int = Field(
         default=1, ge=1, le=65536, description="Micro-batches that a worker's part of the batch is cut into, to save memory."

@@ -33,6 +33,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_machines(topology, entries),
         *_batch(topology),
         *_pipeline(topology),
+        *_precision(topology),
         *_parts(topology),
         *_grid(topology),
         *_exchange(topology),
@@ -176,6 +177,22 @@ def _pipeline(topology: Topology) -> Iterator[BrokenRule]:
             path,
             ("compute", "groups"),
         )
+
+
+def _precision(topology: Topology) -> Iterator[BrokenRule]:
+    if topology.compute.precision != "float16":
+        return
+    for apart, what, path in (
+        (topology.divided, "a divided model", ("compute", "grid")),
+        (topology.exchange.merged_fc, "merged_fc", ("exchange", "merged_fc")),
+    ):
+        if apart:
+            yield rule(
+                f"float16 needs losses scaled by what overflows, which no worker knows alone with {what}: "
+                'set precision = "bfloat16", or leave it out',
+                ("compute", "precision"),
+                path,
+            )
 
 
 def _parts(topology: Topology) -> Iterator[BrokenRule]:

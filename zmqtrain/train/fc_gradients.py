@@ -47,12 +47,12 @@ class GroupGradients:
                 break
             self._fold(each)
 
-    def mean(self, scale: float = 1.0) -> list[Tensor]:
-        """The mean of all sets that are complete, times ``scale``. Give it back (`release`) when it is used."""
+    def mean(self) -> list[Tensor]:
+        """The mean of all sets that are complete. Give it back (`release`) when it is used."""
         for group in sorted(self._waiting):
             self._fold(group)
         assert self._total is not None
-        factor = scale / len(self._folded)
+        factor = 1.0 / len(self._folded)
         if factor != 1.0:
             for each in self._total:
                 each.mul_(factor)

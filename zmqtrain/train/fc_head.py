@@ -23,7 +23,7 @@ from zmqtrain.train.fc_layers import FcLayers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.metrics import Metrics
 from zmqtrain.train.random_state import random_state, restore_random_state
-from zmqtrain.train.step import LOSS_SCALE, Precision, autocast
+from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.structure import put_together, stacked
 from zmqtrain.train.task import Task, user_code
 from zmqtrain.wire.payload import Value
@@ -79,7 +79,7 @@ class TorchHead:
     # In the compute thread
 
     def _train(self, turn: Turn, parts: Sequence[Part]) -> Trained:
-        start, scale = self._device.clock(), LOSS_SCALE[self._settings.precision]
+        start = self._device.clock()
         meta = parts[0].meta
         inputs, target = self._batch(parts)
         for tensor, wanted in zip(inputs, meta.wanted, strict=True):
@@ -96,7 +96,7 @@ class TorchHead:
         if not math.isfinite(value) and self._settings.stop_on_nan:
             return Trained(value, self._device.clock() - start, tuple(() for _ in parts))
         with user_code("the backward pass"):
-            self._backward(turn.group, loss * (scale * samples / meta.divisor))
+            self._backward(turn.group, loss * (samples / meta.divisor))
         self._changed[turn.group] = meta.hyperparameters
         gradients = tuple(_gradients(inputs, meta.wanted, parts))
         if turn.last:
@@ -137,7 +137,7 @@ class TorchHead:
             now = [{**self._base[number], **((changed[number] if changed else None) or {})} for number in self._owned]
             set_hyperparameters(self._optimizer, now)
             self._now = changed
-        mean = self._gradients.mean(1.0 / LOSS_SCALE[self._settings.precision])
+        mean = self._gradients.mean()
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient
         with user_code("the optimizer's step()"):

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class OwnHook:
     """Calls ``function``. A copy does nothing: it hangs on a copy of the module, which is nobody's replica."""
-
-    # What torch.compiler.disable sets: a compiled model calls the hook as it is, for what it does is no part of a graph.
-    _torchdynamo_disable = True
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
+        # What it does (wait, and look at states) is no part of a graph, nor may a graph depend on it.
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(self, *arguments)
+        return self._call(*arguments)
+
+    def _call(self, *arguments: Any) -> Any:
         return None if self._function is None else self._function(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
@@ -23,3 +28,8 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (OwnHook, ())
+
+
+@torch.compiler.disable(reason="zmqtrain waits here for parameters")  # type: ignore[no-untyped-call, untyped-decorator]
+def _uncompiled(hook: OwnHook, *arguments: Any) -> Any:
+    return hook._call(*arguments)

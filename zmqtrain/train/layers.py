@@ -3,6 +3,9 @@
 Most layers are called, and a hook before the call takes the buckets of the layer's own parameters. But a parent may use a child's
 weights without calling the child (``nn.MultiheadAttention`` does). The first forward, for which all parameters are there anyway,
 shows which layers are called; the parameters of the others are taken by the nearest ancestor that is called, or at the beginning.
+
+What is compiled (``torch.compile(module)``, ``module.compile()``) stays whole: there are no hooks within that would break its
+graph, and its parameters are taken at the beginning.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ class Layers:
             for name, module in model.named_modules()
         }
         self._called: set[str] = set()
+        self._compiled = _compiled(model)
         self._first: list[int] = sorted({bucket for needs in self._needs.values() for bucket in needs}, reverse=True)
         self._watches: list[RemovableHandle] = [
-            module.register_forward_pre_hook(OwnHook(self._watch(name))) for name, module in model.named_modules()
+            module.register_forward_pre_hook(OwnHook(self._watch(name)))
+            for name, module in model.named_modules()
+            if name not in self._compiled
         ]
         self._takers: list[RemovableHandle] = []
 
@@ -55,7 +61,7 @@ class Layers:
         taken_by: dict[str, set[int]] = {}
         for name, needs in self._needs.items():
             if needs:
-                taker = self._nearest_called(name)
+                taker = None if name in self._compiled else self._nearest_called(name)
                 (first if taker is None else taken_by.setdefault(taker, set())).update(needs)
         modules = dict(self._model.named_modules())
         for name, buckets in taken_by.items():
@@ -82,3 +88,15 @@ class Layers:
                 self._take(bucket)
 
         return take
+
+
+def _compiled(model: nn.Module) -> set[str]:
+    """The names of all modules that may be called within compiled code, as far as modules show it."""
+    inside: set[int] = set()
+    for module in model.modules():
+        original = module._modules.get("_orig_mod")  # of torch.compile(module), which calls its own hooks outside of the graph
+        if original is not None:
+            inside.update(map(id, original.modules()))
+        elif module._compiled_call_impl is not None:
+            inside.update(map(id, module.modules()))
+    return {name for name, module in model.named_modules() if id(module) in inside}

@@ -40,12 +40,12 @@ class SlottedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         slot, weight = self.__dict__.get("slot"), self.weight
         if (
-            slot is None
+            torch.compiler.is_compiling()
+            or slot is None
             or slot.weight is not weight
             or not torch.is_grad_enabled()
             or not weight.requires_grad
             or torch.is_autocast_enabled(input.device.type)
-            or torch.compiler.is_compiling()
         ):
             return super().forward(input)
         result: Tensor = _Linear.apply(input, weight, self.bias, slot.memory)  # type: ignore[no-untyped-call]

@@ -57,8 +57,6 @@ class ReplicaSettings:
     """Whether buckets are handed over during backward; otherwise all of them at its end."""
     gate_timeout_s: float = 60.0
     """How long a layer waits for its parameters."""
-    loss_scale: float = 1.0
-    """By what the caller multiplies losses at first; gradients are divided by it before they travel."""
 
 
 class TorchReplica:
@@ -137,7 +135,7 @@ class TorchReplica:
         self._sharing: Sharing | None = None
         self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
-        self.divisor = settings.loss_scale
+        self.divisor = 1.0
         """By what gradients are divided when they are handed over."""
         self.loss_scale: LossScale | None = None
         """Where losses are scaled so that it depends on gradients: who judges them, and passes over updates by bad ones."""

@@ -24,9 +24,6 @@ from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, requi
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
-#: By what losses are multiplied in float16 arithmetic, where it does not depend on gradients (`LossScale`): with models that are
-#: divided, or computed by FC servers. A power of two: no digit is lost.
-LOSS_SCALE = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
 #: Where to look at targets means to wait for the device, it is done in so many steps only.
 STEPS_LOOKED_AT = 10
 
@@ -97,7 +94,7 @@ class TrainStep:
                 loss, total, times, counted = self._forward(part)
                 losses.add(loss, counted, wait=not hand_over)
             if number == 0:  # the forward has waited for the step before, so its gradient has been judged
-                loss_scale = replica.loss_scale.value if replica.loss_scale else LOSS_SCALE[settings.precision]
+                loss_scale = replica.loss_scale.value if replica.loss_scale else 1.0
                 scale, replica.divisor = loss_scale / divisor, loss_scale
             if self._weighted and number == len(parts) - 1:
                 self._weigh(step, scale, hand_over)

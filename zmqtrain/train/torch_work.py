@@ -39,7 +39,7 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
-from zmqtrain.train.step import LOSS_SCALE, StepSettings, TrainStep
+from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, load_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
@@ -318,7 +318,6 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
         gate_timeout_s=context.ladder.barrier_s,
-        loss_scale=LOSS_SCALE[compute.precision],
     )
     device.watch(model, optimizer)
     replica = TorchReplica(
