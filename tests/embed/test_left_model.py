@@ -82,6 +82,7 @@ async def test_a_script_leaves_the_runs_model(kind: str, tmp_path: Path) -> None
             "job": {"name": "script", "timeout": 20.0, "oversubscribe": True, "elastic": False},
             "compute": {"groups": 3, "bucket_size": 64, "device": "cpu"},
             "exchange": exchange,
+            "optimizer": {"look_ahead": "none"},  # or asynchronous groups' steps would be a third
         }
     )
     models: dict[int, nn.Module] = {}
