@@ -28,8 +28,9 @@ to 0.7 where 2 to 8 groups take turns and M = 0.9.
 Without a momentum there is nothing to tell where parameters go (P = 0), but the rules for the rate are the same, with M = 0: LR / g
 for SGD (and ASGD), LR / sqrt(g) for RMSprop and for Adam with a BETA1 of 0. The g updates of a round then do together what the
 synchronous step does, where the g at the full rate go g times as far. (SGD is stable up to ``LR c`` of 2 to 1.67 where 2 to 8
-groups take turns: the lemma's limit, times g.) Adagrad stays as it is: its sum of squares grows g^2 times as fast, since a mean of g batches' gradients has a g-th of the noise's
-square, so that its steps are smaller by g already. So do Adadelta and Rprop, which make their own rates.
+groups take turns: the lemma's limit, times g.) Adagrad stays as it is: its sum of squares grows g^2 times as fast, since a mean of
+g batches' gradients has a g-th of the noise's square, so its steps are smaller by g already. Adadelta and Rprop stay as they are,
+too: they make their own rates.
 """
 
 from __future__ import annotations
