@@ -99,8 +99,8 @@ def test_a_short_job_is_trained_without_a_search(
 def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One probe and all training are real; what the other probes measure is given, and that the first training drifts. Somebody
-    interrupts the second one, once it has a checkpoint."""
+    """What training goes on from is made, and all training; what probes measure is given, and that the first training drifts.
+    Somebody interrupts the second one, once it has a checkpoint."""
     task = TASK.replace("    return Task(", f"{SLOW}\n    return Task(")
     (tmp_path / "work.py").write_text(task)
     launched, hears, kept, watched = LaunchedRuns.run, Watching.event, list[int](), list[Drift]()
@@ -110,7 +110,9 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
         return "a host has become slow" if drift is watched[0] else None
 
     def probe(runs: LaunchedRuns, trial: Trial) -> Outcome:
-        return launched(runs, trial) if trial.phase == "learning rate" else given(trial)
+        if trial.keeps:
+            launched(runs, trial)
+        return given(trial)
 
     def heard(view: Watching, event: Mapping[str, Any], now: float) -> None:
         hears(view, event, now)
