@@ -83,6 +83,7 @@ async def test_a_script_leaves_the_runs_model(kind: str, tmp_path: Path) -> None
             "job": {"name": "script", "timeout": 20.0, "oversubscribe": True, "elastic": False},
             "compute": {"groups": 3, "bucket_size": 64, "device": "cpu"},
             "exchange": exchange,
+            "optimizer": {"look_ahead": "none"},  # or asynchronous groups' steps would be a third
         }
     )
     models: dict[int, nn.Module] = {}
@@ -173,6 +174,7 @@ async def test_a_script_that_is_stopped_leaves_the_runs_model(kind: str, overlap
             "job": {"name": "script", "timeout": 20.0, "oversubscribe": True, "elastic": False},
             "compute": {"groups": 3, "bucket_size": 64, "device": "cpu"},
             "exchange": EXCHANGES[kind],
+            "optimizer": {"look_ahead": "none"},  # or asynchronous groups' steps would be a third
         }
     )
     models: dict[int, nn.Module] = {}

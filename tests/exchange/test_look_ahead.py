@@ -74,20 +74,79 @@ def test_four_updates_do_what_one_does_by_their_mean(kind: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.RMSprop(p, lr=0.1),
         lambda p: torch.optim.Adagrad(p, lr=0.1),
         lambda p: torch.optim.Adadelta(p),
         lambda p: torch.optim.Rprop(p),
-        lambda p: torch.optim.ASGD(p),
-        lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.9)),
     ],
 )
-def test_what_has_no_momentum_stays_as_it_is(make: Any) -> None:
+def test_what_has_no_rule_stays_as_it_is(make: Any) -> None:
     spec = describe_optimizer(make([torch.nn.Parameter(torch.zeros(3))]))
     compensation = Compensation(3.0, on=True, look_ahead=True)
     assert compensation.of(spec) == spec
     assert compensation.describe(spec)["look_ahead"] is None
+
+
+#: Without momentum: the optimizer, and by what its rate is multiplied among four groups.
+WITHOUT: dict[str, Any] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), 0.25),
+    "asgd": (lambda p: torch.optim.ASGD(p, lr=0.1), 0.25),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.96), 0.5),
+    "adam": (lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.96)), 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_without_momentum_the_rate_alone_is_fitted(kind: str) -> None:
+    make, factor = WITHOUT[kind]
+    spec = describe_optimizer(make([torch.nn.Parameter(torch.zeros(3))]))
+    changed = Compensation(3.0, on=True, look_ahead=True).of(spec)
+    built = build_optimizer(changed, [[torch.nn.Parameter(torch.zeros(3))]]).param_groups[0]
+    assert built["lr"] == pytest.approx(0.1 * factor)
+    assert not explicit_of(built)
+    if kind == "rmsprop":
+        assert built["alpha"] == pytest.approx(0.96**0.25)
+    if kind == "adam":
+        assert built["betas"] == (0.0, pytest.approx(0.96**0.25))
+    fitted = ("lr", "momentum", "alpha") if kind == "rmsprop" else ("lr", "momentum", "betas")
+    for key, value in spec.groups[0].items():
+        assert key in fitted or changed.groups[0][key] == value
+    told = Compensation(3.0, on=True, look_ahead=True).describe(spec)
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor)}
+    assert told["total"] == 0.75, "nothing is looked ahead, so it acts like the implicit one"
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+@pytest.mark.parametrize(
+    "compensation",
+    [
+        Compensation(3.0, on=True, look_ahead=False),
+        Compensation(3.0, on=False, look_ahead=True),
+        Compensation(3.0, on=True, look_ahead=True, own_rate=True),
+        Compensation(0.0, on=True, look_ahead=True, groups=1),
+        Compensation(0.0, on=True, look_ahead=True, groups=4),
+    ],
+    ids=["none", "a momentum of the job's", "a rate of the job's", "one group", "sync"],
+)
+def test_without_momentum_the_rate_is_kept(kind: str, compensation: Compensation) -> None:
+    spec = describe_optimizer(WITHOUT[kind][0]([torch.nn.Parameter(torch.zeros(3))]))
+    assert compensation.of(spec) == spec
+    assert compensation.describe(spec)["look_ahead"] is None
+
+
+def test_a_rate_of_the_job_s_own_takes_the_place_of_the_task_s_where_there_is_momentum() -> None:
+    spec = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9))
+    one, other = (Compensation(3.0, on=True, look_ahead=True, own_rate=own) for own in (False, True))
+    assert one.of(spec) == other.of(spec) != spec
+
+
+@pytest.mark.parametrize("scheduled", [0.4, 0.1, 0.0])
+def test_each_parameter_group_and_each_rate_of_a_schedule_is_fitted(scheduled: float) -> None:
+    tensors = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    parts = [{"params": tensors[:1]}, {"params": tensors[1:2], "lr": 0.2}, {"params": tensors[2:], "momentum": 0.9}]
+    optimizer = torch.optim.SGD(parts, lr=scheduled)
+    first, second, third = Compensation(3.0, on=True, look_ahead=True).of(describe_optimizer(optimizer)).groups
+    assert (first["lr"], second["lr"]) == (scheduled / 4, 0.05)
+    assert third["lr"] == pytest.approx(scheduled * (1 - 0.9**0.25) / 0.1 / 4)
 
 
 def test_a_momentum_of_the_job_s_own_is_kept_with_its_rate() -> None:
@@ -111,6 +170,23 @@ def test_only_where_gradients_are_stale(policy: Any, groups: int) -> None:
     stale = policy == "async" and groups > 1
     assert settings.compensation.horizon == (5.0 if stale else 0.0)
     assert (settings.compensation.of(spec) == spec) is not stale
+    without = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+    assert settings.compensation.of(without).groups[0]["lr"] == (0.025 if stale else 0.1)
+
+
+def test_with_a_bound_of_0_a_round_is_still_of_all_groups() -> None:
+    """All have read before the first one writes, so staleness is 1.5 in the mean, but four updates are a round."""
+    peers = tuple((f"worker/{group}",) for group in range(4))
+    settings = ModelServerSettings(0, 0, peers, ("server/0",), "bound", bound=0, compensate=True, look_ahead=True)
+    assert settings.compensation.horizon == 2.75
+    for momentum in (0.0, 0.9):
+        spec = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=momentum))
+        changed = settings.compensation.of(spec).groups[0]
+        m, lr = explicit_of(changed), changed["lr"]
+        assert m is not None
+        assert isinstance(lr, float)
+        assert m**4 == pytest.approx(momentum)
+        assert 4 * lr / (1 - m) == pytest.approx(0.1 / (1 - momentum))
 
 
 def test_the_setting() -> None:

@@ -23,6 +23,7 @@ from zmqtrain.exchange.momentum import (
     with_momentum,
 )
 from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer
+from zmqtrain.observe.live import closing_lines
 from zmqtrain.observe.summary import Summary
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.load import parse_topology
@@ -166,6 +167,27 @@ def test_a_run_says_what_its_momentum_is(
     if fitted is not None:
         assert told["fitted"] == pytest.approx(fitted, abs=0.12)  # of 1,200 updates; longer runs come nearer
         assert told["fitted_updates"] > 100
+
+
+def test_a_run_without_momentum_says_what_its_rate_is(tmp_path: Path) -> None:
+    summary = Summary()
+
+    def hear(peer: str, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event.get("kind") not in ("span", "log"):
+                role, _, rank = peer.partition("/")
+                summary.add(peer, {"values": {}, **event, "role": role, "rank": int(rank) if rank else None})
+
+    topology = topology_of(tmp_path, "async", "auto", "auto")
+    assert simulate(topology, options=Options(task=task(0.0), on_report=hear)).ending.status == "done"
+    told = summary.to_dict()["momentum"]
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": 0.25}
+    assert (told["target"], told["explicit"], told["total"]) == (0.0, 0.0, 0.75)
+    assert told["total_measured"] == pytest.approx(0.75, abs=0.05)
+    assert told["fitted"] == pytest.approx(0.75, abs=0.15)
+    (line,) = (line for line in closing_lines(summary, 1.0, "here") if "momentum" in line)
+    assert line.startswith("momentum 0.00, by asynchrony 0.75, together like 0.75; fitted ")
+    assert line.endswith(", learning rate times 0.25")
 
 
 def test_what_replaces_the_tasks_own() -> None:

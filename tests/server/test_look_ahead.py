@@ -129,7 +129,8 @@ def taking_turns(name: str, groups: int, lr: float, *, ahead: bool) -> float:
     """How far from the optimum groups of a quadratic of curvature 1 (in one direction) and 0.01 end, in its first direction.
 
     They take turns: each gradient was read as many updates ago as there are others."""
-    given = describe_optimizer(MAKE[name]([torch.nn.Parameter(torch.zeros(2))]))
+    make = MAKE.get(name, lambda p: torch.optim.SGD(p, lr=0.1))
+    given = describe_optimizer(make([torch.nn.Parameter(torch.zeros(2))]))
     given = OptimizerSpec(given.name, ({**given.groups[0], "lr": lr, "weight_decay": 0.0},))
     compensation = Compensation(groups - 1.0, on=True, look_ahead=ahead)
     held = HeldPiece(Piece(0, 0, 0, 2, 0, 0), "float64", 0, compensation.of(given), horizon=compensation.horizon)
@@ -141,6 +142,26 @@ def taking_turns(name: str, groups: int, lr: float, *, ahead: bool) -> float:
         held.update(curvature * reads[group])
         reads[group] = held.values.detach().clone()
     return float(held.values.detach().abs()[0])
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_without_momentum_they_converge_where_they_diverged(groups: int) -> None:
+    """At a rate that one synchronous group trains with, up to 2: theirs is a g-th of it."""
+    assert taking_turns("plain", groups, 1.3, ahead=False) > 1e3
+    assert taking_turns("plain", groups, 1.3, ahead=True) < 1e-2
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_without_momentum_gradients_of_one_point_move_as_far_as_their_mean(groups: int) -> None:
+    """As with a bound of 0: exactly a synchronous step, in whole numbers and powers of two."""
+    given = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(5))], lr=0.5))
+    compensation = Compensation((groups - 1) / 2, on=True, look_ahead=True, groups=groups)
+    held = piece_of(compensation.of(given), compensation.horizon)
+    held.load({"values": torch.ones(5, dtype=torch.float64)}, 0)
+    pushed = [gradient.mul(8).round() for gradient in gradients(groups)]
+    for gradient in pushed:
+        held.update(gradient)
+    assert torch.equal(held.values.detach(), 1 - 0.5 * sum(pushed) / groups)
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])

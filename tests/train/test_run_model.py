@@ -83,11 +83,14 @@ def slow_group(peers: tuple[str, ...], seconds: float = 0.004, *, others: float 
     return make
 
 
-def topology(exchange: dict[str, Any], *, groups: int = 3, size: int = 1, **job: Any) -> Any:
+def topology(
+    exchange: dict[str, Any], optimizer: dict[str, Any] | None = None, *, groups: int = 3, size: int = 1, **job: Any
+) -> Any:
     return topology_of(
         job={"steps": 9, "elastic": False, "eval_every": 4, "checkpoint_every": 4, "keep_checkpoints": 9, **job},
         compute={"groups": groups, "group_size": size, "batch_size": 4 * size},
         exchange=exchange,
+        optimizer=optimizer or {},
     )
 
 
@@ -187,7 +190,11 @@ class Slope(nn.Module):
 
 @pytest.mark.parametrize("late", [(), ("worker/3",), ("worker/0",)], ids=["none", "the last", "the first"])
 @pytest.mark.parametrize("exchange", [CASES["async"][0], CASES["async, 3 shards"][0], CASES["bound 2"][0]], ids=["1", "3", "bound"])
-async def test_all_steps_of_all_groups_are_in_the_model(exchange: dict[str, Any], late: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_ahead", ["none", "auto"])
+async def test_all_steps_of_all_groups_are_in_the_model(
+    exchange: dict[str, Any], late: tuple[str, ...], look_ahead: str, tmp_path: Path
+) -> None:
+    """As their sum, or with a learning rate that is as many times lower as there are groups."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randint(-8, 9, (160, 12), generator=generator).double()
     data = TensorDataset(inputs, torch.zeros(160))
@@ -202,11 +209,11 @@ async def test_all_steps_of_all_groups_are_in_the_model(exchange: dict[str, Any]
         fields = {"train_data": data, "eval_data": data, "model": Slope, "loss": loss}
         return Recipe(**fields, optimizer=lambda p: torch.optim.SGD(p, lr=lr))(peer)
 
-    shape = topology(exchange, groups=groups, steps=steps, eval_every=0, checkpoint_every=0)
+    shape = topology(exchange, {"look_ahead": look_ahead}, groups=groups, steps=steps, eval_every=0, checkpoint_every=0)
     result = await run(shape, make, folder=tmp_path)
     assert not result.errors, result.errors
     # One epoch: each sample once, in batches of 4; the optimizer of each group makes steps of its own.
-    expected = -lr * inputs.sum(0) / 4
+    expected = -lr * inputs.sum(0) / 4 / (groups if look_ahead == "auto" else 1)
     model = load_file(tmp_path / "model.safetensors")
     assert torch.equal(torch.cat([model["first"], model["second"]]), expected)
     assert evaluations(result)[steps] == float((inputs @ expected).mean())

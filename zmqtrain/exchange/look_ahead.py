@@ -23,7 +23,14 @@ Malladi et al. 2022 ("On the SDEs and Scaling Rules for Adaptive Gradient Algori
     m = M^(1/g)        SGD: lr = LR (1 - m) / ((1 - M) g)        Adam: lr = LR / sqrt(g), beta2 = BETA2^(1/g)
 
 with M, LR and BETA2 the task's. (A step of Adam's is a mean, whose size does not depend on m.) It is stable up to ``LR c`` of 1.05
-to 0.7 where 2 to 8 groups take turns and M = 0.9. What has no momentum stays as it is: there is nothing to tell where it goes.
+to 0.7 where 2 to 8 groups take turns and M = 0.9.
+
+Without a momentum there is nothing to tell where parameters go (P = 0), but the rules for the rate are the same, with M = 0: LR / g
+for SGD (and ASGD), LR / sqrt(g) for RMSprop and for Adam with a BETA1 of 0. The g updates of a round then do together what the
+synchronous step does, where the g at the full rate go g times as far. (SGD is stable up to ``LR c`` of 2 to 1.67 where 2 to 8
+groups take turns: the lemma's limit, times g.) Adagrad stays as it is: its sum of squares grows g^2 times as fast, since a mean of
+g batches' gradients has a g-th of the noise's square, so its steps are smaller by g already. Adadelta and Rprop stay as they are,
+too: they make their own rates.
 """
 
 from __future__ import annotations
@@ -39,9 +46,14 @@ def horizon(staleness: float) -> float:
     return (3 * staleness + 1) / 2 if staleness > 0 else 0.0
 
 
-def spread(momentum: float, staleness: float) -> float:
-    """The momentum of an update, of which a round of ``1 + staleness`` has ``momentum``."""
-    return float(momentum ** (1 / (1 + staleness))) if momentum > 0 else 0.0
+def spread(momentum: float, others: float) -> float:
+    """The momentum of an update, of which a round, of one of this group and of ``others``, has ``momentum``."""
+    return float(momentum ** (1 / (1 + others))) if momentum > 0 else 0.0
+
+
+def has_rule(group: Mapping[str, Value]) -> bool:
+    """Whether it is known how the optimizer's rate goes with the batch: of those with a momentum, be it 0, and of ASGD."""
+    return "momentum" in group or is_mean(group) or "lambd" in group
 
 
 def is_mean(group: Mapping[str, Value]) -> bool:
@@ -49,16 +61,16 @@ def is_mean(group: Mapping[str, Value]) -> bool:
     return "betas" in group
 
 
-def with_rate_of_one(group: Mapping[str, Value], momentum: float, staleness: float) -> dict[str, Value]:
-    """The hyperparameters, all but the momentum, of an optimizer of which ``1 + staleness`` updates do what one of the given does
+def with_rate_of_one(group: Mapping[str, Value], momentum: float, others: float) -> dict[str, Value]:
+    """The hyperparameters, all but the momentum, of an optimizer of which ``1 + others`` updates do what one of the given does
     with their mean gradient. ``momentum``: the given's."""
-    changed, groups = dict(group), 1 + staleness
+    changed, groups = dict(group), 1 + others
     lr, betas, alpha = group.get("lr"), group.get("betas"), group.get("alpha")
-    factor = 1.0 if is_mean(group) else (1 - spread(momentum, staleness)) / (1 - momentum)
+    factor = 1.0 if is_mean(group) else (1 - spread(momentum, others)) / (1 - momentum)
     if isinstance(betas, list | tuple):
-        changed["betas"] = [betas[0], *(spread(each, staleness) for each in betas[1:] if isinstance(each, int | float))]
+        changed["betas"] = [betas[0], *(spread(each, others) for each in betas[1:] if isinstance(each, int | float))]
     if "centered" in group and isinstance(alpha, int | float):  # RMSprop
-        changed["alpha"] = spread(alpha, staleness)
+        changed["alpha"] = spread(alpha, others)
     normalized = is_mean(group) or "centered" in group
     if isinstance(lr, int | float):
         changed["lr"] = lr * factor / (math.sqrt(groups) if normalized else groups)

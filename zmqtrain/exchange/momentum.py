@@ -9,9 +9,9 @@ so together they act like a little less than their sum::
 That is what a fit of trajectories shows (`zmqtrain.server.momentum_sensor`), where groups take as long as chance will have it.
 Where they take turns, as equal machines do, the delay does not smooth but shakes, the more the larger the learning rate. So
 ``[optimizer] momentum = "auto"``, which takes the task's momentum as the total, makes up for the delay by looking ahead
-(`zmqtrain.exchange.look_ahead`), with a momentum that is the task's after an update of each group. Without that (``look_ahead =
-"none"``) it lowers the optimizer's own accordingly. To keep the sum instead lowers it further, and takes more updates to the same
-loss (docs/tuning.md has the figures).
+(`zmqtrain.exchange.look_ahead`), with a momentum that is the task's after an update of each group, and a learning rate that fits;
+without momentum with such a rate alone. Without that (``look_ahead = "none"``) it lowers the optimizer's own accordingly. To keep
+the sum instead lowers it further, and takes more updates to the same loss (docs/tuning.md has the figures).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.look_ahead import horizon, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.look_ahead import has_rule, horizon, spread, steps_ahead, with_rate_of_one
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.payload import Value
 
@@ -85,10 +85,19 @@ class Compensation:
     on: bool = False
     look_ahead: bool = False
     """Whether servers look ahead by the delay."""
+    own_rate: bool = False
+    """Whether the learning rate is the job's, not the task's: without momentum it is then an update's, and kept."""
+    groups: int = 0
+    """Whose updates are a round, which does what one synchronous update does; 0: one more than the staleness."""
 
     @property
     def implicit(self) -> float:
         return implicit_momentum(self.staleness)
+
+    @property
+    def others(self) -> float:
+        """Updates of a round besides one's own. With a bound of 0 twice the staleness: all have read before the first writes."""
+        return self.groups - 1 if self.groups else self.staleness
 
     @property
     def horizon(self) -> float:
@@ -102,12 +111,12 @@ class Compensation:
         return replace(spec, groups=tuple(map(self._group, spec.groups)))
 
     def _group(self, group: Mapping[str, Value]) -> Mapping[str, Value]:
-        target = explicit_of(group)
-        if not target:
-            return group
+        target = explicit_of(group) or 0.0
         if not self.look_ahead:
-            return with_momentum(group, compensated(target, self.implicit))
-        return with_momentum(with_rate_of_one(group, target, self.staleness), spread(target, self.staleness))
+            return with_momentum(group, compensated(target, self.implicit)) if target else group
+        if not has_rule(group) or (self.own_rate and not target):
+            return group
+        return with_momentum(with_rate_of_one(group, target, self.others), spread(target, self.others))
 
     def describe(self, spec: OptimizerSpec) -> dict[str, Any]:
         """For the record, of the first parameter group. ``spec``: the task's own."""
@@ -121,12 +130,13 @@ class Compensation:
             "compensated": self.on,
             "look_ahead": None,
         }
-        if not self.horizon or not explicit:
-            return stated
         before, lr = given.get("lr"), changed.get("lr")
         factor = lr / before if isinstance(lr, int | float) and isinstance(before, int | float) and before else 1.0
-        ahead = {"updates": self.horizon, "steps": steps_ahead(explicit, self.horizon), "lr_factor": factor}
-        total = explicit ** (1 + self.staleness) if self.on else stated["total"]
+        if not self.horizon or not (explicit or factor != 1):
+            return stated
+        far = steps_ahead(explicit or 0.0, self.horizon)
+        ahead = {"updates": self.horizon if far else 0.0, "steps": far, "lr_factor": factor}
+        total = (explicit or 0.0) ** (1 + self.others) if self.on and far else stated["total"]
         return {**stated, "total": total, "look_ahead": ahead}
 
 
@@ -139,7 +149,7 @@ def gradients_of(topology: Topology) -> dict[str, str]:
         "gossip": own if exchange.gossip.exchange == "weights" else "averaged with another's; each group's optimizer runs",
         "averaging": own,
     }
-    apart = "applied one by one, an update each: all groups' together move the parameters as their sum"
+    apart = "applied one by one, an update each: all groups' together move the parameters as their sum, times lr_factor"
     served = "averaged, one update for all groups" if exchange.policy == "sync" else apart
     return {
         "in_a_group": "averaged over the group's batch, whatever the number of its workers",

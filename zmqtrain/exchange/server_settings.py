@@ -29,6 +29,8 @@ class ModelServerSettings:
     """Fit the optimizer's momentum to what asynchrony adds (`zmqtrain.exchange.momentum`)."""
     look_ahead: bool = False
     """Store parameters where they will be when a gradient of them arrives (`zmqtrain.exchange.look_ahead`)."""
+    own_rate: bool = False
+    """Whether the job names the learning rate, instead of the task."""
     compression: str = "none"
     compression_ratio: float = 0.01
     clip_norm: float = 0.0
@@ -44,7 +46,9 @@ class ModelServerSettings:
     @property
     def compensation(self) -> Compensation:
         """What becomes of the optimizer's momentum and learning rate."""
-        return Compensation(expected_staleness(self.policy, len(self.groups), self.bound), self.compensate, self.look_ahead)
+        groups = len(self.groups)
+        staleness = expected_staleness(self.policy, groups, self.bound)
+        return Compensation(staleness, self.compensate, self.look_ahead, self.own_rate, groups)
 
     @classmethod
     def of(cls, topology: Topology, placement: Placement, role: RolePlacement, ladder: Ladder) -> ModelServerSettings:
@@ -61,6 +65,7 @@ class ModelServerSettings:
             split_bytes=exchange.split_bytes,
             compensate=topology.optimizer.momentum == "auto",
             look_ahead=topology.optimizer.look_ahead == "auto",
+            own_rate=topology.optimizer.lr is not None,
             compression=exchange.compression,
             compression_ratio=exchange.compression_ratio,
             clip_norm=topology.optimizer.clip_norm,

@@ -245,15 +245,17 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
         lines.append(f"staleness {values['staleness']['mean']:.2f} (mean), {values['staleness']['max']} (max)")
     momentum = values["momentum"]
     ahead = None if momentum is None else momentum.get("look_ahead")
-    if momentum is not None and ahead:
+    factor = f", learning rate times {ahead['lr_factor']:.3g}" if ahead and ahead["lr_factor"] != 1 else ""
+    if momentum is not None and ahead and ahead["steps"]:
         spread = f", {momentum['total']:.2f} an update of each group" if momentum["compensated"] else ""
-        factor = "" if ahead["lr_factor"] == 1 else f", learning rate times {ahead['lr_factor']:.3g}"
         lines.append(f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead")
     elif momentum is not None and momentum["explicit"] is not None and momentum["implicit"]:
         how = f" (lowered from {momentum['target']:.3g})" if momentum["explicit"] != momentum["target"] else ""
         fitted = "" if momentum["fitted"] is None else f"; fitted {momentum['fitted']:.2f}"
         total = f"by asynchrony {momentum['implicit']:.2f}, together like {momentum['total']:.2f}"
-        lines.append(f"momentum {momentum['explicit']:.2f}{how}, {total}{fitted}")
+        lines.append(f"momentum {momentum['explicit']:.2f}{how}, {total}{fitted}{factor}")
+    elif factor:
+        lines.append(factor.removeprefix(", "))
     if metrics:
         lines.append(metrics)
     return [*lines, f"everything about it: {directory}"]

@@ -184,12 +184,13 @@ class _MomentumSeen:
             return None
         seen = sum(updates for _, updates in self._fits.values())
         measured = staleness / (1 + staleness)
-        explicit = self.stated.get("explicit") or 0.0
-        ahead = bool(self.stated.get("look_ahead")) and bool(self.stated.get("compensated"))
+        explicit, expected = self.stated.get("explicit") or 0.0, 1 / (1 - self.stated.get("implicit", 0.0))
+        ahead = bool((self.stated.get("look_ahead") or {}).get("steps")) and bool(self.stated.get("compensated"))
+        total = self.stated["total"] ** ((1 + staleness) / expected) if ahead else 1 - (1 - explicit) * (1 - measured)
         return {
             **self.stated,
             "implicit_measured": measured,
-            "total_measured": explicit ** (1 + staleness) if ahead else 1 - (1 - explicit) * (1 - measured),
+            "total_measured": total,
             "fitted": sum(momentum * updates for momentum, updates in self._fits.values()) / seen if seen else None,
             "fitted_updates": seen,
         }

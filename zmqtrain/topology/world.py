@@ -34,20 +34,21 @@ class Optimizer(Section):
         gt=0,
         lt=1e30,
         description="Replaces the task's learning rate, and its schedule. Of several parameter groups the others keep their ratios "
-        "to the first.",
+        "to the first. Without momentum it is each update's, and not fitted (`look_ahead`).",
     )
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
         description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
         "servers without waiting for each other, the optimizer's own is such that an update of each group has it, and the learning "
-        "rate fits (with `look_ahead`), or it is lowered by what asynchrony acts like (1 - 1/g for g groups). task: as the task "
-        "has it. A number: this, instead of the task's.",
+        "rate fits (with `look_ahead`), or it is lowered by what asynchrony acts like (1 - 1/g for g groups). task: momentum and "
+        "rate as the task has them. A number: this, instead of the task's, and the rate as it is.",
     )
     look_ahead: Literal["auto", "none"] = Field(
         default="auto",
         description="auto: model servers whose groups do not wait for each other keep the parameters where the momentum will have "
-        "taken them when a gradient of them arrives, so that old gradients do no harm; needs a momentum (or Adam's first beta). "
-        "none: they do not.",
+        'taken them when a gradient of them arrives, so that old gradients do no harm; with `momentum = "auto"` they fit '
+        "momentum and learning rate to that. Without momentum nothing is looked ahead, but a learning rate of the task's is fitted "
+        "(SGD's is divided by the number of groups). none: none of this.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 

@@ -89,6 +89,8 @@ class NoMemory:
 class SmallMemory:
     """A few whole numbers a layer. The optimizer subtracts gradients as they are, so all arithmetic is exact, in any order.
 
+    (It names no momentum, not even 0, so nothing fits its rate to asynchrony: `zmqtrain.exchange.look_ahead.has_rule`.)
+
     With gossip only the mean over all groups is a whole number, and no more exact than float64 is.
     """
 
