@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zmqtrain.c10d.hook import Gossip, ddp_comm_hook
     from zmqtrain.c10d.servers import ModelServers
     from zmqtrain.embed.session import AsyncSession, Session, join, session
-    from zmqtrain.errors import ZmqTrainError
+    from zmqtrain.errors import RunStopped, ZmqTrainError
     from zmqtrain.parallel.rewrite.model import parallelize
     from zmqtrain.train.task import Task
 
@@ -24,6 +24,7 @@ __all__ = [
     "AsyncSession",
     "Gossip",
     "ModelServers",
+    "RunStopped",
     "Session",
     "Task",
     "ZmqTrainError",
@@ -38,6 +39,7 @@ _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
     "Gossip": "zmqtrain.c10d.hook",
     "ModelServers": "zmqtrain.c10d.servers",
+    "RunStopped": "zmqtrain.errors",
     "Session": "zmqtrain.embed.session",
     "Task": "zmqtrain.train.task",
     "ZmqTrainError": "zmqtrain.errors",

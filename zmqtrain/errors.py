@@ -29,6 +29,8 @@ The tree is drawn by what a caller can do about an error::
         └── HostLostError          a whole host is gone
 
 ``verdict`` is the word that stands in ``error.json``; ``exit_code`` is what the launcher exits with.
+
+`RunStopped` is no error and stands apart: it ends a script whose run was asked to stop.
 """
 
 from __future__ import annotations
@@ -104,6 +106,22 @@ class NonFiniteLossError(TaskError):
             f"the loss is {loss} on rank {rank} at step {step}. {kept and f'{kept}. '}Lower the learning rate, clip gradients "
             '([optimizer] clip_norm), or set [job] on_nan = "continue" to go on regardless'
         )
+
+
+class RunStopped(SystemExit):
+    """The run was asked to stop, and all workers have stopped after the same step; the model given to `replicate` is the run's.
+
+    ``optimizer.step()`` raises it in a script. Left alone it ends the script, with exit status 0. Catch it around the session to
+    do something at the end, such as saving what the script needs to go on; no more can be trained.
+    """
+
+    def __init__(self, step: int) -> None:
+        """``step``: how many steps were made."""
+        self.step = step
+        super().__init__(0)
+
+    def __str__(self) -> str:
+        return f"the run was asked to stop, and has stopped after {self.step} steps"
 
 
 class ProtocolError(ZmqTrainError):

@@ -17,6 +17,7 @@ from zmqtrain.data.background import BackgroundThread
 from zmqtrain.embed.core import Core
 from zmqtrain.embed.own_run import OwnRun, open_run
 from zmqtrain.embed.session import AsyncSession
+from zmqtrain.errors import ConnectivityError, RunStopped
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.schema import Topology
 
@@ -102,3 +103,115 @@ async def test_a_script_leaves_the_runs_model(kind: str, tmp_path: Path) -> None
     assert about["step"] == STEPS
     assert about["metrics"] == {"quality": 0.25}
     assert about["versions"]["torch"] == torch.__version__
+
+
+class AskedToStop:
+    """Asks all workers to stop once one of them has made so many steps, as the launcher does."""
+
+    def __init__(self, run: OwnRun, after: int) -> None:
+        self.after, self._run = after, run
+        self.now = asyncio.Event()
+        self.step: int | None = None
+
+    async def ask(self) -> None:
+        await self.now.wait()
+        self.step = await self._run.stop()
+
+
+async def stopped_script(run: OwnRun, rank: int, models: dict[int, nn.Module], asked: AskedToStop, overlap: bool | None) -> None:
+    """A loop without an end, which optimizer.step() ends."""
+    loop = asyncio.get_running_loop()
+    async with run.context(f"worker/{rank}") as context:
+        core, thread = Core(context), BackgroundThread("compute")
+        try:
+            session = AsyncSession(core, thread)
+            model = Slope()
+            model, optimizer = await session.replicate(model, torch.optim.SGD(model.parameters(), lr=LR), overlap=overlap)
+            models[rank] = model
+            ends: list[str] = []
+            codes: set[object] = set()
+
+            def train() -> None:
+                step = 0
+                while True:
+                    if rank == 2:
+                        time.sleep(0.005)
+                    optimizer.zero_grad()
+                    model(batch(rank, step)).mean().backward()
+                    try:
+                        optimizer.step()
+                    except RunStopped as stop:
+                        ends.append(str(stop))
+                        codes.add(stop.code)
+                        break
+                    step += 1
+                    if step == asked.after:
+                        loop.call_soon_threadsafe(asked.now.set)
+                with torch.no_grad():
+                    model(batch(rank, step))  # it may be looked at
+                for more in (optimizer.step, lambda: model(batch(rank, step)).mean().backward()):
+                    try:
+                        more()
+                    except RunStopped as stop:
+                        ends.append(str(stop))
+
+            await session.run(train)
+            assert codes == {0}
+            assert set(ends) == {f"the run was asked to stop, and has stopped after {asked.step} steps"}
+            assert len(ends) == 3, "nothing can be trained any more"
+            await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
+        finally:
+            await core.close()
+            await thread.close(1.0)
+
+
+@pytest.mark.parametrize("overlap", [None, True, False])
+@pytest.mark.parametrize("kind", EXCHANGES)
+async def test_a_script_that_is_stopped_leaves_the_runs_model(kind: str, overlap: bool | None, tmp_path: Path) -> None:
+    topology = Topology.model_validate(
+        {
+            "job": {"name": "script", "timeout": 20.0, "oversubscribe": True, "elastic": False},
+            "compute": {"groups": 3, "bucket_size": 64, "device": "cpu"},
+            "exchange": EXCHANGES[kind],
+        }
+    )
+    models: dict[int, nn.Module] = {}
+    network = MemoryNetwork()
+    kinds: dict[str, list[int]] = {}
+
+    def note(_peer: str, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            kinds.setdefault(event["kind"], []).append(event["step"])
+
+    opened = open_run(topology, network=network, checkpoints=tmp_path / "checkpoints", on_report=note)
+    async with opened as run, asyncio.TaskGroup() as tasks:
+        asked = AskedToStop(run, after=5)
+        for role in run.placement.roles:
+            if role.kind == "worker":
+                tasks.create_task(stopped_script(run, role.index, models, asked, overlap))
+            else:
+                tasks.create_task(run.role(role.peer))
+        await asked.ask()
+    assert asked.step is not None
+    assert kinds["stopped"] == [asked.step] * 3
+    assert "finish" not in kinds
+    left = load_file(tmp_path / "model.safetensors")
+    for model in models.values():
+        assert all(torch.equal(left[name], tensor) for name, tensor in model.state_dict().items()), "each script holds it, too"
+    gradients = sum(batch(rank, step).mean(0) for rank in range(3) for step in range(asked.step))
+    assert isinstance(gradients, Tensor)
+    expected = -LR * gradients / (1 if kind == "async" else 3)
+    if kind != "elastic":
+        torch.testing.assert_close(torch.cat([left["first"], left["second"]]), expected, rtol=1e-12, atol=1e-12)
+    assert json.loads((tmp_path / "model.json").read_text())["step"] == asked.step
+
+
+async def test_a_script_without_a_model_stops_at_no_step(tmp_path: Path) -> None:
+    """Whoever asks is told at once."""
+    topology = Topology.model_validate({"job": {"name": "script"}, "compute": {"groups": 1, "device": "cpu"}})
+    async with open_run(topology, network=MemoryNetwork()) as run, run.context("worker/0") as context:
+        core = Core(context)
+        with pytest.raises(ConnectivityError, match="no replicated model"):
+            await run.stop()
+        await core.finish()
+        await core.close()

@@ -61,3 +61,24 @@ def test_a_worker_is_killed(tmp_path: Path, restarts: int) -> None:
             assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(2000))
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
+
+
+def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Path) -> None:
+    """Its connections end before its process does; the run is then as failed as without gossip, and says why."""
+    failing = TASK.replace("torch.nn.functional.mse_loss", "loss") + (
+        "\ncalls = 0\n\n"
+        "def loss(output, target):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        '    if calls == 5 and os.environ["ZMQTRAIN_PEER"] == "worker/1":\n'
+        '        raise IndexError("it breaks here")\n'
+        "    return torch.nn.functional.mse_loss(output, target)\n"
+    )
+    (tmp_path / "task.py").write_text(failing)
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=0).replace("20 s", "60 s"))
+    with Launched(tmp_path, "trial.toml") as run:
+        assert run.end() == 3, run
+        error = run.json("error.json")
+        assert error["peer"] == "worker/1"
+        assert "it breaks here" in error["message"]
+        assert error["verdict"] == "user code"

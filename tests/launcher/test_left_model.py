@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
+from zmqtrain.launcher.preempted import INTERRUPTED, PREEMPTED
 
 TASK = """
 import time, torch
@@ -125,3 +127,86 @@ def test_a_bad_loss_and_a_lost_worker(tmp_path: Path, monkeypatch: pytest.Monkey
         assert json.loads((run.run / "summary.json").read_text())["status"] == "failed"
         run.wait_for("the model after step")
         evaluate(run)
+
+
+SCRIPT = """
+import time, torch, zmqtrain
+from torch.nn.functional import mse_loss
+
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(64, 8, generator=generator)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+try:
+    with zmqtrain.session() as session:
+        session.replicate(model, optimizer)
+        while True:
+            optimizer.zero_grad()
+            loss = mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            loss.backward()
+            time.sleep(0.01)
+            optimizer.step()
+            session.report(loss=loss.item())
+except zmqtrain.RunStopped as stop:
+    torch.save(model.state_dict(), f"own-{session.rank}.pt")
+    print("stopped after", stop.step)
+    raise
+print("never here")
+"""
+COROUTINE = """
+import asyncio, time, torch, zmqtrain
+from torch.nn.functional import mse_loss
+
+inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+
+async def main():
+    async with zmqtrain.join() as session:
+        model = torch.nn.Linear(8, 1)
+        model, optimizer = await session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.001))
+
+        def train():
+            optimizer.zero_grad()
+            loss = mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            loss.backward()
+            time.sleep(0.01)
+            optimizer.step()
+            return loss.item()
+
+        while True:
+            session.report(loss=await session.run(train))
+    print("never here")
+
+asyncio.run(main())
+print("never here")
+"""
+
+
+@pytest.mark.parametrize("asks", ["interrupt", "stop", "preempt"])
+def test_a_script_that_is_stopped(asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its workers stop after one step; the script may do something then, and ends."""
+    monkeypatch.chdir(tmp_path)
+    folder = prepare(tmp_path / "script")
+    (folder / "trial.toml").write_text(TOPOLOGY.replace('task = "task.py"\nsteps = 100000\n', ""))
+    (folder / "script.py").write_text(COROUTINE if asks == "stop" else SCRIPT)
+    with Launched(folder, "trial.toml", "script.py") as run:
+        run.wait_for("^step ")
+        if asks == "stop":
+            command = [sys.executable, "-m", "zmqtrain", "stop", str(run.run)]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        else:
+            run.signal(signal.SIGINT if asks == "interrupt" else signal.SIGUSR1)
+        assert run.end() == (PREEMPTED if asks == "preempt" else INTERRUPTED), run
+        summary, step = run.json("summary.json"), run.json("model.json")["step"]
+        assert summary["status"] == ("preempted" if asks == "preempt" else "interrupted")
+        assert step == summary["steps"] > 0
+        run.wait_for(rf"before step {step}: a script goes on from what it has kept itself")
+        run.wait_for(f"the model after step {step} ")
+        assert not (run.run / "error.json").exists()
+        assert "never here" not in repr(run)
+        evaluate(run)
+        if asks != "stop":
+            run.wait_for(f"stopped after {step}", 2)
+            left = load_file(run.run / "model.safetensors")
+            for rank in range(2):
+                own = torch.load(folder / f"own-{rank}.pt", weights_only=True)
+                assert all(torch.equal(own[name], left[name]) for name in left)

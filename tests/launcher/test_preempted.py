@@ -77,6 +77,9 @@ def test_a_run_that_is_preempted_goes_on_in_its_directory(tmp_path: Path) -> Non
         assert 0 < summary["steps"] < 60
         (kept,) = (run.run / "checkpoints").iterdir()
         assert kept.name == f"step-{summary['steps']:08d}"
+        assert (kept / "model.safetensors").samefile(run.run / "model.safetensors")
+        assert run.json("model.json")["step"] == summary["steps"]
+        run.wait_for("the model after step")
         run.wait_for(r"preempted after .* --resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZMQTRAIN_ON_TERM", "checkpoint")
@@ -95,11 +98,11 @@ def test_a_run_that_is_preempted_goes_on_in_its_directory(tmp_path: Path) -> Non
         assert not (run.run / "error.json").exists()
 
 
-def test_a_script_is_halted(tmp_path: Path) -> None:
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.replace('task = "task.py"\n', ""))
+def test_a_script_without_a_model_is_halted(tmp_path: Path) -> None:
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.replace('task = "task.py"\n', "").replace("checkpoint_every = 60\n", ""))
     (tmp_path / "script.py").write_text(STAYS)
     with Launched(tmp_path, "trial.toml", "script.py") as run:
         run.wait_for("ready", 2)
         os.kill(run.pid, signal.SIGUSR1)
         assert run.end() == PREEMPTED, run
-        assert "no checkpoint could be kept: the script keeps its own" in run.error_text
+        assert "no model could be left: there is no replicated model yet" in run.error_text

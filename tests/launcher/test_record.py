@@ -125,3 +125,10 @@ def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
     (run,) = tmp_path.iterdir()
     record._directory.close()
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["host"] == "n3"
+
+
+def test_a_warning_of_a_role_is_shown(tmp_path: Path) -> None:
+    record, view = record_of(tmp_path, "")
+    record.report("worker/0", [{"kind": "warning", "time": 1.0, "step": 0, "values": {"text": "mind this"}}])
+    record._directory.close()
+    assert view.notes == ["warning: worker/0: mind this"]

@@ -70,6 +70,29 @@ def test_the_last_worker_s_loss_fails_the_run() -> None:
     assert table.roster.state in (State.FAILED, State.ENDED)
 
 
+@pytest.mark.parametrize("first", ["worker/0", "worker/1"])
+def test_when_all_fail_by_themselves_their_links_end_first_and_their_errors_count(first: str) -> None:
+    table = running(2)
+    for peer in ("worker/0", "worker/1"):
+        table.take(table.roster.handle_lost(peer, "it has closed its endpoint", table.now))
+    assert table.roster.state is State.FAILED
+    for peer in sorted(("worker/0", "worker/1"), key=lambda peer: peer != first):
+        table.exited(peer, 3, {"message": "a bug", "exit_code": 3})
+    assert table.outcome is not None
+    assert [failure.exit_code for failure in table.outcome.failures] == [3, 3]
+    assert table.outcome.cause is not None
+    assert table.outcome.cause.report is not None
+    assert "a bug" in table.outcome.reason
+
+
+def test_the_last_worker_s_kill_says_more_than_its_closed_link() -> None:
+    table = running(1)
+    table.take(table.roster.handle_lost("worker/0", "it has closed its endpoint", table.now))
+    table.exited("worker/0", -9)
+    assert table.outcome is not None
+    assert table.outcome.reason == "worker/0 on h0 was killed by SIGKILL"
+
+
 def test_a_server_s_loss_fails_the_run() -> None:
     table = Table(members(2, 1), elastic=True)
     table.join_all()

@@ -200,6 +200,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "greater than or equal to 0",
         ),
         ("[job]\n[exchange]\nshards = 2\n", "exchange.shards", 3, 'set kind = "model_server"'),
+        ('[job]\n[exchange]\ncompression = "int8"\n', "exchange.compression", 3, "compression is for model servers"),
         ("[job]\n[exchange]\nkind = 'gossip'\nevery = 2\n", "exchange.every", 4, "every is for averaging and allreduce"),
         ("[job]\n[exchange]\ncompression_ratio = 0.1\n", "exchange.compression_ratio", 3, "for topk"),
         ("[job]\n[engine]\nkind = 'no name'\n", "engine.kind", 3, "must have no blanks"),

@@ -210,3 +210,15 @@ async def test_a_loop_that_zeroes_gradients_itself_does_no_harm(device: CpuDevic
     assert model.weight.grad is not None
     assert model.weight.grad.data_ptr() != model.weight.data_ptr()
     assert replica.buckets[0].gradients.tensor.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+async def test_a_sparse_gradient_is_refused_with_what_to_do(device: CpuDevice) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(4, 5))
+    replica = TorchReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), device)
+    replica.connect(lambda _: None)
+
+    def one() -> None:
+        step(replica, 0, torch.tensor([[1], [2]]), torch.tensor([0, 1]))
+
+    with pytest.raises(TaskError, match=r"parameter '0\.weight' got a sparse gradient.*sparse=False"):
+        await device.run(one)

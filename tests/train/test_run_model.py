@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.model_file import model_lines
 from zmqtrain.train.weights import Weights
 
 #: Of each exchange with its ways to be late: what the run's model is called.
@@ -353,6 +354,17 @@ async def test_an_evaluation_on_the_way_judges_one_version_of_merged_layers(tmp_
     names = [name.split()[0] for name, _ in spans]
     runs = [index for index, name in enumerate(names) if name == "evaluation" and (index == 0 or names[index - 1] != "evaluation")]
     assert len(runs) == 4, "each evaluation is one row of turns, and nobody's step is between them"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(4, "the model after step 4 ("), (0, "the model after step 4 ("), (9, "after step 4 of 9, from the last checkpoint")],
+)
+def test_the_last_lines_say_of_which_step_the_model_is(tmp_path: Path, steps: int, said: str) -> None:
+    """Also where less is known of the run than the model shows: of one that has failed, or had nothing left to do."""
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.json").write_text('{"step": 4, "model": "the mean"}')
+    assert said in model_lines(tmp_path, steps)[0]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from zmqtrain.errors import TaskError, UsageError
-from zmqtrain.train.task import Task, load_task
+from zmqtrain.train.task import Task, check_model, load_task
 
 SOURCE = """
 from dataclasses import dataclass
@@ -114,3 +114,11 @@ def test_a_task_checks_itself(fields: dict[str, Any], said: str) -> None:
     }
     with pytest.raises(TaskError, match=said):
         Task(**good | fields)
+
+
+def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.Linear(3, 2))
+    with pytest.raises(TaskError, match=r"parameter '0\.weight' of the model Sequential has no shape yet.*call the model once"):
+        check_model(model)
+    model(torch.zeros(1, 8))
+    check_model(model)

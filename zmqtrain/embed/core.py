@@ -22,12 +22,13 @@ from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
-from zmqtrain.errors import NonFiniteLossError, PeerLostError, UsageError
+from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import group_of
+from zmqtrain.membership.common_stop import Here, StopPoint, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.device.accelerator import accelerator_of
@@ -135,7 +136,10 @@ class Core:
         self._samples = 0
         self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
+        """The session has ended in good order."""
         self.closed = False
+        self._stop_point = StopPoint(context.endpoint, timeout_s=ladder.barrier_s)
+        may_not_stop(context.endpoint, "there is no replicated model yet")
         self._halted: PeerLostError | None = None
         torch.manual_seed(context.topology.job.seed)
         context.membership.on_halt(self._halt)
@@ -224,12 +228,18 @@ class Core:
             served=served,
             weight=self._weight,
             ended=self._step_ended,
+            stops=self._stops,
+            stop=self._stop,
             wait=lambda coroutine, what: self.crossing.wait(self.guard(coroutine), what),
         )
         self.context.recorder.event(
             "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
         )
+        self._stop_point.open(first_step + 1, None)  # not before its first step
         return model, optimizer
+
+    async def _stops(self, step: int) -> bool:
+        return await self._stop_point.here(step) is Here.STOP
 
     def _coupled(self) -> list[PeerId]:
         """The others that wait for this worker in every step."""
@@ -302,7 +312,8 @@ class Core:
         loss = values.get("loss")
         step = 0 if self.replicated is None else self.replicated.step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
-            raise NonFiniteLossError(loss, self.context.role.index, step)
+            kept = "No model of the run is left: a script reports a loss after its step, which cannot be taken back"
+            raise NonFiniteLossError(loss, self.context.role.index, step, kept)
         if kind == "eval":
             self._evaluated = (step, values)
         if kind == "step" and self._ended_step is not None:
@@ -327,6 +338,13 @@ class Core:
         if self.replicated is None:
             raise UsageError(f"session.{what} comes after session.replicate(model, optimizer)")
         return self.replicated
+
+    def _stop(self) -> None:
+        """All workers stop here: end the session in good order, once, and tell the user's loop."""
+        replicated = self._replicated("optimizer.step()")
+        if not self.finished:
+            self.crossing.wait(self.guard(self.finish(early=True)), "the end of the session")
+        raise RunStopped(replicated.step)
 
     # On the loop's thread.
 
@@ -354,8 +372,11 @@ class Core:
         self._numbers[name] += 1
         return self._numbers[name]
 
-    async def finish(self) -> None:
-        """The user's code is through: the model is complete on return, and the others know that nothing more comes."""
+    async def finish(self, *, early: bool = False) -> None:
+        """The user's code is through, or stops ``early`` at the same step as all: the model is complete on return, and the others
+        know that nothing more comes. Idempotent."""
+        if self.finished:
+            return
         self._flush_step()
         if self.replicated is not None:
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
@@ -365,7 +386,11 @@ class Core:
             await self._take_run_model(self.replicated)
             await self._leave_model(self.replicated)
             await self.replicated.exchange.stop()
-        self.context.recorder.event("finish", step=0 if self.replicated is None else self.replicated.step)
+        step = 0 if self.replicated is None else self.replicated.step
+        if early:
+            self.context.recorder.event("stopped", step=step, kept=False)
+        else:
+            self.context.recorder.event("finish", step=step)
         self.finished = True
 
     async def _take_run_model(self, replicated: Replicated) -> None:

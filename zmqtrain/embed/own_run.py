@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from zmqtrain.embed.enter import enter, enter_run
 from zmqtrain.errors import ConnectivityError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.common_stop import stop_together
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
@@ -44,10 +45,13 @@ if TYPE_CHECKING:
 class OwnRun:
     """A run with its coordinator in this event loop. Made by `open_run`."""
 
-    def __init__(self, topology: Topology, placement: Placement, address: str, token: str, network: MemoryNetwork | None) -> None:
+    def __init__(
+        self, topology: Topology, placement: Placement, coordinator: Endpoint, token: str, network: MemoryNetwork | None
+    ) -> None:
         self.topology, self.placement = topology, placement
+        self._coordinator = coordinator
         self.ladder = Ladder.of(topology.job.timeout_s)
-        self._address, self._token, self._network = address, token, network
+        self._address, self._token, self._network = coordinator.address, token, network
 
     def environment(self, peer: PeerId) -> dict[str, str]:
         """Environment variables that make a process this role; in it, call `run_role`. They hold the run's secret token."""
@@ -59,6 +63,12 @@ class OwnRun:
         job = self.topology.job
         environment = RoleEnvironment(peer, self._address, self._token, host.address, job.timeout_s, ports=job.port_range)
         return replace(environment, bind=host.bind or "")
+
+    async def stop(self) -> int | None:
+        """Let all workers go on to the same step, and the run end there as when it is done. Returns the step; ``None`` where it is
+        about to end by itself. Raises `ConnectivityError` where they cannot, with the reason."""
+        workers = [worker.peer for worker in self.placement.workers]
+        return await stop_together(self._coordinator, workers, timeout_s=self.ladder.barrier_s)
 
     async def role(self, peer: PeerId, *, task: Task | None = None) -> None:
         """Be this role until the run is through. ``task``: for workers, instead of loading what ``[job] task`` names.
@@ -127,7 +137,7 @@ async def open_run(
             asyncio.create_task(coordinator.run(), name="coordinator"),
             asyncio.create_task(collector.run(), name="collect checkpoints"),
         ]
-        yield OwnRun(topology, placement, endpoint.address, token, network)
+        yield OwnRun(topology, placement, endpoint, token, network)
         await serving[0]
     finally:
         for task in serving:

@@ -64,18 +64,24 @@ class Replicated:
         served: bool,
         weight: Callable[[], float],
         ended: Callable[[int, float, float], None],
+        stops: Callable[[int], Coroutine[Any, Any, bool]],
+        stop: Callable[[], None],
         wait: Wait[Any],
     ) -> None:
         """Made once the exchange has started.
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: by
         what this worker's gradient counts in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
-        called after each step, on the loop's thread. ``wait`` for a coroutine in the caller's thread."""
+        called after each step, on the loop's thread. ``stops(step)``: whether the run is to stop before this step; then ``stop()``,
+        in the caller's thread, ends the session and raises, also when more is asked for afterwards. ``wait`` for a coroutine in the
+        caller's thread."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
         self.step = first_step
         self.others = others
         self._crossing, self._weight, self._ended, self._wait = crossing, weight, ended, wait
         self._served = served
+        self._stops, self._stop = stops, stop
+        self._stopped = False
         self._whole = WholeGradients(replica, scope, self._wait_for_sum)
         self._guards = Guards(replica, served=served)
         self._watched_until = first_step + WATCHED_STEPS
@@ -187,6 +193,8 @@ class Replicated:
         if gradient.layout is not torch.strided:
             raise TaskError(f"the gradient of {name!r} is sparse, which cannot be summed over workers: use Embedding(sparse=False)")
         if not self._in_backward:
+            if self._stopped:
+                self._stop()
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ended)
             self._settings = checksum(settings_of(self.replica.optimizer))
@@ -287,8 +295,10 @@ class Replicated:
             parameter.grad = None
 
     def end_step(self) -> None:
-        """``optimizer.step()``. Raises what broke the exchange."""
+        """``optimizer.step()``. Raises what broke the exchange, and `RunStopped` after the last step of a run that is to stop."""
         replica = self.replica
+        if self._stopped:
+            self._stop()
         self._guards.check(sampled=self.held)
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
         own = self._end_held(state) if self.held else self._end_overlapped(state)
@@ -311,6 +321,8 @@ class Replicated:
         if not self._decided:
             self._watch_on(hold)
         self._guards.passed(sampled=self._returns, keep=self.held)
+        if self._stopped:
+            self._stop()
 
     def _end_held(self, state: StepState) -> dict[str, Tensor | None]:
         """Hand over what stands in ``grad``. Returns it."""
@@ -438,4 +450,5 @@ class Replicated:
             await together(self.exchange.end_step(), agree())
 
         await self.others.wait("steps", self.step, both())
+        self._stopped = await self._stops(self.step + 1)
         return hold[0]

@@ -36,6 +36,7 @@ from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.core import Core, M, O, Place
 from zmqtrain.embed.own_run import enter_world
+from zmqtrain.errors import RunStopped
 from zmqtrain.net.loop import run as run_loop
 
 T = TypeVar("T")
@@ -196,16 +197,22 @@ async def join() -> AsyncIterator[AsyncSession]:
 
     On return of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
     """
+    stopped: RunStopped | None = None
     async with enter_world() as context:
         core = Core(context)
         thread = BackgroundThread("zmqtrain-compute")
         try:
-            yield AsyncSession(core, thread)
+            try:
+                yield AsyncSession(core, thread)
+            except RunStopped as stop:
+                stopped = stop
             # In the compute thread, since an exchange may still want something computed.
             await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
             await thread.close(context.ladder.grace_s)
+    if stopped is not None:
+        raise stopped
 
 
 @contextmanager
@@ -242,13 +249,14 @@ class _Background:
         assert self._core is not None
         assert self._leave is not None
         core, leave = self._core, self._leave
+        ended = error is None or isinstance(error, RunStopped)
         try:
-            if error is None:
+            if ended:
                 core.crossing.wait(core.guard(core.finish()), "the end of the session")
         finally:
             core.crossing.loop.call_soon_threadsafe(leave.set)
             self._thread.join()
-        if error is None and self._error is not None:
+        if ended and self._error is not None:
             raise self._error
 
     def _main(self) -> None:

@@ -132,7 +132,7 @@ async def fetch_part(
         if target is not None and (target.dtype, shape_of(target)) != (dtype, shape):
             raise CheckpointError(
                 f"the checkpoint's {name} holds {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
-                "it is of another model; start without --resume, or with the model it was made with"
+                "it is of another model; give one of this model, or start without it"
             )
         received = await endpoint.receive(coordinator, (RESUME, name), into=target)
         if target is None:  # what the transport handed out may be its own memory

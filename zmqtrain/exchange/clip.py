@@ -51,4 +51,10 @@ def square(payload: Payload) -> float:
     """Sum of the squares of the elements; 0 for payloads without elements in memory."""
     if not isinstance(payload, TensorPayload):
         return 0.0
-    return float(torch.linalg.vector_norm(payload.tensor, dtype=torch.float64)) ** 2
+    return squares_of(payload.tensor)
+
+
+def squares_of(tensor: torch.Tensor) -> float:
+    """Sum of the squares of the elements (of complex ones: of their absolute values), in double precision."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64)) ** 2

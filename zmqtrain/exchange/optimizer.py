@@ -107,8 +107,8 @@ def require_separable(optimizer: Optimizer) -> None:
     """Raise `TaskError` for an optimizer that cannot update one parameter after another."""
     if type(optimizer).__qualname__ in _NOT_SEPARABLE:
         raise TaskError(
-            f"the task's optimizer is {type(optimizer).__qualname__}, which updates all parameters at once; use another, or "
-            'granularity = "batch" in [exchange.gossip]'
+            f"the task's optimizer is {type(optimizer).__qualname__}, which updates all parameters at once and calls the model "
+            "itself to do it (a closure): use another"
         )
 
 

@@ -108,10 +108,11 @@ class Agent:
         self._stopping.set()
 
     def _end_lost(self, peer: PeerId) -> None:
-        """The run goes on without a role that may stand still for ever."""
+        """The run goes on without a role that may stand still for ever. It may as well have failed, and be about to say why: its
+        connections end before its process does."""
         child = self._children.get(peer)
         if child is not None and not child.exited.done():
-            child.signal(signal.SIGKILL)
+            asyncio.get_running_loop().call_later(self._ladder.grace_s, _kill, child)
 
     async def _live(self, role: RolePlacement) -> None:
         """One role, from its start to the report of its end; more than once where workers are started again."""
@@ -216,6 +217,11 @@ class Agent:
         lines, self._lines = self._lines, []
         if lines:
             await self._link.membership.report(_joined(lines))
+
+
+def _kill(child: Child) -> None:
+    if not child.exited.done():
+        child.signal(signal.SIGKILL)
 
 
 def _joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -75,13 +75,13 @@ class Preemption:
         await self._asked.wait()
         ladder = Ladder.of(description.topology.job.timeout_s)
         why = ""
-        if description.script:
-            why = "the script keeps its own checkpoints"
-        elif not coordinator.running.is_set():
+        kept = "model could be left" if description.script else "checkpoint could be kept"  # a script keeps its own
+        if not coordinator.running.is_set():
             why = "training had not begun"
         else:
             once_more = " (once more to stop at once)" if self._person else ""
-            say(f"{self._by} asks to stop: all go on to the same step, and keep a checkpoint{once_more}")
+            what = "leave the model" if description.script else "keep a checkpoint"
+            say(f"{self._by} asks to stop: all go on to the same step, and {what}{once_more}")
             workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
             try:
                 if await stop_together(endpoint, workers, timeout_s=ladder.barrier_s) is None:
@@ -91,8 +91,8 @@ class Preemption:
                 why = f"it had not ended {ladder.barrier_s:g} s later"
             except ConnectivityError as error:
                 why = str(error)
-        message = f"{self._by} asked to stop, and no checkpoint could be kept: {why}"
+        message = f"{self._by} asked to stop, and no {kept}: {why}"
         if self._person:
-            say(f"stopping (once more to stop at once); no checkpoint could be kept: {why}")
+            say(f"stopping (once more to stop at once); no {kept}: {why}")
         kind, code = ("interrupted", INTERRUPTED) if self._person else ("preempted", PREEMPTED)
         coordinator.halt({"kind": kind, "message": message, "exit_code": code})

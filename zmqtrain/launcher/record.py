@@ -67,7 +67,7 @@ class RunRecord:
     ) -> None:
         """``clock``: what the view goes by, for people; by default the loop's."""
         self._topology, self._placement = description.topology, description.placement
-        self._resumed = description.resume
+        self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
         self.summary = Summary()
         self.quiet = False
@@ -146,8 +146,11 @@ class RunRecord:
             self.stopped_at = event["step"]
         self._directory.event(line)
         self.summary.add(peer, line)
-        if line["kind"] == "view" and dict(event.get("values") or {}).get("members") == [peer]:
+        values = dict(event.get("values") or {})
+        if line["kind"] == "view" and values.get("members") == [peer]:
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
+        if line["kind"] == "warning":
+            self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
@@ -211,6 +214,8 @@ class RunRecord:
 
     def _how_to_go_on(self) -> str:
         """After a run that was to keep a checkpoint of the step at which it stopped."""
+        if self._script:
+            return "a script goes on from what it has kept itself"
         newest = self.summary.newest_checkpoint
         if newest is not None and newest == self.stopped_at:
             return f"--resume {self._directory.path} goes on"

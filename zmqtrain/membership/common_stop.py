@@ -101,6 +101,15 @@ class StopPoint:
         return None
 
 
+def may_not_stop(endpoint: Endpoint, why: str) -> None:
+    """Until its `StopPoint` opens this worker can stop at no step; whoever asks is told ``why``."""
+
+    async def refuse(caller: PeerId, _what: Value = "stop") -> Value:
+        raise ConnectivityError(why)
+
+    endpoint.serve(ASK, refuse)
+
+
 async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float, why: Why = "stop") -> int | None:
     """Let all workers stop before the same step, or keep a checkpoint there. Returns the step; ``None`` where training is about to
     end by itself.

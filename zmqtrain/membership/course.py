@@ -134,6 +134,15 @@ class Course:
         noted = [] if failure.exit_code is None else [Note("lost", values, failure.reason)]
         return [*noted, *self._tell_view(failure.reason), *self._maybe_finish(now)]
 
+    def _explain(self, failure: Failure) -> bool:
+        """The process's own end says why its link was lost: that takes the place of the loss, where the run has failed by it."""
+        for at, known in enumerate(self.failures):
+            if known.peer == failure.peer and known.exit_code is None:
+                self.failures[at] = failure
+                self._end_reason = failure.reason if self._end_reason == known.reason else self._end_reason
+                return True
+        return False
+
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
         """Everybody learns the view as it is now, and only that one counts."""
         self._told = self._version

@@ -15,6 +15,7 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.exchange.clip import squares_of
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.server.held import Loan
@@ -61,7 +62,7 @@ class HeldPiece:
         return payload.tensor.view(-1)
 
     def squares(self, gradient: Tensor) -> float:
-        return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        return squares_of(gradient)
 
     def lend(self, meta: Value = None) -> Loan:
         loan = Loan(TensorPayload.of(self.values.detach(), meta))

@@ -52,7 +52,7 @@ class ExchangeSection(Section):
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
     compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
-        default="none", description="How gradients are compressed on the wire."
+        default="none", description="For model servers: how gradients are compressed on the wire."
     )
     compression_ratio: float = Field(
         default=0.01,

@@ -254,7 +254,7 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
     exchange = topology.exchange
     given = exchange.model_fields_set
     if exchange.kind != "model_server":
-        for name in ("shards", "staleness", "snapshot"):
+        for name in ("shards", "staleness", "snapshot", "compression"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(

@@ -109,12 +109,18 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def model_lines(folder: Path, steps: int) -> list[str]:
-    """What to say of the model that a run has left, after its last step, and how it is loaded; nothing where there is none."""
+    """What to say of the model that a run has left, and how it is loaded; nothing where there is none.
+
+    ``steps``: as many as the run is known to have done; of one that has failed they may be fewer than the model's."""
     about = read_about(folder)
     if about is None:
         return []
     step, file = about.get("step"), folder / NAME
-    when = f"after step {step}" if step == steps else f"after step {step} of {steps}, from the last checkpoint"
+    when = (
+        f"after step {step}"
+        if not isinstance(step, int) or step >= steps
+        else f"after step {step} of {steps}, from the last checkpoint"
+    )
     return [
         f"the model {when} ({about.get('model')}) is {file}; in PyTorch:",
         "    from safetensors.torch import load_file",

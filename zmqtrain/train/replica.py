@@ -148,6 +148,8 @@ class TorchReplica:
         """Whether a bucket's gradients are forgotten when it is taken back; otherwise the caller sees to that."""
         self.without: frozenset[str] = frozenset()
         """Parameters that the next local update passes over: they have no gradient."""
+        self.unreached: tuple[str, ...] = ()
+        """Parameters that no backward of the last step has reached, so that their gradient is taken for zeros."""
         self.sound: Callable[..., bool] = _always
         """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -255,9 +257,9 @@ class TorchReplica:
     def end_backward(self) -> None:
         """The backward has ended. After the last one all buckets are handed over."""
         if self._last:
-            for held in self._held:
-                for place in held.missing:
-                    self._restart(held, place)
+            self.unreached = tuple(
+                held.plan.names[place] for held in self._held for place in sorted(held.missing) if self._restart(held, place)
+            )
             self._hand_over(len(self._held))
             self._last = False
 
@@ -399,6 +401,11 @@ class TorchReplica:
         view, grad = held.views[place], parameter.grad
         if grad is not view:  # the first since the bucket was taken
             assert grad is not None
+            if grad.layout != torch.strided:
+                raise TaskError(
+                    f"the parameter {held.plan.names[place]!r} got a sparse gradient, and gradients travel whole: "
+                    "build its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
+                )
             if grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
             parameter.grad = view
@@ -416,12 +423,14 @@ class TorchReplica:
                 stop += 1
             self._hand_over(stop)
 
-    def _restart(self, held: HeldBucket, place: int) -> None:
-        """A parameter that no backward of this step has reached has a gradient of zeros."""
+    def _restart(self, held: HeldBucket, place: int) -> bool:
+        """A parameter that no backward of this step has reached has a gradient of zeros. Returns whether it is one."""
         parameter, view = self._named[held.plan.names[place]], held.views[place]
-        if parameter.grad is None:
-            view.zero_()
-            parameter.grad = view
+        if parameter.grad is not None:
+            return False
+        view.zero_()
+        parameter.grad = view
+        return True
 
     def _hand_over(self, stop: int) -> None:
         clock, sound = self._device.clock, self.sound

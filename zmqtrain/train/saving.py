@@ -28,7 +28,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: What `torch.compile` puts into the names of a module's parameters.
 COMPILED = "_orig_mod."
-_ANOTHER_MODEL = "it is of another model; start without --resume, or with the model it was made with"
+_ANOTHER_MODEL = "it is of another model; give one of this model, or start without it"
 
 
 class Keeps(Protocol):
@@ -89,7 +89,9 @@ class Saver:
         """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
         others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         if others and not self.merged:
-            raise CheckpointError(f"[job] weights: the checkpoint's model has {min(others)}, which this one has not")
+            raise CheckpointError(
+                f"[job] weights: the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}"
+            )
         replica.publish()
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:

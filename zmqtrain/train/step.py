@@ -13,11 +13,13 @@ from torch import Tensor
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
+from zmqtrain.train.unreached import unreached_warning
 from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, require_none_ignored
 from zmqtrain.train.work import StepResult
 
@@ -70,6 +72,7 @@ class TrainStep:
         self._weights, self._weight = weights, 0.0  # this step's, so far
         self._weighted = False
         self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
+        self._looked = settings.rank != 0 or isinstance(replica.model, ParallelModel)  # at what the first backward has reached
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
@@ -102,6 +105,10 @@ class TrainStep:
             with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
                 (total * (scale * times)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
+        if hand_over and not self._looked:
+            self._looked = True
+            if (warning := unreached_warning(replica)) is not None:
+                self._recorder.event("warning", step=step, text=warning)
         exposed_s = replica.waited_s + self._share.waited_s()
         try:
             mean = losses.mean()

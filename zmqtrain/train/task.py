@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -149,6 +150,13 @@ def check_model(model: object) -> None:
         raise TaskError(
             f"the model {type(model).__name__} has no parameters, so there is nothing to train. Are its layers assigned as "
             "attributes (layers in a plain list are not found; use torch.nn.ModuleList)?"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise TaskError(
+            f"the parameter {lazy[0]!r} of the model {type(model).__name__} has no shape yet, and workers must agree "
+            "on shapes before the first batch: let Task.model() call the model once on an example, such as "
+            "model(torch.zeros(1, 8)), before it returns it"
         )
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")

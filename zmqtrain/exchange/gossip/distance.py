@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
+from zmqtrain.exchange.clip import squares_of
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -22,15 +21,11 @@ class Distance:
         elements in memory are never complete."""
         if not isinstance(own, TensorPayload) or not isinstance(other, TensorPayload):
             return False
-        self._difference += _square(own.tensor - other.tensor)
-        self._norm += _square(own.tensor)
+        self._difference += squares_of(own.tensor - other.tensor)
+        self._norm += squares_of(own.tensor)
         self._missing -= last
         return self._missing == 0
 
     def relative(self) -> float:
         """The distance of all buckets counted."""
         return math.sqrt(self._difference / self._norm) if self._norm else 0.0
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
