@@ -59,7 +59,7 @@ PATIENCE = 2.0
 ASK = 0.5
 #: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
 MUCH = 0.4
-#: After how many first legs it is asked for the first time whether smaller steps bring a loss most of the way to the target; after
+#: After how many first legs it is asked for the first time whether smaller steps bring a loss well on its way to the target; after
 #: how many times as many updates again; which part of the way that is; and what it may take beside all training.
 GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 4, 3.0, 0.15, 0.3
 #: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
@@ -314,8 +314,8 @@ class Search(Machine):
         return max(2 * first_leg(self._space), self._glance_at - self._lead.updates)
 
     def _glance(self) -> Generator[Trial, Outcome, bool]:
-        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it most of the way at
-        once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
+        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it well on its way
+        at once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
         lead, goal, setting, start = self._lead, self._space.target, self._setting, self._start
         assert goal is not None  # nothing else would tell how much is left
         assert setting is not None
