@@ -57,17 +57,15 @@ def test_the_order_of_algorithm_1() -> None:
 def test_the_sweep_goes_from_high_to_low_and_stops_early() -> None:
     search, _ = solve(replace(SPACE, rates=(1e-1, 1e-4, 1e-3, 1e-2, 1e0)), Landscape(UPDATE_S), target=0.01)
     swept = [trial.setting for trial, _ in search.trials if trial.phase == "learning rate"]
-    assert [setting.lr for setting in swept][:4] == [1e0, 1e-1, 1e-2, 1e-3]  # 1e-3 is worse, so 1e-4 is left out
-    assert {(setting.groups, setting.momentum) for setting in swept[:4]} == {(1, 0.9)}
-    assert swept[4] == Setting(1, 0.6, 1e-1)  # between the best and the one above it that diverges
+    # From large steps to small ones; the last is worse, so that what is slower still is left out.
+    assert swept == [Setting(1, momentum, rate) for rate in (1e0, 1e-1, 1e-2) for momentum in (0.9, 0.6)]
 
 
 def test_what_wins_the_race_of_learning_rates_is_training_and_goes_on() -> None:
     search, _ = solve(replace(SPACE, saturation=1), Landscape(UPDATE_S), target=0.01)
-    won = [trial for trial, _ in search.trials if trial.phase == "learning rate" and trial.setting.lr == 0.01]
-    assert [trial.start for trial in won] == [None, *(trial.number for trial in won[:-1])]
+    (won,) = [trial for trial, _ in search.trials if trial.phase == "learning rate" and trial.setting == Setting(1, 0.9, 0.01)]
     cold = next(trial for trial, _ in search.trials if trial.phase == "cold start")
-    assert cold.start == won[-1].number
+    assert (won.start, cold.start) == (None, won.number)
     lost = sum(
         outcome.spent_s for trial, outcome in search.trials if trial.phase == "learning rate" and trial.setting != cold.setting
     )
@@ -249,8 +247,9 @@ def test_trials_with_any_number_of_groups_take_the_same_time() -> None:
     space = replace(SPACE, saturation=8, probe=80)
     search, _ = solve(space, Landscape(UPDATE_S), target=0.01)
     for trial, _ in search.trials:
-        if trial.kind == "probe" and trial.phase != "tie":
-            assert trial.updates * UPDATE_S[trial.setting.groups] == pytest.approx(80, rel=0.02)
+        if trial.kind == "probe" and trial.phase != "tie":  # what may be gone on from is shorter
+            takes_s = 64 if trial.keeps else 80
+            assert trial.updates * UPDATE_S[trial.setting.groups] == pytest.approx(takes_s, rel=0.02)
 
 
 @pytest.mark.parametrize(("noise", "chosen"), [(0.4, 0.6), (0.2, 0.3)])
@@ -276,7 +275,7 @@ def test_a_model_that_has_not_begun_to_learn_is_trained_until_trials_tell_someth
 
         def run(self, trial: Trial, target: float | None = None) -> Outcome:
             outcome = super().run(trial, target)
-            if trial.number and self.state[trial.start] < 1.5:
+            if outcome.diverged or self.state[trial.start] < 1.5:
                 return outcome
             loss = 10 * (1 + trial.setting.lr)
             return replace(outcome, first=10.0, loss=loss, end=loss)
@@ -350,7 +349,9 @@ class Falling(Landscape):
     def run(self, trial: Trial, target: float | None = None) -> Outcome:
         low = trial.setting.lr < self.rate / 2 and trial.number > 3
         begin = self.state[trial.start]
-        outcome = super().run(replace(trial, setting=replace(trial.setting, lr=self.rate)) if low else trial, target)
+        probe = low and trial.kind == "probe"
+        as_fast = replace(trial, setting=replace(trial.setting, lr=self.rate)) if low else trial
+        outcome = super().run(as_fast, None if probe else target)
         if trial.until is not None and outcome.end is not None and outcome.end <= trial.until:  # it ends where it was to
             speed = self.speed(trial.setting)
             assert speed is not None
@@ -358,7 +359,8 @@ class Falling(Landscape):
             self.state[trial.number] = begin - speed * updates
             end = math.exp(self.state[trial.number])
             return replace(outcome, updates=updates, seconds=updates * outcome.update_s, loss=end, end=end, reached=None)
-        return replace(outcome, loss=(1 - self.part) * math.exp(begin)) if low and trial.kind == "probe" else outcome
+        fallen = (1 - self.part) * math.exp(begin)
+        return replace(outcome, loss=fallen, end=fallen) if probe else outcome
 
 
 def test_near_the_target_the_learning_rate_falls() -> None:
@@ -369,8 +371,8 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     falls = [(trial, outcome) for trial, outcome in search.trials if trial.phase == "fall"]
     assert falls[0][1].loss > 1.0 >= falls[-1][1].loss  # once too early, which tells when
     before = list(dict.fromkeys(trial.until for trial, _ in search.trials if trial.kind == "train" and trial.phase == "train"))
-    assert before[0] == pytest.approx(1.5)
-    assert before[1] == pytest.approx(1 / 0.8, rel=0.02)
+    assert before[0] == pytest.approx(1.4)
+    assert before[1] == pytest.approx(1.2, rel=0.02)  # half way; 1 / 0.8 would be sooner
     assert before[-1] is None
     assert len(falls) == 2
     reasons = [decision.reason for decision in search.decisions() if decision.what == "learning rate"]
@@ -384,7 +386,7 @@ def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:
     search, done = solve(replace(SPACE, target=1.0), Falling(UPDATE_S, part=-0.1), target=1.0)
     assert done.setting == Setting(4, 0.6, 0.01)
     begun = [search.trials[trial.start or 0][1].end for trial, _ in search.trials if trial.phase == "fall"]
-    assert begun == [pytest.approx(1.5, rel=0.02), pytest.approx(1 / 0.98, rel=0.02)]  # asked once more, at the end
+    assert begun == [pytest.approx(1.4, rel=0.02), pytest.approx(1 / 0.98, rel=0.02)]  # asked once more, at the end
 
 
 def test_after_a_drift_speeds_are_measured_anew() -> None:

@@ -33,7 +33,9 @@ class Tune(Section):
     )
     probe: int = Field(default=60, ge=1, le=MOST, description="Updates of a probe with the most groups; others take as long.")
     period: int = Field(default=2000, ge=1, le=MOST, description="Updates of training between two searches, at least.")
-    cold: int = Field(default=200, ge=0, le=MOST, description="Updates of training after the first, rough search.")
+    cold: int = Field(
+        default=200, ge=0, le=MOST, description="Updates of training after the first, rough search, where there is no target_loss."
+    )
     share: float = Field(default=0.1, gt=0, lt=1, description="The most of all time that may be searched.")
     beyond: float = Field(
         default=4.0, ge=1, le=1e6, description="--curves: a run is ended that has taken so many times as long as the best so far."

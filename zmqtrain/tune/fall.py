@@ -6,24 +6,32 @@ is done at the end, and asked for no sooner than that is near.
 
 from __future__ import annotations
 
+import math
+
 #: From which multiple of the target on it may bring the loss there at once; and if training begins within that.
-CLOSE, CLOSER = 1.5, 1.06
+CLOSE, CLOSER = 1.4, 1.06
+#: And after which part of the way from the first loss to the target there is no more left than that.
+WAY = 0.75
 #: What it is taken to bring at least: less cannot be seen.
 GAIN = 0.02
 #: By which part of what is left the loss must have come nearer before it is asked again.
-NEARER = 0.3
+NEARER = 0.5
 
 
 class Fall:
     """Says at which loss to ask (with a probe at a lower rate), and hears what came of it."""
 
-    def __init__(self, target: float | None, begin: float | None) -> None:
-        """``target``: the loss to reach; without one it never falls. ``begin``: the loss where training stands."""
+    def __init__(self, target: float | None, begin: float | None, first: float = math.inf) -> None:
+        """``target``: the loss to reach; without one it never falls. ``begin``: the loss where training stands. ``first``: the
+        loss of a model that has learned nothing."""
+        self.fallen = False
+        """It has."""
         self.until: float | None = None
         """The loss at which to ask; none: not at all."""
         self._target = target
         if target is not None:
-            self.until = (CLOSE if begin is None or begin > CLOSE * target else CLOSER) * target
+            close = max(CLOSER * target, min(CLOSE * target, target + (1 - WAY) * (first - target)))
+            self.until = close if begin is None or begin > close else CLOSER * target
 
     def due(self, loss: float | None) -> bool:
         """Whether to ask at this loss."""
@@ -37,14 +45,14 @@ class Fall:
         """Whether it falls now: from ``begin`` it comes to ``fallen`` at once. If not, ``until`` is when to ask again."""
         assert self._target is not None
         if fallen <= self._target:
-            self.until = None
+            self.until, self.fallen = None, True
             return True
-        reaches = self._target * begin / min(fallen, (1 - GAIN) * begin)
-        self.until = min(reaches, begin - NEARER * (begin - self._target))
-        if self.until <= (1 + GAIN) * self._target:
-            self.until = None  # nothing to wait for
+        self.later(begin, self._target * begin / min(fallen, (1 - GAIN) * begin))
         return False
 
-    def stop(self) -> None:
-        """Do not ask any more."""
-        self.until = None
+    def later(self, begin: float, at: float = math.inf) -> None:
+        """Not now, at a loss of ``begin``, but nearer to the target; no sooner than ``at`` this loss."""
+        assert self._target is not None
+        self.until = min(at, begin - NEARER * (begin - self._target))
+        if self.until <= (1 + GAIN) * self._target:
+            self.until = None  # nothing to wait for

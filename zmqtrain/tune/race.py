@@ -1,15 +1,13 @@
-"""Settings that are tried from the beginning side by side, each a little further in turn, and never forgotten.
+"""Settings that are tried from the beginning side by side, and never forgotten.
 
-Successive halving (Jamieson and Talwalkar 2016): all go a short way, the better half goes on for twice as long, and so forth. What
-is left behind keeps where it has come to, and goes on from there should the leader stand still (freeze-thaw, Swersky et al. 2014).
-So only what the losers took is lost; the winner's way was training.
+All go a short way. What is left behind keeps where it has come to, and goes on from there should the leader stand still
+(freeze-thaw, Swersky et al. 2014). So only what the losers took is lost; the winner's way was training.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zmqtrain.tune.trial import Outcome, Setting, Trial
@@ -120,33 +118,13 @@ class Race:
 
     @property
     def leader(self) -> Runner | None:
-        """The lowest loss; of those that are as good the one that learns fastest, since a model that has not begun shows no
-        difference. None where all diverge."""
+        """The lowest loss; of those that cannot be told from it the one that learns fastest, since a model that has not begun shows
+        no difference. None where all diverge."""
         sound = [each for each in self.runners if not each.diverged and each.curve]
         if not sound:
             return None
-        lowest = min(each.loss for each in sound)
-        return max((each for each in sound if each.loss <= lowest + self.worse * abs(lowest)), key=lambda each: pace(each.setting))
-
-    @property
-    def sound(self) -> list[Runner]:
-        """Those that have come somewhere and are still in it."""
-        return [each for each in self.runners if not each.diverged and not each.behind and not each.spent and each.curve]
-
-    def ahead(self, count: int) -> Sequence[Runner]:
-        """So many that go on: the leader first, nobody who is clearly above it."""
-        lead = self.leader
-        if lead is None:
-            return ()
-        near = [each for each in self.sound if each is not lead and not above(each.here, lead.here, self.worse)]
-        return [lead, *sorted(near, key=lambda each: each.loss)][:count]
-
-    def drop(self, ahead: Sequence[Runner]) -> None:
-        """Of those that have just gone on for longer, whoever is clearly above the best of them with as many samples is behind."""
-        lead = min((each for each in ahead if not each.diverged), key=lambda each: each.loss, default=None)
-        for each in ahead:
-            if lead is not None and not each.diverged and each.updates >= lead.updates:
-                each.behind = above(each.here, lead.here, self.worse)
+        lowest = min(sound, key=lambda each: each.loss)
+        return max((each for each in sound if not above(each.here, lowest.here, self.worse)), key=lambda each: pace(each.setting))
 
     def rivals(self, lead: Runner) -> list[Runner]:
         """Whom to ask where the leader gets nowhere: those that have not begun, then who is furthest ahead of where the leader

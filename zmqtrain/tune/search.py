@@ -6,8 +6,8 @@
     while not isinstance(trial := search.next(), Done):
         search.result(trial, outcome)          # of a run that somebody makes of the trial
 
-* Cold start: one group, the largest momentum, learning rates from low to high until one is worse. Then twice as many groups, again
-  and again, with the momentum that makes up for them, as long as they are better in the same time. Some training.
+* Cold start: one group, from large steps (rate and momentum) to small ones until that gets no better. Then twice as many groups,
+  again and again, with the momentum that makes up for them, as long as they are better in the same time. Some training.
 * g = g*: momenta and learning rate, from one checkpoint. Then half the groups, and again, until they are worse in the same time.
 * Training with the winner, until the search has taken no more than its share of all time. Then once more, from there.
 
@@ -18,6 +18,7 @@ for the momentum that makes up for asynchrony, the higher learning rate and fewe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -57,18 +58,18 @@ PATIENCE = 2.0
 #: What asking may take, as a part of what has been trained; all of it where that has not come half way.
 ASK = 0.5
 #: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
-MUCH = 0.2
-#: After how many first legs it is asked for the first time whether smaller steps bring a loss most of the way to the target; after
+MUCH = 0.4
+#: After how many first legs it is asked for the first time whether smaller steps bring a loss well on its way to the target; after
 #: how many times as many updates again; which part of the way that is; and what it may take beside all training.
-GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 8, 2.0, 0.4, 0.15
+GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 4, 3.0, 0.15, 0.3
 #: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
 SPLIT = 1.5
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
 #: What a probe for the learning rate's fall may take of all time so far.
-FALLS = 0.05
+FALLS = 0.1
 #: More groups are tried from the beginning if an update takes so many times less.
-WORTH = 1.25
+WORTH = 1.4
 #: What the cold start may take of the time that there is for searching; and all before the end of training.
 COLD = 0.5
 GRID = 0.85
@@ -153,7 +154,7 @@ class Search(Machine):
     def _cold(self) -> Generator[Trial, Outcome, Done | None]:
         """Some training, and more while the loss has hardly fallen. Whether that is the end."""
         space = self._space
-        for _ in range(MOST_COLD if space.cold else 0):
+        for _ in range(MOST_COLD if space.cold and space.target is None else 0):
             if (end := self._end()) is not None:
                 return end
             reason = "the model leaves its first, steep part before many groups help"
@@ -260,7 +261,7 @@ class Search(Machine):
         """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
         the target; the paper tries a tenth each time."""
         reason = f"the best of what was tried: {setting}"
-        fall = Fall(self._space.target, self._first.get(self._start))
+        fall = Fall(self._space.target, self._first.get(self._start), self._first.get(None, math.inf))
         while True:
             begin = self._first.get(self._start)
             if begin is not None and fall.due(begin):
@@ -285,8 +286,11 @@ class Search(Machine):
         the updates."""
         while True:
             part = updates
+            # Once the rate has fallen the target is near: each beginning anew would cost a momentum.
+            fallen = fall is not None and fall.fallen
             # Several groups are watched for drift, beside how their run began: it is not divided.
-            if self._space.target is not None and setting.groups == 1 and updates > SPLIT * self._until_glance():
+            divided = self._space.target is not None and setting.groups == 1 and not fallen
+            if divided and updates > SPLIT * self._until_glance():
                 part = self._until_glance()
             until = None if fall is None else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
@@ -307,11 +311,11 @@ class Search(Machine):
 
     def _until_glance(self) -> int:
         """Updates until the next."""
-        return max(first_leg(self._space), self._glance_at - self._lead.updates)
+        return max(2 * first_leg(self._space), self._glance_at - self._lead.updates)
 
     def _glance(self) -> Generator[Trial, Outcome, bool]:
-        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it most of the way at
-        once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
+        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it well on its way
+        at once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
         lead, goal, setting, start = self._lead, self._space.target, self._setting, self._start
         assert goal is not None  # nothing else would tell how much is left
         assert setting is not None
@@ -328,7 +332,7 @@ class Search(Machine):
         if here - goal < 2 * falls:  # it is there soon in any case
             return False
         runner.tell(trial, (yield trial))
-        if runner.diverged or here - falls - runner.loss - runner.noise < MOST * (here - goal):
+        if runner.diverged or here - falls - runner.loss < MOST * (here - goal):
             return False
         return self._smaller(lead, runner)
 
@@ -348,10 +352,10 @@ class Search(Machine):
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
         if updates < first_leg(self._space) or not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
-            fall.stop()
+            fall.later(begin)
             return False
         outcome = yield trial
-        loss = outcome.loss - outcome.noise
+        loss = outcome.loss
         if fall.hear(begin, min(loss, self._soon(outcome))):
             self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {loss:.4g} at once", lr=lower.lr)
             self._lead.tell(trial, outcome)
@@ -371,40 +375,34 @@ class Search(Machine):
         return found
 
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
-        """The learning rate for one group: those that promise something side by side, ever fewer of them for ever longer."""
+        """Learning rate and momentum for one group: from large steps to small ones, a short way each, until that gets no better.
+
+        Smaller steps are better later; whether it is time for them is asked where training stands by then (`_glance`)."""
         space, one, race = self._space, self._space.groups[0], self._race
-        rates, momenta = sorted(space.rates, reverse=True), sorted(space.momenta, reverse=True)
-        phase, reason = "learning rate", "from high to low until it gets worse"
-        for lowered in range(MOST_LOWERED + 1):
-            for rate in rates:
-                runner, before = race.enter(Setting(one, momenta[0], rate)), race.leader
-                if not (yield from self._further(runner, first_leg(self._space), phase, reason)):
-                    break
-                if runner.diverged:
-                    self._decide("learning rate", f"{rate:g} diverges", lr=rate)
-                elif before is not None and above(runner.here, before.here, space.worse):
-                    told = f"{runner.loss:.4g} after {before.loss:.4g}"
-                    self._decide("learning rate", f"{rate:g} is worse ({told}): lower ones would be worse still", lr=rate)
-                    break
+        phase = "learning rate"
+        # The two largest momenta: the smaller one is between two rates, or has less noise at the highest.
+        pairs = itertools.product(sorted(space.momenta)[-2:], space.rates)
+        settings = sorted((Setting(one, *pair) for pair in pairs), key=pace, reverse=True)
+        for setting in settings:
+            runner, before = race.enter(setting), race.leader
+            reason = "from large steps to small ones as long as that is better"
+            if not (yield from self._further(runner, first_leg(space), phase, reason)):
+                break
+            if runner.diverged:
+                self._decide("learning rate", f"{setting} diverges", **values_of(setting))
+            elif before is not None and not above(before.here, runner.here, space.worse):
+                told = f"{setting} is no better ({runner.loss:.4g} after {before.loss:.4g}): smaller steps would be worse still"
+                self._decide("learning rate", told, **values_of(setting))
+                break
+        lowest = settings[-1]
+        for _ in range(MOST_LOWERED):
             if race.leader is not None:
                 break
-            rates = [rates[-1] / 10]
-            if lowered < MOST_LOWERED:
-                self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=rates[0])
-        if (lead := race.leader) is None:
-            return None
-        higher = min((each.setting.lr for each in race.runners if each.setting.lr > lead.setting.lr), default=lead.setting.lr)
-        if len(momenta) > 1:  # between the best and the next higher rate, or the best with less noise
-            reason = "less momentum: between two rates, or where noise is what limits the highest"
-            yield from self._further(race.enter(Setting(one, momenta[1], higher)), first_leg(space), phase, reason)
-        count = len(race.sound)
-        while (count := (count + 1) // 2) > 1 and len(ahead := race.ahead(count)) > 1:
-            for runner in ahead:
-                yield from self._further(runner, 2 * runner.updates, phase, "the better half goes on for longer")
-            race.drop(ahead)
-        lead = race.leader
-        assert lead is not None
-        self._decide("learning rate", f"the lowest loss of one group: {lead.loss:.4g}", **values_of(lead.setting))
+            lowest = replace(lowest, lr=lowest.lr / 10)
+            self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=lowest.lr)
+            yield from self._further(race.enter(lowest), first_leg(space), phase, "nothing trains yet")
+        if (lead := race.leader) is not None:
+            self._decide("learning rate", f"the lowest loss of one group: {lead.loss:.4g}", **values_of(lead.setting))
         return lead
 
     def _further(self, runner: Runner, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, bool]:
@@ -585,7 +583,7 @@ class Search(Machine):
 
 def first_leg(space: Space) -> int:
     """Updates of the first leg of a race."""
-    return max(LEAST, round(space.probe / 4))
+    return max(LEAST, round(space.probe / 5))
 
 
 def _why(found: Grid) -> str:
