@@ -203,3 +203,27 @@ async def test_temporary_folders_with_long_paths(length: int, monkeypatch: pytes
         loader = loader_of(Noisy(), 1, Partition(23, 1, 1, 4, seed=4))
         assert (await loader.batch(0, ahead=False)).samples == 4
         await loader.close(20)
+
+
+async def test_processes_that_begin_while_others_seed_torch() -> None:
+    """Seeding takes a lock of torch's, which a process that is forked meanwhile would find taken for ever."""
+    through = threading.Event()
+
+    def seed() -> None:
+        while not through.is_set():
+            torch.manual_seed(0)
+
+    threads = [threading.Thread(target=seed) for _ in range(2)]
+    state = torch.get_rng_state()
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            loader = loader_of([(torch.zeros(1), 0)] * 23, 1, Partition(23, 1, 1, 4, seed=4))
+            assert (await loader.batch(0, ahead=False)).samples == 4
+            await loader.close(20)
+    finally:
+        through.set()
+        for thread in threads:
+            thread.join()
+        torch.set_rng_state(state)

@@ -76,6 +76,18 @@ class LoaderTraceback(Exception):
         super().__init__(f"in a loader process\n\n{trace}")
 
 
+def _fork_with_torch_s_locks() -> None:
+    """A loader process begins by seeding torch, for which torch takes a lock of each kind of device. Forked while another thread
+    seeds, it would find one taken for ever; so a fork waits for them, and lets go of them on both sides."""
+    for module in (torch.cuda, getattr(torch, "xpu", None), getattr(torch, "mtia", None)):
+        lock = getattr(module, "_initialization_lock", None)
+        if lock is not None:
+            os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+_fork_with_torch_s_locks()
+
+
 class LoaderProcesses:
     """Batches of a sequence of steps, read ahead by processes. All methods in one thread, which must outlive them."""
 
