@@ -1,7 +1,8 @@
 """A run that is killed or preempted at any moment goes on from its newest checkpoint as if nothing had been.
 
 Runs are drawn (`tests.resume.draws`): a few here, or as many as ``ZMQTRAIN_DRAWS`` says, from number ``ZMQTRAIN_FIRST_DRAW`` on
-(0 where it is not set). The world is simulated, and torch computes. A failure names its draw: ``pytest "tests/resume/test_simulated.py::test_...[17]"`` repeats it.
+(0 where it is not set). The world is simulated, and torch computes. A failure names its draw, and
+``pytest "tests/resume/test_simulated.py::test_...[17]"`` repeats it.
 """
 
 from __future__ import annotations
