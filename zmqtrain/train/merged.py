@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.bridge import Begun
 from zmqtrain.exchange.fc_client import FcClient
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_messages import differing
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.crossing import Begun
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
 from zmqtrain.train.fc_link import FcLink
