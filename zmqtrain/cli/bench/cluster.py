@@ -1,4 +1,4 @@
-"""``zmqtrain bench cluster``: four machines that one logs in to, with cards of 1 Gbit/s, all on this one. For root.
+"""``zmqtrain bench cluster``: four machines that one logs in to, with NICs of 1 Gbit/s, all on this one. For root.
 
 How long a launch takes until the first step; how much of the link each exchange uses when there is more to send than to compute,
 beside iperf3; steps a second beside DistributedDataParallel with gloo, both with modelled devices; and whether training across
@@ -26,7 +26,7 @@ from zmqtrain.launcher.namespaces import NoNamespacesError
 from zmqtrain.train.device.profile import Profile
 
 HOSTS = 4
-#: Payload bytes a second of each card, as `Namespaces` counts them: 1 Gbit/s.
+#: Payload bytes a second of each NIC, as `Namespaces` counts them: 1 Gbit/s.
 CARD = 125e6
 PARTS = ("launch", "links", "ddp", "accuracy")
 #: Of each exchange; the first ones, which still hear of the first parameters, do not count.
