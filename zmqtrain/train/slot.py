@@ -40,7 +40,7 @@ class Slot:
         return cls(context.endpoint, members, context.ladder.barrier_s, context.recorder)
 
     async def take(self, step: int) -> None:
-        """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the mutex's owner is gone."""
+        """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the owner is gone."""
         assert not self.held
         with self._recorder.span("wait for the slot", "wait", step=step):
             if self._owner == self._endpoint.peer:
