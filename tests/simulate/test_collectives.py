@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from zmqtrain.cli.bench.simulate import neighbour_exchange
 from zmqtrain.collectives.choose import AllReduceAlgorithm
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
@@ -77,10 +76,3 @@ def test_doubling_takes_the_fewest(ranks: int) -> None:
     rounds = ranks.bit_length() - 1
     expected = rounds * (ALPHA_S + 4_000 * 8 / BITS_PER_S)
     assert measured(ranks, 4_000, "doubling", WHOLE) == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("workers", [7, 64])
-def test_neighbours_exchange_at_the_links_speed(workers: int) -> None:
-    """Every NIC sends and receives at once, and nobody shares: a step takes its bytes, and a latency."""
-    seconds = neighbour_exchange(workers, steps=5, buckets=4, numel=250_000)
-    assert seconds == pytest.approx(5 * (4 * 8e6 / 1e9 + ALPHA_S), rel=0.03)

@@ -1,4 +1,4 @@
-"""``zmqtrain bench merged``: a step with the fully connected layers merged on an FC server, beside the same step without.
+"""``python -m benchmarks merged``: a step with the fully connected layers merged on an FC server, beside the same step without.
 
 AlexNet at the times of its profile (a batch of 256 a group), eight workers and a ninth host for the FC server, at 1 Gbit/s; a
 model server on each of the nine hosts. Then staleness; then two groups on the slots of one, which take turns (pipelining), beside
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import SimulationError, UsageError, ZmqTrainError
 
 #: One result: bench, case, value, unit, peer, peer_value, ratio.
@@ -109,7 +109,7 @@ def bench_merged(*, parts: Sequence[str] = PARTS, steps: int = STEPS) -> Iterato
 
     Raises `UsageError` for a part that there is not."""
     if unknown := sorted(set(parts) - set(PARTS)):
-        raise UsageError(f"bench merged has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        raise UsageError(f"benchmark merged has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     for groups in EMULATED if "emulated" in parts else ():
         yield from _compared(f"{groups} groups, emulated", *(launched(Setting(groups, way), steps) for way in (True, False)))
     for groups in SIMULATED if "simulated" in parts else ():

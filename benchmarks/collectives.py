@@ -1,4 +1,4 @@
-"""``zmqtrain bench collectives``: our collectives over ZeroMQ beside gloo's, in the same processes, turn and turn about."""
+"""``python -m benchmarks collectives``: our collectives over ZeroMQ beside gloo's, in the same processes, turn and turn about."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from zmqtrain.cli.bench.case import Case, case_of, size_text
-from zmqtrain.cli.bench.processes import run_processes
+from benchmarks.case import Case, case_of, size_text
+from benchmarks.processes import run_processes
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import ZmqTrainError

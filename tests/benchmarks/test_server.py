@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zmqtrain.cli.bench.server import bench_server
+from benchmarks.server import bench_server
 
 
 def test_push_and_pull_between_processes(tmp_path) -> None:

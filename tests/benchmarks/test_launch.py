@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqtrain.cli.bench.launch import bench_launch
+from benchmarks.launch import bench_launch
 
 
 def test_cases() -> None:

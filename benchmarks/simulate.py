@@ -1,4 +1,4 @@
-"""``zmqtrain bench simulate``: how large a world one processor simulates, and how fast."""
+"""``python -m benchmarks simulate``: how large a world one processor simulates, and how fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import NetworkModel, Way

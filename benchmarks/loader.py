@@ -1,4 +1,4 @@
-"""``zmqtrain bench loader``: the share of a step in which a worker waits for its data, images with ordinary augmentation."""
+"""``python -m benchmarks loader``: the share of a step in which a worker waits for its data, images with ordinary augmentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.train.task import Task
 
@@ -25,7 +25,7 @@ BATCH, STEPS = 32, 40
 WARM_UP = 5
 _TOPOLOGY = f"""
 [job]
-task = "zmqtrain.cli.bench.loader:task"
+task = "{Path(__file__)}:task"
 steps = {STEPS}
 oversubscribe = true
 [compute]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.cli.bench.encrypted import bench_encrypted
-from zmqtrain.cli.bench.flood import bench_flood
-from zmqtrain.cli.bench.run import run_bench
+from benchmarks.encrypted import bench_encrypted
+from benchmarks.flood import bench_flood
+from benchmarks.run import run_bench
 from zmqtrain.errors import UsageError
 
 
@@ -28,5 +28,5 @@ def test_strangers_fail_no_step() -> None:
 
 
 def test_only_the_network_is_encrypted() -> None:
-    with pytest.raises(UsageError, match="bench server has no --encrypted"):
+    with pytest.raises(UsageError, match="benchmark server has no --encrypted"):
         run_bench("server", encrypted=True)

@@ -1,10 +1,10 @@
-"""``zmqtrain bench merged``: what it runs, and what it makes of what the roles say."""
+"""``python -m benchmarks merged``: what it runs, and what it makes of what the roles say."""
 
 from __future__ import annotations
 
 import pytest
 
-from zmqtrain.cli.bench.merged import Setting, run_simulated
+from benchmarks.merged import Setting, run_simulated
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 

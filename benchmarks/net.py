@@ -1,4 +1,4 @@
-"""``zmqtrain bench net``: what an endpoint moves between two processes over loopback TCP, beside bare ZeroMQ sockets."""
+"""``python -m benchmarks net``: what an endpoint moves between two processes over loopback TCP, beside bare ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import run_processes, together
+from benchmarks.case import Case, case_of
+from benchmarks.processes import run_processes, together
 from zmqtrain.net.node import Node
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload

@@ -1,15 +1,16 @@
-"""What ``zmqtrain bench cluster`` does before and after it measures; the measuring itself takes minutes."""
+"""What ``python -m benchmarks cluster`` does before and after it measures; the measuring itself takes minutes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from zmqtrain.cli.bench import cluster, machines
-from zmqtrain.cli.bench.cluster import EXCHANGES, LEFT_OUT, Ran, bench_cluster
-from zmqtrain.cli.bench.ddp import _Layer
-from zmqtrain.cli.bench.run import run_bench
+from benchmarks import cluster
+from benchmarks.cluster import EXCHANGES, LEFT_OUT, Ran, bench_cluster
+from benchmarks.ddp import _Layer
+from benchmarks.run import run_bench
 from zmqtrain.errors import UsageError
+from zmqtrain.testing import machines
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.train.device.profile import Layer
 
@@ -17,7 +18,7 @@ from zmqtrain.train.device.profile import Layer
 def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="no part 'lunch'; there are launch, links, ddp, accuracy"):
         list(bench_cluster(["lunch"]))
-    with pytest.raises(UsageError, match="bench net has no --part"):
+    with pytest.raises(UsageError, match="benchmark net has no --part"):
         run_bench("net", parts=["launch"])
     monkeypatch.setattr(machines.os, "geteuid", lambda: 1000)
     assert list(bench_cluster()) == []

@@ -1,4 +1,4 @@
-"""``zmqtrain bench server``: push and pull of 100 MB by two workers on one model server over TCP, beside MXNet's kvstore.
+"""``python -m benchmarks server``: push and pull of 100 MB by two workers on one model server over TCP, beside MXNet's kvstore.
 
 And how much of the exchange a layer-wise overlapped step hides.
 """
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from benchmarks.case import Case, case_of
+from benchmarks.processes import Place, run_processes
 from zmqtrain.arena import Arena
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import Place, run_processes
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.node import Node
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.bench.efficiency import (
+from benchmarks.efficiency import (
     _FIGURE,
     _GROUPS,
     BATCH,
@@ -23,7 +23,7 @@ from zmqtrain.cli.bench.efficiency import (
     simulated_s,
     update_s,
 )  # fmt: skip
-from zmqtrain.cli.bench.run import run_bench
+from benchmarks.run import run_bench
 from zmqtrain.errors import UsageError
 from zmqtrain.plan.efficiency import divisors, efficiencies
 from zmqtrain.topology.load import parse_topology
@@ -63,9 +63,9 @@ def test_parts_that_there_are_not() -> None:
         run_bench("efficiency", parts=["speed"])
     with pytest.raises(UsageError, match="no part 'speed'; there are emulated, simulated"):
         run_bench("merged", parts=["speed"])
-    with pytest.raises(UsageError, match="bench net has no --part"):
+    with pytest.raises(UsageError, match="benchmark net has no --part"):
         run_bench("net", parts=["lenet"])
-    with pytest.raises(UsageError, match="bench merged has no --workers"):
+    with pytest.raises(UsageError, match="benchmark merged has no --workers"):
         run_bench("merged", workers=[8])
 
 

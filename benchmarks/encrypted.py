@@ -1,4 +1,4 @@
-"""``zmqtrain bench net --encrypted``: what encryption costs, and what strangers who hammer at a run's doors cost it.
+"""``python -m benchmarks net --encrypted``: what encryption costs, and what strangers who hammer at a run's doors cost it.
 
 Two processes have an endpoint of each kind and take turns with them, so that both meet the same machine.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.flood import bench_flood
-from zmqtrain.cli.bench.processes import Place, run_processes, together
+from benchmarks.case import Case, case_of
+from benchmarks.flood import bench_flood
+from benchmarks.processes import Place, run_processes, together
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.membership.environment import ENCRYPTED_IO_THREADS
 from zmqtrain.net.curve import Identity

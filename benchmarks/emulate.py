@@ -1,4 +1,4 @@
-"""``zmqtrain bench emulate``: emulated networks beside the figures that they are to have.
+"""``python -m benchmarks emulate``: emulated networks beside the figures that they are to have.
 
 Between two processes on two emulated hosts: goodput of a bulk transfer, and round trips of small messages, for each way of shaping.
 Then whole launches, in slow motion and not: the time of a step must come out the same.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import Place, run_processes, together
+from benchmarks.case import Case, case_of
+from benchmarks.processes import Place, run_processes, together
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation, ShapingKind, emulated
 from zmqtrain.net.loop import Dilation

@@ -1,4 +1,4 @@
-"""``zmqtrain bench cluster``: four machines that one logs in to, with NICs of 1 Gbit/s, all on this one. For root.
+"""``python -m benchmarks cluster``: four machines that one logs in to, with NICs of 1 Gbit/s, all on this one. For root.
 
 How long a launch takes until the first step; how much of the link each exchange uses when there is more to send than to compute,
 beside iperf3; steps a second beside DistributedDataParallel with gloo, both with modelled devices; and whether training across
@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.machines import PACKAGE_ROOT, Machines, machines
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.namespaces import NoNamespacesError
+from zmqtrain.testing.machines import Machines, machines
 from zmqtrain.train.device.profile import Profile
 
+#: Of the checkout, with the examples.
+ROOT = Path(__file__).parents[1]
 HOSTS = 4
 #: Payload bytes a second of each NIC, as `Namespaces` counts them: 1 Gbit/s.
-CARD = 125e6
+NIC = 125e6
 PARTS = ("launch", "links", "ddp", "accuracy")
 #: Of each exchange; the first ones, which still hear of the first parameters, do not count.
 STEPS, LEFT_OUT = 6, 2
@@ -92,10 +94,10 @@ class Ran:
 def bench_cluster(parts: Sequence[str] = PARTS, *, data: str | None = None) -> Iterator[Case]:
     """The cases of some parts. ``data``: a folder with MNIST, for accuracy, which is left out without. Raises `UsageError`."""
     if unknown := [part for part in parts if part not in PARTS]:
-        raise UsageError(f"bench cluster has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        raise UsageError(f"benchmark cluster has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="zmqtrain-bench-") as folder:
         try:
-            with machines(HOSTS, Path(folder), CARD, kind=Machines) as cluster:
+            with machines(HOSTS, Path(folder), NIC, kind=Machines) as cluster:
                 if "launch" in parts:
                     yield from _launch(cluster)
                 if "links" in parts:
@@ -136,7 +138,7 @@ def _ddp(cluster: Machines) -> Iterator[Case]:
 
 def _accuracy(cluster: Machines, data: str) -> Iterator[Case]:
     """LeNet on MNIST, one epoch."""
-    job = f'task = "{PACKAGE_ROOT}/examples/mnist.py:task"\nargs = {{ lr = 0.05, momentum = 0.9, steps = 468 }}'
+    job = f'task = "{ROOT}/examples/mnist.py:task"\nargs = {{ lr = 0.05, momentum = 0.9, steps = 468 }}'
     for name, (shape, exchange, _) in EXCHANGES.items():
         found = {}
         for engine in ("local", "ssh"):
@@ -215,13 +217,13 @@ def _iperf(cluster: Machines) -> float:
 
 def _ddp_step_s(cluster: Machines, profile: str, batch: int) -> float:
     """The mean of a step of DistributedDataParallel with gloo on the machines."""
-    program = [sys.executable, "-m", "zmqtrain.cli.bench.ddp", profile, str(batch), str(DDP_STEPS)]
+    program = [sys.executable, "-m", "benchmarks.ddp", profile, str(batch), str(DDP_STEPS)]
     ranks: list[subprocess.Popen[str]] = []
     try:
         for number, name in enumerate(cluster.names):
             variables = {
                 **{"RANK": str(number), "WORLD_SIZE": str(HOSTS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
-                **{"MASTER_ADDR": cluster.address(cluster.names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(PACKAGE_ROOT)},
+                **{"MASTER_ADDR": cluster.address(cluster.names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
             }
             words = ["env", *(f"{key}={value}" for key, value in variables.items()), *program]
             command = cluster.namespaces.command(name, words)

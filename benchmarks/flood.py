@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import zmq
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.address import key_in, split_address, with_key
 from zmqtrain.net.curve import KeyPair

@@ -1,4 +1,4 @@
-"""``zmqtrain bench launch``: how long it takes until all roles have started and joined, and what memory they take."""
+"""``python -m benchmarks launch``: how long it takes until all roles have started and joined, and what memory they take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.processors import processors
 

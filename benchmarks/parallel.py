@@ -1,4 +1,4 @@
-"""``zmqtrain bench parallel``: divided models on emulated hosts at 1 Gbit/s, beside what the planner predicts of them.
+"""``python -m benchmarks parallel``: divided models on emulated hosts at 1 Gbit/s, beside what the planner predicts of them.
 
 Halos of a VGG block, with overlap and without; the communication of five plans; and a step of a network of large linear layers by
 its plan, beside pure batch parallelism. The models' own code runs without content, its operators take a modelled device's time, and
@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.processes import Place, run_processes
+from benchmarks.case import Case, case_of
+from benchmarks.processes import Place, run_processes
 from zmqtrain.collectives.choose import ALPHA_S
 from zmqtrain.data.background import BackgroundThread, Condition
 from zmqtrain.errors import ZmqTrainError
@@ -78,7 +78,7 @@ def vgg_block() -> nn.Module:
 
 def alexnet() -> nn.Module:
     """AlexNet with linear layers of 1,024: 14 million parameters."""
-    from zmqtrain.cli.bench import models
+    from benchmarks import models
 
     model = models.alexnet()
     inputs = 256 * 6 * 6

@@ -1,4 +1,4 @@
-"""One measured figure beside its peer's: a row of ``zmqtrain bench NAME``, and with ``--json`` a line."""
+"""One measured figure beside its peer's: a row of ``python -m benchmarks NAME``, and with ``--json`` a line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``zmqtrain bench host``: sums that the processes of one host make in shared memory, beside gloo in the same processes, turn and
-turn about; and whole training steps, beside steps without any communication."""
+"""``python -m benchmarks host``: sums that the processes of one host make in shared memory, beside gloo in the same processes,
+alternating; and whole training steps, beside steps without any communication."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from benchmarks.case import Case, case_of, size_text
+from benchmarks.models import SEQUENCE, WIDTH
+from benchmarks.processes import run_processes
 from zmqtrain.arena import Arena
-from zmqtrain.cli.bench.case import Case, case_of, size_text
-from zmqtrain.cli.bench.models import SEQUENCE, WIDTH
-from zmqtrain.cli.bench.processes import run_processes
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import barrier
 from zmqtrain.errors import ZmqTrainError
@@ -281,7 +281,7 @@ async def _ours(node: Endpoint, work: Work, inputs: Tensor, target: Tensor) -> C
 def _model(name: str) -> tuple[nn.Module, Optimizer]:
     import torch
 
-    from zmqtrain.cli.bench import models
+    from benchmarks import models
 
     torch.manual_seed(0)
     model: nn.Module = getattr(models, name)()

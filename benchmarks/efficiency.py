@@ -1,4 +1,4 @@
-"""``zmqtrain bench efficiency``: predicted step times beside measured ones, by the number of groups; and what a processor reaches.
+"""``python -m benchmarks efficiency``: predicted step times beside measured ones, by number of groups; what a processor reaches.
 
 The paper's figure by whole simulated runs with a merged FC server; uneven hosts with even and with measured parts; the convolutions
 of a small network beside this processor's products of matrices; and all numbers of groups of workers in real processes, which take
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.bench.case import Case, case_of
-from zmqtrain.cli.bench.models import cifarnet, lenet
+from benchmarks.case import Case, case_of
+from benchmarks.models import cifarnet, lenet
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
 from zmqtrain.plan.group_step import AS_IT_IS, variants
@@ -132,7 +132,7 @@ def bench_efficiency(
 
     Raises `UsageError` for a part that there is not."""
     if unknown := sorted(set(parts) - set(PARTS)):
-        raise UsageError(f"bench efficiency has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        raise UsageError(f"benchmark efficiency has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "figure" in parts:

@@ -1,4 +1,4 @@
-"""``zmqtrain bench gossip``: how much of a step gossip costs, beside an all-reduce of the same job, in simulation and emulated.
+"""``python -m benchmarks gossip``: how much of a step gossip costs, beside an all-reduce of the same job, simulated and emulated.
 
 The settings are those of GossipGraD's evaluation (Daily et al. 2018): ResNet-50 at 96 ms a step and weak scaling, on a network
 where two peers exchange the model in 27 ms; LeNet and CIFARNet on an InfiniBand-like network and on Ethernet.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import SimulationError, ZmqTrainError
 
 Kind: TypeAlias = Literal["gossip", "allreduce"]

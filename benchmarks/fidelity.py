@@ -1,4 +1,4 @@
-"""``zmqtrain bench fidelity``: simulated step times beside those of the same job in real processes on an emulated network."""
+"""``python -m benchmarks fidelity``: simulated step times beside those of the same job in real processes on an emulated network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zmqtrain.cli.bench.case import Case, case_of
+from benchmarks.case import Case, case_of
 from zmqtrain.errors import ZmqTrainError
 
 WORKERS = (2, 3, 4, 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.cli.bench.case import Ratio, case_of, size_text
+from benchmarks.case import Ratio, case_of, size_text
 
 
 @pytest.mark.parametrize(("how", "ratio"), [("peer/value", 2.0), ("value/peer", 0.5), (0.7, 0.7)])

@@ -1,7 +1,7 @@
 """A rank of `torch.nn.parallel.DistributedDataParallel` whose model takes the time of a profile's, and computes nothing.
 
 The peer of modelled devices: its gradients are as large, ready one after the other as a real backward's, and really travel. It is
-started as ``python -m zmqtrain.cli.bench.ddp PROFILE BATCH STEPS`` with torchrun's variables; rank 0 prints its steps' seconds.
+started as ``python -m benchmarks.ddp PROFILE BATCH STEPS`` with torchrun's variables; rank 0 prints its steps' seconds.
 """
 
 from __future__ import annotations

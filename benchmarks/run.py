@@ -1,10 +1,11 @@
-"""``zmqtrain bench NAME``: runs one benchmark and prints its cases."""
+"""Runs one benchmark by its name and prints its cases."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -38,15 +39,15 @@ def run_bench(
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
     ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is."""
     if encrypted and name != "net":
-        raise UsageError(f"bench {name} has no --encrypted: bench net has")
+        raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:
-        raise UsageError(f"bench {name} has no --part: bench {', '.join(DIVIDED)} have")
+        raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
     if workers and name != "efficiency":
-        raise UsageError(f"bench {name} has no --workers: bench efficiency has")
+        raise UsageError(f"benchmark {name} has no --workers: efficiency has")
     cases = (
         _in_parts(name, parts, workers, data)
         if name in DIVIDED
-        else _cases("net --encrypted" if encrypted else name, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
     )
     if json_lines:
         for case in cases:
@@ -74,14 +75,14 @@ def run_bench(
 def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[Mapping[str, Any]]:
     """Of those that have parts: these, or all."""
     if name == "cluster":
-        from zmqtrain.cli.bench import cluster
+        from benchmarks import cluster
 
         return cluster.bench_cluster(parts or cluster.PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
     if name == "merged":
-        from zmqtrain.cli.bench import merged
+        from benchmarks import merged
 
         return merged.bench_merged(parts=parts or merged.PARTS)
-    from zmqtrain.cli.bench import efficiency
+    from benchmarks import efficiency
 
     return efficiency.bench_efficiency(parts=parts or efficiency.PARTS, workers=workers or efficiency.WORKERS)
 
@@ -90,56 +91,19 @@ def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str
 _Peer: TypeAlias = tuple[str | None, str | None]
 
 
-def _cases(name: str, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
-    if name == "net":
-        from zmqtrain.cli.bench.net import bench_net
-
-        return iter(bench_net())
-    if name == "net --encrypted":
-        from zmqtrain.cli.bench.encrypted import bench_encrypted
+def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
+    """Of one without parts: ``bench_NAME`` of the module with the benchmark's name."""
+    if name not in NAMES:
+        raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
+    if encrypted:
+        from benchmarks.encrypted import bench_encrypted
 
         return iter(bench_encrypted())
-    if name == "collectives":
-        from zmqtrain.cli.bench.collectives import bench_collectives
-
-        return iter(bench_collectives())
-    if name == "server":
-        from zmqtrain.cli.bench.server import bench_server
-
-        return iter(bench_server(mxnet_python=mxnet[0], mxnet_script=mxnet[1]))
-    if name == "launch":
-        from zmqtrain.cli.bench.launch import bench_launch
-
-        return iter(bench_launch())
-    if name == "simulate":
-        from zmqtrain.cli.bench.simulate import bench_simulate
-
-        return iter(bench_simulate())
-    if name == "emulate":
-        from zmqtrain.cli.bench.emulate import bench_emulate
-
-        return iter(bench_emulate())
-    if name == "fidelity":
-        from zmqtrain.cli.bench.fidelity import bench_fidelity
-
-        return iter(bench_fidelity())
-    if name == "gossip":
-        from zmqtrain.cli.bench.gossip import bench_gossip
-
-        return iter(bench_gossip())
-    if name == "host":
-        from zmqtrain.cli.bench.host import bench_host
-
-        return iter(bench_host(mpi_python=mpi[0], mpi_script=mpi[1]))
-    if name == "loader":
-        from zmqtrain.cli.bench.loader import bench_loader
-
-        return iter(bench_loader())
-    if name == "parallel":
-        from zmqtrain.cli.bench.parallel import bench_parallel
-
-        return iter(bench_parallel())
-    raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
+    peers = {
+        "server": {"mxnet_python": mxnet[0], "mxnet_script": mxnet[1]},
+        "host": {"mpi_python": mpi[0], "mpi_script": mpi[1]},
+    }
+    return iter(getattr(import_module(f"benchmarks.{name}"), f"bench_{name}")(**peers.get(name, {})))
 
 
 def _number(value: Any) -> str:
