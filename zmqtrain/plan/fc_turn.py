@@ -1,6 +1,6 @@
 """A group's turn at a merged FC server that is one process, or several that have its layers divided among them.
 
-Of several (`zmqtrain.server.fc_together`) the first one passes the batch on. Each computes its rows of every layer; outputs are
+Of several (`zmqtrain.merged_fc.leader`) the first one passes the batch on. Each computes its rows of every layer; outputs are
 gathered between layers, and their gradients summed on the way back; then all sum the gradients of the activations. The first one
 answers, and all update their parts.
 """

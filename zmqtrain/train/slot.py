@@ -11,7 +11,7 @@ from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.train.turns import Turns
+from zmqtrain.train.mutex import Mutex
 from zmqtrain.wire.payload import Value
 
 
@@ -21,7 +21,7 @@ class Slot:
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], timeout_s: float, recorder: Recorder) -> None:
         """``members``: the workers that share the slot; the first one keeps the turns."""
         self._endpoint, self._owner, self._timeout_s, self._recorder = endpoint, members[0], timeout_s, recorder
-        self._turns = Turns(members)
+        self._mutex = Mutex(members)
         self._granted: dict[PeerId, asyncio.Future[None]] = {}
         self.held = False
         """Whether it is this worker's turn."""
@@ -64,14 +64,14 @@ class Slot:
             await self._endpoint.request(self._owner, "slot_give", timeout=self._timeout_s)
 
     async def _on_take(self, caller: PeerId) -> Value:
-        now = self._turns.asked(caller)
+        now = self._mutex.asked(caller)
         granted = self._granted[caller] = asyncio.get_running_loop().create_future()
         self._grant(now)
         await granted
         return None
 
     async def _on_give(self, caller: PeerId) -> Value:
-        self._grant(self._turns.given_back(caller))
+        self._grant(self._mutex.given_back(caller))
         return None
 
     def _grant(self, member: PeerId | None) -> None:
