@@ -54,7 +54,7 @@ for name in {names}:
 from zmqtrain.launcher.forkserver import ENTRY, import_entry
 import_entry(ENTRY)
 import sys
-assert "zmqtrain.train.role" in sys.modules, "children import it themselves"
+assert "zmqtrain.run.role" in sys.modules, "children import it themselves"
 print(asked)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)

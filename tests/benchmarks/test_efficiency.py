@@ -25,9 +25,9 @@ from benchmarks.efficiency import (
 )  # fmt: skip
 from benchmarks.run import run_bench
 from zmqtrain.errors import UsageError
+from zmqtrain.merged_fc.profile_phases import split_profile
 from zmqtrain.plan.efficiency import divisors, efficiencies
 from zmqtrain.topology.load import parse_topology
-from zmqtrain.train.device.parts import split_profile
 from zmqtrain.train.device.profile import Profile
 
 
