@@ -5,14 +5,14 @@ Parameters and gradients move into one run of memory a bucket; the model's own t
     begin_step()                                   (compute thread)
     forward: each layer takes its buckets          waits where a gate is closed
     begin_backward(last=True); loss.backward()     complete buckets are handed over, in order, as backward goes on
-    end_backward()                                 those with unused parameters follow, with zeros for gradients
+    end_backward()                                 those with unused parameters follow
 
 A bucket is handed over only after all buckets before it, so every worker of a group hands over in the same order. The local
 optimizer runs on all parameters at once (`TorchReplica.update`), or bucket by bucket in the compute thread: before the bucket is
 handed over, or when it is taken back (`optimize`).
 
-An unused parameter counts as one with a zero gradient: momentum and weight decay go on for it. (torch alone would skip it. Skipping
-needs all workers to agree on what was unused.)
+An unused parameter has a gradient of zeros that says so (`zmqtrain.exchange.unreached`). Where the sum says it, too, no worker had
+one, and the optimizer passes over the parameter, as torch's alone would.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.unreached import fill_unreached
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
@@ -103,6 +104,7 @@ class TorchReplica:
                 h.plan.group,
                 h.plan.names,
                 rows_of_bucket(h.plan.names, shards),
+                h.parts.starts,
             )
             for index, h in enumerate(self._held)
         )
@@ -147,7 +149,9 @@ class TorchReplica:
         self.without: frozenset[str] = frozenset()
         """Parameters that the next local update passes over: they have no gradient."""
         self.unreached: tuple[str, ...] = ()
-        """Parameters that no backward of the last step has reached, so that their gradient is taken for zeros."""
+        """Parameters that no backward of the last step has reached."""
+        self.zeros_count = False
+        """Such parameters have a gradient of zeros all the same, as in a loop that sets gradients to zero, not to None."""
         self.sound: Callable[..., bool] = _always
         """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -251,13 +255,14 @@ class TorchReplica:
         self._last, self._next, self._backward_s = last, 0, self._device.clock()
         for held in self._held:
             held.missing = set(range(len(held.views)))
+            held.unreached = []
 
     def end_backward(self) -> None:
         """The backward has ended. After the last one all buckets are handed over."""
         if self._last:
-            self.unreached = tuple(
-                held.plan.names[place] for held in self._held for place in sorted(held.missing) if self._restart(held, place)
-            )
+            for held in self._held:
+                held.unreached = [place for place in sorted(held.missing) if self._restart(held, place)]
+            self.unreached = tuple(held.plan.names[place] for held in self._held for place in held.unreached)
             self._hand_over(len(self._held))
             self._last = False
 
@@ -422,12 +427,15 @@ class TorchReplica:
             self._hand_over(stop)
 
     def _restart(self, held: HeldBucket, place: int) -> bool:
-        """A parameter that no backward of this step has reached has a gradient of zeros. Returns whether it is one."""
+        """A parameter that no backward of this step has reached gets a gradient that says so. Returns whether it is one."""
         parameter, view = self._named[held.plan.names[place]], held.views[place]
         if parameter.grad is not None:
             return False
-        view.zero_()
         parameter.grad = view
+        if self.zeros_count:
+            view.zero_()
+            return False
+        fill_unreached(view)
         return True
 
     def _hand_over(self, stop: int) -> None:
@@ -465,6 +473,9 @@ class TorchReplica:
 
     def _from_compute(self, index: int) -> None:
         assert self._loop is not None, "connect() comes first"
+        if self._when is not Optimize.BEFORE:
+            held = self._held[index]
+            held.parts.say_reached(held.host_gradients, held.unreached)
         if self._sharing is not None:
             self._sharing.produced(index)
         self._loop.call_soon_threadsafe(self._deliver, self._buckets[index])
@@ -508,14 +519,19 @@ class TorchReplica:
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
         held = self._held[index]
-        for name, view in zip(held.plan.names, held.sums, strict=True):
-            self._named[name].grad = view
+        self._point_at_sums(held, held.unreached if self._when is Optimize.BEFORE else held.parts.unreached(held.host_sums))
         with self._recorder.span(f"update of bucket {index}", "compute", step=self._step), user_code("the optimizer's step()"):
             if self._when is Optimize.BEFORE:
                 self._optimizers.prepare(index)
             self._optimizers.step(index)
         if self._device.staging is None:
             self._read(index)
+
+    def _point_at_sums(self, held: HeldBucket, unreached: Sequence[int]) -> None:
+        """The optimizer goes by the sums next, and passes over parameters that have none."""
+        passed_over = set(unreached)
+        for place, (name, view) in enumerate(zip(held.plan.names, held.sums, strict=True)):
+            self._named[name].grad = None if place in passed_over or name in self.without else view
 
     def _read(self, index: int) -> None:
         """The sums of a bucket were read; with staging, in a thread of its own."""
@@ -536,12 +552,12 @@ class TorchReplica:
     def _update(self, gradient_scale: float, clip: bool) -> None:
         staging = self._device.staging
         for index, held in enumerate(self._held):
+            unreached = held.parts.unreached(held.host_sums)
             if staging is not None:
                 staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
-            for name, view in zip(held.plan.names, held.sums, strict=True):
-                self._named[name].grad = None if name in self.without else view
+            self._point_at_sums(held, unreached)
         if self.loss_scale is None or self.judged(self._finite(), self._step):
             if clip and self.settings.clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
