@@ -25,7 +25,7 @@ from zmqtrain.run.role import run_role
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.checkpoint.collector import CheckpointCollector
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task
 

@@ -36,7 +36,7 @@ from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.checkpoint.collector import CheckpointCollector
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task

@@ -47,7 +47,7 @@ from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
+from zmqtrain.train.checkpoint.collector import CheckpointCollector
 
 
 class Launch:
