@@ -1,4 +1,4 @@
-"""``python -m benchmarks cluster``: four machines that one logs in to, with cards of 1 Gbit/s, all on this one. For root.
+"""``python -m benchmarks cluster``: four machines that one logs in to, with NICs of 1 Gbit/s, all on this one. For root.
 
 How long a launch takes until the first step; how much of the link each exchange uses when there is more to send than to compute,
 beside iperf3; steps a second beside DistributedDataParallel with gloo, both with modelled devices; and whether training across
@@ -28,8 +28,8 @@ from zmqtrain.train.device.profile import Profile
 #: Of the checkout, with the examples.
 ROOT = Path(__file__).parents[1]
 HOSTS = 4
-#: Payload bytes a second of each card, as `Namespaces` counts them: 1 Gbit/s.
-CARD = 125e6
+#: Payload bytes a second of each NIC, as `Namespaces` counts them: 1 Gbit/s.
+NIC = 125e6
 PARTS = ("launch", "links", "ddp", "accuracy")
 #: Of each exchange; the first ones, which still hear of the first parameters, do not count.
 STEPS, LEFT_OUT = 6, 2
@@ -97,7 +97,7 @@ def bench_cluster(parts: Sequence[str] = PARTS, *, data: str | None = None) -> I
         raise UsageError(f"benchmark cluster has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="zmqtrain-bench-") as folder:
         try:
-            with machines(HOSTS, Path(folder), CARD, kind=Machines) as cluster:
+            with machines(HOSTS, Path(folder), NIC, kind=Machines) as cluster:
                 if "launch" in parts:
                     yield from _launch(cluster)
                 if "links" in parts:

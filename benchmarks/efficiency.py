@@ -29,10 +29,10 @@ from zmqtrain.topology.schema import Topology
 #: What there is, in this order: `--part`.
 PARTS = ("figure", "uneven", "lenet", "lenet-merged", "cifarnet", "cifarnet-merged")
 WORKERS = (2, 4, 8)
-#: Groups that begin together send together at first, and take turns at the servers' card only after some 15 steps. What is measured
+#: Groups that begin together send together at first, and take turns at the servers' NIC only after some 15 steps. What is measured
 #: begins after more than that, as a share of a run.
 STEPS, SETTLED, OVER = 60, 0.4, 0.9
-#: What emulated cards let through at once, 2 ms of their rate, is a sixteenth of that as reported; what ten processes need of two
+#: What emulated NICs let through at once, 2 ms of their rate, is a sixteenth of that as reported; what ten processes need of two
 #: processors a third.
 DILATION = 16.0
 SHAPES = {"LeNet": (lenet, (1, 28, 28)), "CIFARNet": (cifarnet, (3, 32, 32))}

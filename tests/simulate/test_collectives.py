@@ -62,9 +62,9 @@ def test_also_where_latency_counts(ranks: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_halving_takes_fewer_latencies_but_shares_its_card_between_rounds(ranks: int) -> None:
+def test_halving_takes_fewer_latencies_but_shares_its_nic_between_rounds(ranks: int) -> None:
     """2 log2(p) alpha + 2(p - 1)/p n beta, and up to a quarter more: pieces of a round are already on their way while the last ones
-    of the round before share the card with them, so these come late, and what waits for them leaves the card idle at the end."""
+    of the round before share the NIC with them, so these come late, and what waits for them leaves the NIC idle at the end."""
     rounds = ranks.bit_length() - 1
     expected = 2 * rounds * ALPHA_S + 2 * (ranks - 1) / ranks * 8_000_000 * 8 / BITS_PER_S
     assert 0.99 * expected <= measured(ranks, 8_000_000, "halving", WHOLE) <= 1.25 * expected

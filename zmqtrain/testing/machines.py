@@ -1,4 +1,4 @@
-"""Machines to log in to, on this one: network namespaces behind cards of a given speed, with an sshd in each, and keys for nothing
+"""Machines to log in to, on this one: network namespaces behind NICs of a given speed, with an sshd in each, and keys for nothing
 else. For root."""
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def sshd() -> str | None:
 def machines(
     count: int, folder: Path, rate: float | None = None, *, kind: Callable[[Namespaces, Sequence[str], Path], M]
 ) -> Iterator[M]:
-    """So many machines, ``m1`` and so on, whose cards carry ``rate`` payload bytes a second, each run by a ``kind`` of
+    """So many machines, ``m1`` and so on, whose NICs carry ``rate`` payload bytes a second, each run by a ``kind`` of
     `Machines`. Raises `NoNamespacesError`."""
     why = missing()
     if why is not None:

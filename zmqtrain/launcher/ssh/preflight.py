@@ -26,7 +26,7 @@ REACH_S = 5.0
 Look: TypeAlias = Callable[[Host, list[Fault]], Awaitable[None]]
 
 
-class Survey:
+class Preflight:
     """What is known of a run's hosts. Each of its methods asks all hosts at once, and raises one error about all faults."""
 
     def __init__(self, run: EngineRun, client: Client, name: str, target: Callable[[Host], Target]) -> None:

@@ -20,7 +20,7 @@ BUDGET_BYTES = 8 * MIB
 IN_PLACE_BYTES = 16 * 1024
 
 
-class Ear:
+class RouterReceiver:
     """One ROUTER, which only receives."""
 
     def __init__(

@@ -20,7 +20,7 @@ WANT = "want"
 UNWANT = "unwant"
 
 
-class Wants:
+class Demand:
     """The wants between this process and one peer, in both directions."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A node comes to the launcher, its side of `zmqtrain.launcher.environment.lobby`, and waits for one that is not there yet."""
+"""A node comes to the launcher, its side of `zmqtrain.launcher.environment.rendezvous`, and waits for one that is not there yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zmqtrain.errors import HostLostError, PeerTimeoutError, ProtocolError, RunTokenError, UsageError
-from zmqtrain.launcher.environment.arrival import own_arrival
-from zmqtrain.launcher.environment.lobby import HANDSHAKE_S
+from zmqtrain.launcher.environment.node_description import own_description
 from zmqtrain.launcher.environment.place import Place
+from zmqtrain.launcher.environment.rendezvous import HANDSHAKE_S
 from zmqtrain.launcher.environment.sealed import MOST_BYTES, Seal
 from zmqtrain.world import random_bits
 
@@ -28,7 +28,7 @@ class _NotYetError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class Join:
     """A conversation with the launcher, which has let this node in."""
 
     host: str
@@ -57,7 +57,7 @@ class Visit:
         self.writer.close()
 
 
-async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, say: Callable[[str], None]) -> tuple[Visit, Any]:
+async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, say: Callable[[str], None]) -> tuple[Join, Any]:
     """Come to the launcher, however late it comes itself, and wait until all are there. ``port``: where the place names none.
 
     Returns the conversation, still open, and what to start (``None``: this host has nothing to do).
@@ -70,7 +70,7 @@ async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, 
     assert place.launcher is not None
     while True:
         try:
-            visit = await _come(place, place.launcher, place.port or port, token)
+            join = await _come(place, place.launcher, place.port or port, token)
         except _NotYetError as error:
             if loop.time() + pause_s > deadline:
                 where = f"the launcher at {place.launcher}:{place.port or port}"
@@ -83,28 +83,28 @@ async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, 
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             continue
         try:
-            said = await _first_word(visit)
+            said = await _first_word(join)
         except BaseException:
-            visit.close()
+            join.close()
             raise
         if said is not None:
-            return visit, said.get("start")
-        visit.close()
+            return join, said.get("start")
+        join.close()
         say("the launcher is gone again, before all nodes were there")
         deadline, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
 
 
-async def _first_word(visit: Visit) -> dict[str, Any] | None:
+async def _first_word(join: Join) -> dict[str, Any] | None:
     try:
-        async with asyncio.timeout(visit.wait_s + MARGIN_S):
-            return await visit.hear()
+        async with asyncio.timeout(join.wait_s + MARGIN_S):
+            return await join.hear()
     except TimeoutError as error:
         raise HostLostError(
-            f"the launcher has said nothing for {visit.wait_s + MARGIN_S:g} s: it stands still, or is lost"
+            f"the launcher has said nothing for {join.wait_s + MARGIN_S:g} s: it stands still, or is lost"
         ) from error
 
 
-async def _come(place: Place, host: str, port: int, token: str) -> Visit:
+async def _come(place: Place, host: str, port: int, token: str) -> Join:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(2 * HANDSHAKE_S):
@@ -129,18 +129,18 @@ def _close(writer: asyncio.StreamWriter | None) -> None:
         writer.close()
 
 
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: Place, host: str, token: str) -> Visit:
+async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: Place, host: str, token: str) -> Join:
     number = f"{random_bits(128):032x}"
     interface = str(writer.get_extra_info("sockname")[0]).partition("%")[0]
     try:
         theirs = json.loads(await reader.readline() or b"null")
         if theirs is None:
             raise _NotYetError("it has no time for one more")
-        if not isinstance(theirs, dict) or theirs.get("zmqtrain") != "lobby" or not isinstance(theirs.get("number"), str):
+        if not isinstance(theirs, dict) or theirs.get("zmqtrain") != "rendezvous" or not isinstance(theirs.get("number"), str):
             raise ProtocolError(f"what listens at {host} is no launcher of zmqtrain: check ZMQTRAIN_COORDINATOR")
         seal = Seal(token, theirs["number"], number, launcher=False)
         writer.write(json.dumps({"number": number}).encode() + b"\n")
-        writer.write(seal.write(arrival=own_arrival(place, interface, host).to_value()))
+        writer.write(seal.write(description=own_description(place, interface, host).to_value()))
         line = await reader.readline()
         if not line:
             raise _NotYetError("it has hung up")
@@ -153,4 +153,4 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pla
         if answer.get("token"):
             raise RunTokenError("the launcher")
         raise UsageError(f"the launcher has no place for this node: {answer['refused']}")
-    return Visit(str(answer["welcome"]), float(answer["wait_s"]), seal, reader, writer)
+    return Join(str(answer["welcome"]), float(answer["wait_s"]), seal, reader, writer)

@@ -1,4 +1,4 @@
-"""Processes on the other side: the agent's keeper, and looking after processes by number. Needs Python alone, as `remote` does."""
+"""Processes on the other side: the agent's supervisor, and following processes by number. Needs only Python, as `remote` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLED_S = 5.0
 
 
 def keep(command: list[str], environ: dict[str, str], folder: str, run: str, tell: int) -> None:
-    """The keeper's life: start the agent, wait for it, end what it has left, and write its exit code down. Never returns."""
+    """The supervisor's life: start the agent, wait for it, end what it has left, and write its exit code down. Never returns."""
     try:
         os.setsid()
         # Handlers, not SIG_IGN: that would be handed down to the agent.
@@ -32,7 +32,7 @@ def keep(command: list[str], environ: dict[str, str], folder: str, run: str, tel
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        write_whole(os.path.join(run, "agent.json"), json.dumps({"keeper": os.getpid(), "began": began(os.getpid())}))
+        write_whole(os.path.join(run, "agent.json"), json.dumps({"supervisor": os.getpid(), "began": began(os.getpid())}))
         environ[PARENT] = str(os.getpid())
         try:
             agent = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL)

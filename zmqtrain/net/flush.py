@@ -10,7 +10,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.link import Link
 
 
-class Drain:
+class Flush:
     """Looks at an endpoint's links whenever it is told that something `moved`."""
 
     def __init__(self, links: Mapping[PeerId, Link]) -> None:

@@ -79,7 +79,7 @@ class Batch:
     keep: Keep | None = None
 
 
-class Intake:
+class Aggregator:
     """Takes the pushes to one server. Whatever is wrong with a push raises `ProtocolError` and changes nothing."""
 
     def __init__(

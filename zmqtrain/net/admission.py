@@ -16,7 +16,7 @@ ANSWER_PAUSE_S = 0.2
 MAX_ANSWERS = 64
 
 
-class Doorman:
+class Admission:
     """Keeps count of strangers, so that garbage costs little and nobody can make this process shout at third parties."""
 
     def __init__(self) -> None:

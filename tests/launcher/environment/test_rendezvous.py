@@ -1,4 +1,4 @@
-"""Nodes come to a lobby, over real sockets of this machine."""
+"""Nodes come to a rendezvous, over real sockets of this machine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 from zmqtrain.errors import PeerTimeoutError, PortInUseError, ProtocolError, RunTokenError, UsageError
-from zmqtrain.launcher.environment import lobby as lobby_module
-from zmqtrain.launcher.environment import visit as visit_module
-from zmqtrain.launcher.environment.lobby import Lobby
+from zmqtrain.launcher.environment import join as join_module
+from zmqtrain.launcher.environment import rendezvous as rendezvous_module
+from zmqtrain.launcher.environment.join import Join, wait_for_start
 from zmqtrain.launcher.environment.place import Place
 from zmqtrain.launcher.environment.register import Register
-from zmqtrain.launcher.environment.visit import Visit, wait_for_start
+from zmqtrain.launcher.environment.rendezvous import Rendezvous
 from zmqtrain.topology.schema import Host
 
 TOKEN = "0123456789abcdef"
 
 
 class Inn:
-    """A lobby, and what it says."""
+    """A rendezvous, and what it says."""
 
     def __init__(self, names: str, port: int = 0) -> None:
         self.said: list[str] = []
         self.noted = asyncio.Event()
         self.ended: list[tuple[str, int]] = []
         self.register = Register([Host(name=name) for name in names.split()], None)
-        self.lobby = Lobby(
+        self.rendezvous = Rendezvous(
             TOKEN, self.register, say=self.say, on_ended=lambda host, code: self.ended.append((host, code)), wait_s=5.0
         )
 
@@ -40,10 +40,10 @@ class Inn:
     async def until(self, happens: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
             while not happens():
-                self.lobby.changed.clear()
-                await self.lobby.changed.wait()
+                self.rendezvous.changed.clear()
+                await self.rendezvous.changed.wait()
 
-    def come(self, port: int, name: str = "", token: str = TOKEN, wait_s: float = 5.0) -> asyncio.Task[tuple[Visit, Any]]:
+    def come(self, port: int, name: str = "", token: str = TOKEN, wait_s: float = 5.0) -> asyncio.Task[tuple[Join, Any]]:
         place = Place(launcher="127.0.0.1", port=port, names=(name,) if name else ())
         return asyncio.create_task(wait_for_start(place, token, port=1, wait_s=wait_s, say=self.say))
 
@@ -53,12 +53,12 @@ async def inn(names: str) -> AsyncIterator[tuple[Inn, int]]:
     made = Inn(names)
     # At one family, so that port 0 is one port.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lobby_module, "has_ipv6", lambda: False)
-        port = await made.lobby.open(0)
+        patch.setattr(rendezvous_module, "has_ipv6", lambda: False)
+        port = await made.rendezvous.open(0)
     try:
         yield made, port
     finally:
-        await made.lobby.close()
+        await made.rendezvous.close()
 
 
 async def test_nodes_wait_for_each_other_and_are_told_what_to_start() -> None:
@@ -66,24 +66,24 @@ async def test_nodes_wait_for_each_other_and_are_told_what_to_start() -> None:
         tasks = {name: made.come(port, name) for name in ("beta", "alpha", "gamma")}
         await made.until(lambda: made.register.is_complete)
         assert not any(task.done() for task in tasks.values())
-        await made.lobby.start("alpha", {"run": "1"})
-        await made.lobby.start("beta", {"run": "2"})
-        await made.lobby.dismiss(["gamma"])
-        visits = {name: await task for name, task in tasks.items()}
-        assert {name: start for name, (_, start) in visits.items()} == {"alpha": {"run": "1"}, "beta": {"run": "2"}, "gamma": None}
-        guest = made.lobby.guest("alpha")
-        assert guest is not None
-        await guest.tell(stop=3.0)
-        assert await visits["alpha"][0].hear() == {"stop": 3.0}
-        await visits["alpha"][0].ended(7)
-        visits["alpha"][0].close()
-        await asyncio.wait_for(guest.gone.wait(), 5)
+        await made.rendezvous.start("alpha", {"run": "1"})
+        await made.rendezvous.start("beta", {"run": "2"})
+        await made.rendezvous.dismiss(["gamma"])
+        joins = {name: await task for name, task in tasks.items()}
+        assert {name: start for name, (_, start) in joins.items()} == {"alpha": {"run": "1"}, "beta": {"run": "2"}, "gamma": None}
+        node = made.rendezvous.node("alpha")
+        assert node is not None
+        await node.tell(stop=3.0)
+        assert await joins["alpha"][0].hear() == {"stop": 3.0}
+        await joins["alpha"][0].ended(7)
+        joins["alpha"][0].close()
+        await asyncio.wait_for(node.gone.wait(), 5)
         assert made.ended == [("alpha", 7)]
         # Another one in its place is told to start at once.
         again, start = await made.come(port, "alpha")
         assert start == {"run": "1"}
-        for visit in (again, *(visit for visit, _ in visits.values())):
-            visit.close()
+        for join in (again, *(join for join, _ in joins.values())):
+            join.close()
 
 
 async def test_who_has_another_token_stays_outside() -> None:
@@ -96,14 +96,14 @@ async def test_who_has_another_token_stays_outside() -> None:
 
 async def test_who_has_other_versions_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     async with inn("alpha") as (made, port):
-        monkeypatch.setattr(made.lobby, "_versions", {"python": "3.1", "zmqtrain": "0", "torch": "0"})
+        monkeypatch.setattr(made.rendezvous, "_versions", {"python": "3.1", "zmqtrain": "0", "torch": "0"})
         with pytest.raises(UsageError, match=r"has Python .* and 3\.1 here"):
             await made.come(port, "alpha")
-        assert len(made.lobby.refused) == 1
+        assert len(made.rendezvous.refused) == 1
 
 
 async def test_a_place_that_is_taken_may_be_free_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visit_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(join_module, "FIRST_PAUSE_S", 0.01)
     async with inn("alpha") as (made, port):
         first = made.come(port, "alpha")
         await made.until(lambda: made.register.is_complete)
@@ -112,33 +112,33 @@ async def test_a_place_that_is_taken_may_be_free_later(monkeypatch: pytest.Monke
         assert "alpha is here already" in made.said[0]
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await made.lobby.start("alpha", {"run": "1"})
-        visit, start = await asyncio.wait_for(second, 5)
+        await made.rendezvous.start("alpha", {"run": "1"})
+        join, start = await asyncio.wait_for(second, 5)
         assert start == {"run": "1"}
-        visit.close()
+        join.close()
 
 
 async def test_a_launcher_that_comes_late_and_one_that_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visit_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(join_module, "FIRST_PAUSE_S", 0.01)
     async with inn("alpha") as (made, port):
         waiting = made.come(port, "alpha")
         await made.until(lambda: made.register.is_complete)
     assert not waiting.done()
     other = Inn("alpha")
-    monkeypatch.setattr(lobby_module, "has_ipv6", lambda: False)
-    await other.lobby.open(port)
+    monkeypatch.setattr(rendezvous_module, "has_ipv6", lambda: False)
+    await other.rendezvous.open(port)
     try:
-        await other.lobby.start("alpha", {"run": "2"})
-        visit, start = await asyncio.wait_for(waiting, 10)
+        await other.rendezvous.start("alpha", {"run": "2"})
+        join, start = await asyncio.wait_for(waiting, 10)
         assert start == {"run": "2"}
         assert "the launcher is gone again, before all nodes were there" in made.said
-        visit.close()
+        join.close()
     finally:
-        await other.lobby.close()
+        await other.rendezvous.close()
 
 
 async def test_a_launcher_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visit_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(join_module, "FIRST_PAUSE_S", 0.01)
     place = Place(launcher="127.0.0.1", port=9)
     with pytest.raises(PeerTimeoutError, match=r"127.0.0.1:9 .*refused.*ZMQTRAIN_COORDINATOR"):
         await wait_for_start(place, TOKEN, port=1, wait_s=0.1, say=lambda _: None)
@@ -157,7 +157,7 @@ async def test_something_else_listens_there(answer: bytes) -> None:
 
 
 async def test_strangers_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby_module, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(rendezvous_module, "HANDSHAKE_S", 0.1)
     async with inn("alpha") as (made, port):
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"number": 3}\n', b'{"number": "1"}\nnonsense\n', bytes(300_000) + b"\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -177,4 +177,4 @@ async def test_strangers_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_port_in_use() -> None:
     async with inn("alpha") as (_, port):
         with pytest.raises(PortInUseError, match=str(port)):
-            await Inn("beta").lobby.open(port)
+            await Inn("beta").rendezvous.open(port)

@@ -1,13 +1,13 @@
-"""Where a run's nodes come in: the launcher's side of `zmqtrain.launcher.environment.visit`.
+"""Where a run's nodes come in: the launcher's side of `zmqtrain.launcher.environment.join`.
 
 A conversation, of which everything but the two numbers is sealed (`zmqtrain.launcher.environment.sealed`)::
 
-    launcher: number                      node: number, arrival
+    launcher: number                      node: number, description
     launcher: welcome (which host it is)  or refused (why; whether to try again)
     launcher: start (the agent's environment, or nothing where the host has nothing to do), when all are there
     launcher: stop, perhaps               node: ended (the agent's exit code)
 
-The lobby stays open until the run has ended: a node that comes instead of one that is lost gets its place. A conversation that
+The rendezvous stays open until the run has ended: a node that comes instead of one that is lost gets its place. A conversation that
 breaks means nothing while the run goes on: whether a host is lost, its agent's heartbeats tell.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from zmqtrain.errors import PortInUseError, ProtocolError, RunTokenError, UsageError, ZmqTrainError
 from zmqtrain.launcher.addresses import has_ipv6
-from zmqtrain.launcher.environment.arrival import Arrival
+from zmqtrain.launcher.environment.node_description import NodeDescription
 from zmqtrain.launcher.environment.register import OccupiedError, Register
 from zmqtrain.launcher.environment.sealed import MOST_BYTES, Seal
 from zmqtrain.launcher.ssh.inspection import faults_of_versions, own_versions
@@ -39,11 +39,11 @@ MOST_STRANGERS = 2048
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 3))
 
 
-class Guest:
+class JoinedNode:
     """A node that was let in."""
 
-    def __init__(self, host: str, arrival: Arrival, seal: Seal, writer: asyncio.StreamWriter) -> None:
-        self.host, self.arrival = host, arrival
+    def __init__(self, host: str, description: NodeDescription, seal: Seal, writer: asyncio.StreamWriter) -> None:
+        self.host, self.description = host, description
         self._seal, self._writer = seal, writer
         self.gone = asyncio.Event()
         """The conversation has ended."""
@@ -60,7 +60,7 @@ class Guest:
                 await self._writer.drain()
 
 
-class Lobby:
+class Rendezvous:
     """Lets nodes in. Use it from `open` to `close`; ``on_ended(host, code)`` is called when a node's agent has ended."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Lobby:
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = 0
         self._server: asyncio.Server | None = None
-        self._guests: dict[str, Guest] = {}
+        self._nodes_here: dict[str, JoinedNode] = {}
         self._starts: dict[str, Mapping[str, object]] = {}
         self._refused: dict[str, str] = {}
         self._seen: str | None = None
@@ -109,9 +109,9 @@ class Lobby:
         """Why nodes were turned away, each once."""
         return tuple(self._refused.values())
 
-    def guest(self, host: str) -> Guest | None:
+    def node(self, host: str) -> JoinedNode | None:
         """The node that is this host, if it is here."""
-        return self._guests.get(host)
+        return self._nodes_here.get(host)
 
     async def start(self, host: str, start: Mapping[str, object]) -> None:
         """Tell a host what to start, now and whenever another node comes in its place."""
@@ -125,41 +125,41 @@ class Lobby:
             await self._begin(host)
 
     async def _begin(self, host: str) -> None:
-        guest, start = self._guests.get(host), self._starts.get(host)
-        if guest is not None and start is not None:
-            await guest.tell(**start)
+        node, start = self._nodes_here.get(host), self._starts.get(host)
+        if node is not None and start is not None:
+            await node.tell(**start)
 
     def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._converse(reader, writer), name="a visit to the lobby")
+        task = asyncio.get_running_loop().create_task(self._converse(reader, writer), name="a join to the rendezvous")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         origin = _address(writer, "peername")
-        guest: Guest | None = None
+        node: JoinedNode | None = None
         try:
-            guest = await self._let_in(reader, writer, origin)
-            if guest is not None:
-                await self._serve(guest, reader)
+            node = await self._let_in(reader, writer, origin)
+            if node is not None:
+                await self._serve(node, reader)
         except (OSError, ValueError, TimeoutError, ProtocolError):
             pass  # it is gone, says nothing, or says what nobody understands
         finally:
-            if guest is not None:
-                guest.gone.set()
-                if self._guests.get(guest.host) is guest:
-                    del self._guests[guest.host]
-                    self._register.leave(guest.host)
+            if node is not None:
+                node.gone.set()
+                if self._nodes_here.get(node.host) is node:
+                    del self._nodes_here[node.host]
+                    self._register.leave(node.host)
                     self.changed.set()
             writer.close()
 
-    async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, origin: str) -> Guest | None:
+    async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, origin: str) -> JoinedNode | None:
         if self._strangers >= MOST_STRANGERS:
             return None
         self._strangers += 1
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 number = f"{random_bits(128):032x}"
-                writer.write(json.dumps({"zmqtrain": "lobby", "number": number}).encode() + b"\n")
+                writer.write(json.dumps({"zmqtrain": "rendezvous", "number": number}).encode() + b"\n")
                 theirs = json.loads(await reader.readline() or b"null")
                 if not isinstance(theirs, dict) or not isinstance(theirs.get("number"), str):
                     return None
@@ -168,10 +168,10 @@ class Lobby:
         finally:
             self._strangers -= 1
         try:
-            arrival = Arrival.from_value(seal.read(line, origin).get("arrival"))
-            for fault in faults_of_versions(str(arrival), self._versions, _packages(arrival)):
+            description = NodeDescription.from_value(seal.read(line, origin).get("description"))
+            for fault in faults_of_versions(str(description), self._versions, _packages(description)):
                 raise UsageError(f"{fault.host} has {fault.what}: {fault.remedy}")
-            host = self._register.enter(arrival)
+            host = self._register.enter(description)
         except ZmqTrainError as error:
             self._turn_away(origin, error)
             again = isinstance(error, OccupiedError)
@@ -182,11 +182,11 @@ class Lobby:
         here = _address(writer, "sockname")
         if not is_loopback(here):
             self._seen = here
-        guest = self._guests[host] = Guest(host, arrival, seal, writer)
-        await guest.tell(welcome=host, wait_s=self._wait_s)
+        node = self._nodes_here[host] = JoinedNode(host, description, seal, writer)
+        await node.tell(welcome=host, wait_s=self._wait_s)
         await self._begin(host)
         self.changed.set()
-        return guest
+        return node
 
     def _turn_away(self, origin: str, error: ZmqTrainError) -> None:
         if isinstance(error, OccupiedError) and not self._starts and self._register.is_complete:
@@ -196,16 +196,16 @@ class Lobby:
             self._refused[text] = text
             self._say(f"turned away: {text}")
 
-    async def _serve(self, guest: Guest, reader: asyncio.StreamReader) -> None:
+    async def _serve(self, node: JoinedNode, reader: asyncio.StreamReader) -> None:
         """Hear what the node has to say, until it is gone."""
         while line := await reader.readline():
-            code = guest.hear(line).get("ended")
+            code = node.hear(line).get("ended")
             if isinstance(code, int):
-                self._on_ended(guest.host, code)
+                self._on_ended(node.host, code)
 
 
-def _packages(arrival: Arrival) -> dict[str, object]:
-    versions = dict(arrival.versions)
+def _packages(description: NodeDescription) -> dict[str, object]:
+    versions = dict(description.versions)
     return {"python": versions.pop("python", "0"), "packages": versions}
 
 

@@ -1,4 +1,4 @@
-"""What a node says of itself when it comes. Pure, but for `own_arrival`, which looks at this machine."""
+"""What a node says of itself when it comes. Pure, but for `own_description`, which looks at this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class NodeDescription:
     """A node, as it describes itself."""
 
     names: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Arrival:
         return asdict(self) | {"names": list(self.names), "versions": dict(self.versions)}
 
     @classmethod
-    def from_value(cls, value: Any) -> Arrival:
+    def from_value(cls, value: Any) -> NodeDescription:
         """What `to_value` gave. Raises `ProtocolError` for anything else."""
         match value:
             case {
@@ -68,9 +68,9 @@ class Arrival:
         raise ProtocolError("a node describes itself in a way that this release does not know")
 
 
-def own_arrival(place: Place, interface: str, launcher: str) -> Arrival:
+def own_description(place: Place, interface: str, launcher: str) -> NodeDescription:
     """This node's."""
-    return Arrival(
+    return NodeDescription(
         place.names,
         place.rank,
         place.nodes,

@@ -13,7 +13,7 @@ from zmqtrain.wire.payload import Value
 _METHOD = "gossip.weights"
 
 
-class Donor:
+class StateSource:
     """Notes who wants this worker's weights, and gives them between two steps."""
 
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
@@ -60,23 +60,23 @@ class Donor:
 class Weights:
     """Another worker's parameters, for one that joins late."""
 
-    def __init__(self, endpoint: Endpoint, donor: PeerId, *, timeout_s: float) -> None:
-        self._endpoint, self._donor, self._timeout_s = endpoint, donor, timeout_s
+    def __init__(self, endpoint: Endpoint, source: PeerId, *, timeout_s: float) -> None:
+        self._endpoint, self._source, self._timeout_s = endpoint, source, timeout_s
 
     async def ask(self) -> None:
-        """Ask for what the parameters are after one of the donor's next steps. Raises `PeerLostError` where it trains no more."""
-        answer = await self._endpoint.request(self._donor, _METHOD, timeout=self._timeout_s)
+        """Ask for what the parameters are after one of the source's next steps. Raises `PeerLostError` where it trains no more."""
+        answer = await self._endpoint.request(self._source, _METHOD, timeout=self._timeout_s)
         if answer.meta is not True:
-            raise PeerLostError(self._donor, "its training has ended", waiting_for="its weights: it is too late to join")
+            raise PeerLostError(self._source, "its training has ended", waiting_for="its weights: it is too late to join")
 
     async def take(self, replica: Replica) -> None:
         """Wait for them. Raises `PeerLostError` and `PeerTimeoutError`."""
         for bucket in replica.buckets:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._endpoint.receive(self._donor, (_METHOD, bucket.index), into=bucket.parameters)
+                    await self._endpoint.receive(self._source, (_METHOD, bucket.index), into=bucket.parameters)
             except PeerTimeoutError:
                 raise
             except TimeoutError:
-                raise PeerTimeoutError(self._donor, f"its weights of bucket {bucket.index}", self._timeout_s) from None
+                raise PeerTimeoutError(self._source, f"its weights of bucket {bucket.index}", self._timeout_s) from None
             replica.parameters_ready(bucket)
