@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.data.bridge import Begun, Bridge
 from zmqtrain.errors import UsageError
 from zmqtrain.merged_fc.client import FcClient
 from zmqtrain.merged_fc.messages import ActivationsMeta, AnswerMeta
-from zmqtrain.train.crossing import Begun, Crossing
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.metrics import Sums
 from zmqtrain.train.slot import Slot
@@ -69,7 +69,7 @@ class FcLink:
         """``slot``: where this worker takes turns with others."""
         self._client = client
         self._slot, self._step = slot, 0
-        self._crossing = Crossing(device.condition(), device.clock, timeout_s)
+        self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)  # what is begun has time-outs of its own
         self.slot_waited_s = 0.0
         """Seconds that were waited for the slot, in all."""
 
@@ -89,7 +89,7 @@ class FcLink:
         into = [torch.empty(each.shape, dtype=each.dtype) for each in activations if each.requires_grad]
         targets = [TensorPayload.of(each) for each in into]
         work = self._client.train(micro_batch.step, micro_batch.number, meta, payloads, targets)
-        begun = self._crossing.begin(work, f"the gradients of the activations of step {micro_batch.step}")
+        begun = self._bridge.begin(work, f"the gradients of the activations of step {micro_batch.step}")
         return OnItsWay(begun, activations, into, payloads)
 
     def evaluate(self, activations: Sequence[Tensor], target: Any, samples: int) -> Begun[Sums]:
@@ -100,7 +100,7 @@ class FcLink:
         async def work() -> Sums:
             return np.array(await self._client.evaluate(meta, payloads))
 
-        return self._crossing.begin(work(), "an evaluation by the FC server")
+        return self._bridge.begin(work(), "an evaluation by the FC server")
 
     @contextmanager
     def turn(self, step: int) -> Iterator[None]:
@@ -110,8 +110,8 @@ class FcLink:
         try:
             yield
         finally:
-            if self._slot is not None and self._crossing.error is None:
-                self._crossing.begin(self._slot.give(), "the end of the turn").wait()
+            if self._slot is not None and self._bridge.error is None:
+                self._bridge.begin(self._slot.give(), "the end of the turn").wait()
 
     @contextmanager
     def no_turn(self) -> Iterator[None]:
@@ -120,23 +120,23 @@ class FcLink:
         if slot is None or not slot.held:
             yield
             return
-        self._crossing.begin(slot.give(), "the end of the turn").wait()
+        self._bridge.begin(slot.give(), "the end of the turn").wait()
         yield
         self._take_slot()
 
     def _take_slot(self) -> None:
         if self._slot is not None:
-            taken = self._crossing.begin(self._slot.take(self._step), "the slot")
+            taken = self._bridge.begin(self._slot.take(self._step), "the slot")
             taken.wait()
             self.slot_waited_s += taken.waited_s
 
     def abort(self, error: BaseException) -> None:
         """Every wait, now and later, raises ``error``. From any thread."""
-        self._crossing.abort(error)
+        self._bridge.abort(error)
 
     async def close(self) -> None:
         """Give up what is under way, and tell the server."""
-        await self._crossing.close()
+        await self._bridge.close()
         await self._client.finish()
 
 

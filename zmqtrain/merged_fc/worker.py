@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.bridge import Begun
 from zmqtrain.errors import UsageError
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import describe_optimizer
@@ -18,7 +19,6 @@ from zmqtrain.merged_fc.client import FcClient
 from zmqtrain.merged_fc.link import FcLink
 from zmqtrain.merged_fc.phases import build_phase
 from zmqtrain.merged_fc.step import Hyperparameters, MergedStep
-from zmqtrain.train.crossing import Begun
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
 from zmqtrain.train.metrics import Sums

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.batch import batch_of
+from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
@@ -27,7 +28,6 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
-from zmqtrain.train.crossing import Crossing
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import divide, make_fabric
@@ -65,7 +65,7 @@ class TorchWork:
         compute, role = context.topology.compute, context.role
         self._context, self._device = context, device
         self._fabric, self._remote = built.fabric, remote
-        self._crossing: Crossing | None = None
+        self._bridge: Bridge | None = None
         self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
         settings = StepSettings(
             rank=role.index,
@@ -117,10 +117,10 @@ class TorchWork:
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
         timeout_s = context.ladder.barrier_s
-        self._crossing = Crossing(device.condition(), device.clock, timeout_s)
-        self._replica.also_abort(self._crossing.abort)
+        self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
+        self._replica.also_abort(self._bridge.abort)
         group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
-        weights = WeightSums(group, groups, self._crossing)
+        weights = WeightSums(group, groups, self._bridge)
         return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)
 
     @classmethod
@@ -265,8 +265,8 @@ class TorchWork:
             await self._fabric.close()
         if self._remote is not None:
             await self._remote.close()
-        if self._crossing is not None:
-            await self._crossing.close()
+        if self._bridge is not None:
+            await self._bridge.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
