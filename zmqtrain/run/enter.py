@@ -124,7 +124,7 @@ async def live_without_agent(context: RoleContext, task: Task | None = None) -> 
 
     ``task``: for roles that compute, instead of what ``[job] task`` names.
     """
-    from zmqtrain.train.role import run_role  # it imports torch
+    from zmqtrain.run.role import run_role  # it imports torch
 
     try:
         await run_role(context, task=task)
