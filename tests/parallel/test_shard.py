@@ -20,7 +20,8 @@ from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Placement
 from zmqtrain.parallel.redistribute import redistribute
-from zmqtrain.parallel.shard import Shard, cut_state, gather_state, one_range, shards_of, sum_gradients
+from zmqtrain.parallel.shard import Shard, cut_state, gather_state, one_range, shards_of
+from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 

@@ -140,37 +140,3 @@ def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabri
         name: shards[name].join(pending[name].wait()) if name in pending else tensor.detach().clone()
         for name, tensor in state.items()
     }
-
-
-def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
-    """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
-
-    All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
-    once. One without a gradient contributes nothing, and receives what others have.
-    """
-    begun: list[tuple[list[nn.Parameter], Pending]] = []
-    for layer, members, parameters in summed_together(model, shards):
-        flat = torch.cat([gradient_of(parameter).flatten() for parameter in parameters])
-        begun.append((parameters, fabric.among(members).all_reduce(flat, Label(layer, "dw", "backward"))))
-    for parameters, pending in begun:
-        (flat,) = pending.wait()
-        parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view(parameter.shape)
-
-
-def summed_together(model: nn.Module, shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
-    """The layer, the ranks, and the parameters of each sum of gradients."""
-    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        shard = shards[name]
-        if parameter.requires_grad and len(shard.summed_over) > 1:
-            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
-    return [(layer, members, parameters) for (layer, members, _), parameters in together.items()]
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; zeros where it has none yet."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

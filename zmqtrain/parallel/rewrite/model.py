@@ -40,7 +40,7 @@ def parallelize(
     """Divide a model over the processes of a grid (Gholami et al. 2018). All of them call it, with equal models.
 
     The model's layers are replaced in place and belong to the result, which has the same parameters under the same names, of which
-    each process holds a part. Gradients are of this process's contribution: sum them (`zmqtrain.parallel.shard.sum_gradients`).
+    each process holds a part. Gradients are of this process's contribution: sum them (`zmqtrain.parallel.sums.sum_gradients`).
 
     Args:
         model: whatever `torch.fx` can trace: branches must not depend on values.
