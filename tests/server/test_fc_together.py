@@ -12,12 +12,12 @@ import pytest
 
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.exchange.fc_messages import ActivationsMeta
-from zmqtrain.exchange.together import together
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.fc_orders import End, Evaluate, Keep, Order, Train, Update, order_from_value, order_to_value
 from zmqtrain.server.fc_queue import Applied, Turn
 from zmqtrain.server.fc_together import LeadingHead, follow
 from zmqtrain.server.head import Part, State, Trained
+from zmqtrain.waiting import together
 from zmqtrain.wire.tensor import TensorPayload
 
 TURN, APPLIED = Turn(1, 7, 0, (0, 2), True), Applied((0, 1), (7, 7), (0, 1), "all are there")

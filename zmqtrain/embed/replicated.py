@@ -37,9 +37,9 @@ from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
-from zmqtrain.exchange.together import together
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.waiting import together
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]

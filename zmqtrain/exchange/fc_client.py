@@ -24,9 +24,9 @@ from zmqtrain.exchange.fc_messages import (
     measured_tag,
     model_tag,
 )
-from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 

@@ -29,13 +29,13 @@ from zmqtrain.exchange.fc_messages import (
     measured_tag,
     model_tag,
 )
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.arriving import Arriving
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.fc_queue import Applied, Evaluation, FcQueue, Place, Turn
 from zmqtrain.server.head import Head, Part, State
 from zmqtrain.server.staleness import staleness_values
+from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -96,7 +96,7 @@ class FcServer:
         arriving = self._endpoint.subscribe(ACTIVATIONS)
         begin = loop.time()
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 self._background = Background(tasks)
                 self._refusals = Refusals(
                     self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
@@ -105,8 +105,6 @@ class FcServer:
                 await self._done
                 life.cancel()
                 self._background.end()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         finally:
             arriving.close()
             for kept in self._kept.values():

@@ -7,12 +7,10 @@ same turns and updates in the same order.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from zmqtrain.exchange.fc_messages import PRIORITY, ActivationsMeta
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.server.fc_orders import (
     End,
@@ -28,6 +26,7 @@ from zmqtrain.server.fc_orders import (
 )
 from zmqtrain.server.fc_queue import Applied, Turn
 from zmqtrain.server.head import Head, Part, State, Trained
+from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.value import ValuePayload
 
 T = TypeVar("T")
@@ -59,12 +58,9 @@ class LeadingHead:
 
     async def _all(self, order: Order, parts: Sequence[Part], own: Coroutine[Any, Any, T]) -> T:
         """Have it done by all. On return ``parts`` are used no more. Raises `PeerLostError`, and what ``own`` raises."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._tell(order, parts))
-                done = tasks.create_task(own)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
+        async with task_group() as tasks:
+            tasks.create_task(self._tell(order, parts))
+            done = tasks.create_task(own)
         return done.result()
 
     async def _tell(self, order: Order, parts: Sequence[Part]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.train.bucket_machine import BucketMachine, Do
@@ -14,6 +13,7 @@ from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
+from zmqtrain.waiting import in_time
 
 #: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
 #: counts from the next on.
@@ -235,11 +235,8 @@ class ModelledReplica:
             with self._recorder.span(f"parameters of bucket {index}", "wait", step=step):
                 held = self._slot is not None and self._slot.held
                 await self._give_slot()
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._answered[index].wait()
-                except TimeoutError:
-                    raise PeerTimeoutError("the exchange", f"the parameters of bucket {index}", self._timeout_s) from None
+                async with in_time("the exchange", f"the parameters of bucket {index}", self._timeout_s):
+                    await self._answered[index].wait()
                 if held:
                     await self._take_slot(step, pace)
             waited_s = loop.time() - start
