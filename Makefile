@@ -30,7 +30,7 @@ test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)
 
 bench: $(READY)
-	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/zmqtrain bench $$name || exit; done
+	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/python -m benchmarks $$name || exit; done
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py
@@ -43,7 +43,7 @@ format: $(READY)
 
 clean:
 	rm -rf $(VENV) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find zmqtrain tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find zmqtrain benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.
 $(READY): pyproject.toml constraints.txt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_merged import merged, recipe_of, whole
+from tests.merged_fc.test_training import merged, recipe_of, whole
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import ConnectivityError, ProtocolError
 from zmqtrain.membership.common_stop import StopPoint, stop_together

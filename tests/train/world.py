@@ -21,12 +21,12 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.run.role import run_role
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint_collector import CheckpointCollector
 from zmqtrain.train.device.base import Device
-from zmqtrain.train.role import run_role
 from zmqtrain.train.task import Task
 
 

@@ -285,55 +285,12 @@ def schema() -> None:
     raise typer.Exit(run_schema())
 
 
-@app.command()
-def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel, "
-            "loader or cluster."
-        ),
-    ],
-    json_lines: Json = False,
-    encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
-    mxnet_python: Annotated[
-        str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
-    ] = None,
-    mxnet_script: Annotated[str | None, typer.Option(help="server: the script that times MXNet's kvstore.")] = None,
-    mpi_python: Annotated[
-        str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
-    ] = None,
-    mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
-    parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
-            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. May be repeated.",
-        ),
-    ] = None,
-    workers: Annotated[
-        list[int] | None, typer.Option(help="efficiency: predict and measure with 2, 4 or 8 workers alone. May be repeated.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
-) -> None:
-    """Measure speed on this machine, beside a peer where one is installed."""
-    from zmqtrain.cli.bench.run import run_bench
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench() -> None:
+    """Say where the benchmarks are now."""
+    from zmqtrain.errors import UsageError
 
-    raise typer.Exit(
-        run_bench(
-            name,
-            json_lines=json_lines,
-            encrypted=encrypted,
-            mxnet_python=mxnet_python,
-            mxnet_script=mxnet_script,
-            mpi_python=mpi_python,
-            mpi_script=mpi_script,
-            parts=parts or (),
-            workers=workers or (),
-            data=data,
-        )
-    )
+    raise UsageError("benchmarks are not part of the package: run `python -m benchmarks NAME` in a checkout of zmqtrain")
 
 
 @app.command()

@@ -179,7 +179,7 @@ async def run_role(*, task: Task | None = None) -> None:
 async def _live(context: RoleContext, task: Task | None) -> None:
     """Be the role that the context describes. A failure is told to the others, and raised."""
     try:
-        from zmqtrain.train.role import run_role
+        from zmqtrain.run.role import run_role
 
         await run_role(context, task=task)
     except Exception as error:

@@ -142,7 +142,7 @@ class Agent:
             code = await child.exited
             report = _read_report(report_read)
             try:
-                async with asyncio.timeout(self._ladder.drain_s):
+                async with asyncio.timeout(self._ladder.flush_s):
                     await output.ended.wait()  # a process that the role started may hold the pipe open
             except TimeoutError:
                 pass

@@ -21,8 +21,8 @@ from zmqtrain.launcher.preempted import wanted_on_sigterm
 from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
+from zmqtrain.run.role import run_role
 from zmqtrain.train.device.memory_kept import keep_memory
-from zmqtrain.train.role import run_role
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
 SCRIPT = "ZMQTRAIN_SCRIPT"

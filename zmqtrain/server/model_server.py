@@ -1,8 +1,8 @@
 """A model server as a coroutine: gradients come in, updates happen, parameters go out.
 
-What is decided stands in `intake` and `staleness`, what is computed in `shard`; here is the way of the messages::
+What is decided stands in `aggregator` and `staleness`, what is computed in `shard`; here is the way of the messages::
 
-    configure (worker 0) -> initial values -> [ push -> intake -> shard -> parameters ] ... -> left -> finished (all workers)
+    configure (worker 0) -> initial values -> [ push -> aggregator -> shard -> parameters ] ... -> left -> finished (all workers)
 
 On the way, and when all have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to group 0:
 those of one moment, between two updates.
@@ -34,10 +34,10 @@ from zmqtrain.exchange.server_messages import (
     shown_tag,
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
-from zmqtrain.server.intake import Batch, Intake, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
@@ -163,7 +163,7 @@ class ModelServer:
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
-        self._intake = Intake(
+        self._aggregator = Aggregator(
             list(self._held),
             policy,
             len(configuration.groups),
@@ -247,7 +247,7 @@ class ModelServer:
             return None
         async with self._lock:
             if ordered:
-                await self._carry_out(partial(self._intake.keep, step, show=show), 0)
+                await self._carry_out(partial(self._aggregator.keep, step, show=show), 0)
             else:
                 self._keep(Keep(step, show))
         return None
@@ -267,7 +267,7 @@ class ModelServer:
                 self._gone.add(group)
                 self._recorder.witness("left", group=group)
                 async with self._lock:
-                    await self._carry_out(partial(self._intake.left, group), 0)
+                    await self._carry_out(partial(self._aggregator.left, group), 0)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         if peer in self._settings.workers and peer not in self._finished and not self._done.done():
@@ -280,7 +280,7 @@ class ModelServer:
             try:
                 push = parse_push(sender, tag, payload, self._held, groups)
                 async with self._lock:
-                    await self._carry_out(partial(self._intake.pushed, push), payload.nbytes)
+                    await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
             del payload
@@ -295,7 +295,7 @@ class ModelServer:
                     self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
                     continue
             async with self._lock:
-                await self._carry_out(partial(self._intake.ordered, event), INLINE_BYTES)
+                await self._carry_out(partial(self._aggregator.ordered, event), INLINE_BYTES)
 
     # What is done about it. All under the lock.
 
@@ -329,14 +329,14 @@ class ModelServer:
                     self._answer(group, piece, parameters_tag(piece, step))
             if batch.keep is not None:
                 self._keep(batch.keep)
-        for event in self._intake.decided:
+        for event in self._aggregator.decided:
             for other in self._configured.result().servers[1:]:
                 try:
                     await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
                 except PeerLostError:
                     if event.kind != "left":  # of a leaving, a server that is done already need not know
                         raise
-        self._intake.decided.clear()
+        self._aggregator.decided.clear()
 
     def _apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         for update in updates:

@@ -202,7 +202,7 @@ async def be_role(plan: Plan, role: RolePlacement, process: Process) -> None:
             make = plan.make_device
             if make is not None:
                 context = replace(context, make_device=lambda _role: make(context))
-            from zmqtrain.train.role import run_role
+            from zmqtrain.run.role import run_role
 
             await run_role(context, task=plan.task)
     finally:

@@ -28,7 +28,7 @@ class NetworkHost(Section):
     """What is different about one host, or a range of them."""
 
     name: HostName = Field(min_length=1, description="A host of the file, or a range of them.")
-    bandwidth: Bandwidth | None = Field(default=None, description="Of its network card, instead of `[network] bandwidth`.")
+    bandwidth: Bandwidth | None = Field(default=None, description="Of its NIC, instead of `[network] bandwidth`.")
     latency: Latency | None = Field(default=None, description="Added to each message that it sends or gets, one way.")
     slowdown: float = Field(
         default=1.0, ge=0.001, le=1000, description="Modelled devices of this host take so many times as long for the same work."
@@ -41,7 +41,7 @@ class Rack(Section):
     name: str = Field(min_length=1, max_length=64, description="A name of your choice.")
     hosts: HostNames = Field(min_length=1, description="The hosts in it; ranges like `node[01-16]` may be among them.")
     uplink: Bandwidth = Field(
-        description="Shared by all that leaves the rack, and the same by all that enters it. Less than the hosts' cards together: "
+        description="Shared by all that leaves the rack, and the same by all that enters it. Less than the hosts' NICs together: "
         "the rack is oversubscribed."
     )
     latency: Latency = Field(default=0.0, description="Added to each message that leaves or enters the rack.")
@@ -63,7 +63,7 @@ class Network(Section):
     """The network between hosts, in emulated and simulated worlds."""
 
     bandwidth: Bandwidth | None = Field(
-        default=None, description="Of each host's network card, in each direction at once. Left out: no limit."
+        default=None, description="Of each host's NIC, in each direction at once. Left out: no limit."
     )
     latency: Latency | None = Field(default=None, description="One-way delay between two hosts. Left out: none.")
     jitter: Latency = Field(

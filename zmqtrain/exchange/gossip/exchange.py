@@ -28,8 +28,8 @@ from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.gossip.distance import Distance
-from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
+from zmqtrain.exchange.gossip.state_source import StateSource, Weights
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.shared_copies import Like, like_in
@@ -101,7 +101,7 @@ class GossipExchange:
         self._step = 0
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
-        self._donor = Donor(endpoint, timeout_s=settings.timeout_s)
+        self._source_of_state = StateSource(endpoint, timeout_s=settings.timeout_s)
 
     @property
     def synchronous(self) -> bool:
@@ -118,7 +118,7 @@ class GossipExchange:
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
-        self._donor.serve()
+        self._source_of_state.serve()
         members = self._members
         first = None
         if members.late:
@@ -165,9 +165,9 @@ class GossipExchange:
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self._under_way.settle()
-        if self._donor.wanted:
+        if self._source_of_state.wanted:
             await self._under_way.settle()
-            await self._donor.give(self._replica_started())
+            await self._source_of_state.give(self._replica_started())
         await self._members.release(self._step + 1)
 
     async def settle(self) -> None:
@@ -186,7 +186,7 @@ class GossipExchange:
         return None
 
     async def stop(self) -> None:
-        self._donor.close()
+        self._source_of_state.close()
         await self._under_way.cancel()
         await self._sum.stop()
         self._arithmetic.close()

@@ -118,7 +118,7 @@ def _launcher(topology: Topology, name: str) -> dict[str, Any]:
     ]
     container = {
         **_container(topology, name, command, mounts),
-        "ports": [{"name": "lobby", "containerPort": _port(topology)}],
+        "ports": [{"name": "rendezvous", "containerPort": _port(topology)}],
         "resources": {"requests": {"cpu": LAUNCHER_CPU}},
     }
     return _job(topology, LAUNCHER_JOB, 1, container, volumes, backoff=0)
@@ -196,7 +196,7 @@ def _job(
                 "template": {
                     "spec": {
                         "restartPolicy": "Never",
-                        "terminationGracePeriodSeconds": math.ceil(2 * ladder.grace_s + 2 * ladder.drain_s),
+                        "terminationGracePeriodSeconds": math.ceil(2 * ladder.grace_s + 2 * ladder.flush_s),
                         "enableServiceLinks": False,
                         "containers": [container],
                         "volumes": volumes,
