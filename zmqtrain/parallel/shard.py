@@ -1,7 +1,7 @@
 """Which part of a parameter a process holds, and whose gradients it is to be summed with.
 
 A divided layer's parameters keep their names and hold this process's part; a `Shard` says which. So an ordinary state dict is cut
-for any grid (`cut_state`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
+for any grid (`Shard.cut`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
 
 =============================================  =============================================================================
 a parameter of                                 its gradient is to be summed over
@@ -117,14 +117,6 @@ def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[i
             return named[name]
         name = name.rpartition(".")[0]
     return named.get("", otherwise)
-
-
-def cut_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], rank: int) -> dict[str, Tensor]:
-    """This process's part of an ordinary state dict. What ``shards`` does not name stays as it is. Raises `UsageError`."""
-    return {
-        name: shards[name].cut(tensor, shards[name].members.index(rank)) if name in shards else tensor
-        for name, tensor in state.items()
-    }
 
 
 def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric) -> dict[str, Tensor]:
