@@ -26,6 +26,7 @@ from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.process import Process
 from zmqtrain.topology.placement import RolePlacement
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.waiting import first_error
 
 if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
@@ -102,7 +103,7 @@ class SimulatedHost:
                         for task in watching:
                             task.cancel()
                 except BaseExceptionGroup as errors:
-                    raise _first(errors) from None
+                    raise first_error(errors) from None
         finally:
             self._watching = None
             for role in plan.description.placement.of_host(self._name):
@@ -206,9 +207,3 @@ async def be_role(plan: Plan, role: RolePlacement, process: Process) -> None:
             await run_role(context, task=plan.task)
     finally:
         await endpoint.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
