@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.train.checkpoint.folder.test_folder import SHAPE, TENSORS, write
 
+from tests.train.checkpoint.test_folder import SHAPE, TENSORS, write
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import CheckpointError
 from zmqtrain.train.checkpoint.folder import META, Checkpoint, find_checkpoints, find_latest, read_safetensors
