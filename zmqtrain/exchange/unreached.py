@@ -17,9 +17,9 @@ from torch import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fill_unreached(gradient: Tensor) -> None:
-    """Say of all elements that nothing has reached them."""
-    gradient.fill_(-0.0)
+def fill_unreached(gradient: Tensor) -> Tensor:
+    """Say of all elements that nothing has reached them. Returns ``gradient``."""
+    return gradient.fill_(-0.0)
 
 
 class _Bits:
