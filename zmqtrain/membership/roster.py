@@ -56,7 +56,9 @@ LONGEST_TEXT = 1024
 
 
 class Roster:
-    """A run's state machine: each method takes what happened and returns what to do. ``now`` is the loop's clock and never goes back."""
+    """A run's state machine: each method takes what happened and returns what to do.
+
+    ``now`` is the loop's clock and never goes back."""
 
     def __init__(self, expected: Iterable[Member], ladder: Ladder, *, now: float, elastic: bool = False) -> None:
         """``elastic``: the run goes on without workers that are lost, and with those that come back."""
