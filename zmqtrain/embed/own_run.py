@@ -132,7 +132,7 @@ async def open_run(
         folder = checkpoints or Path("runs", topology.job.name, "checkpoints")
         left = folder.parent if model else None
         collector = CheckpointCollector.of(endpoint, folder, topology, placement, resume=resume, model=left)
-        coordinator = Coordinator(endpoint, placement, ladder, agents=False, on_report=on_report)
+        coordinator = Coordinator(endpoint, placement, ladder, agents=False, elastic=topology.elastic, on_report=on_report)
         serving = [
             asyncio.create_task(coordinator.run(), name="coordinator"),
             asyncio.create_task(collector.run(), name="collect checkpoints"),
