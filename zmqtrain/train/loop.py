@@ -5,7 +5,7 @@
     restore -> exchange.start -> [ checkpoint? -> step -> evaluate? ] ... -> all have trained -> last evaluation -> last checkpoint
 
 Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends there, without an evaluation.
-What is evaluated and kept as the run's model: see `zmqtrain.train.run_model`.
+What is evaluated and kept as the run's model: see `zmqtrain.train.checkpoint.run_model`.
 """
 
 from __future__ import annotations

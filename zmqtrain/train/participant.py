@@ -19,7 +19,7 @@ from zmqtrain.exchange.members import Members, group_of
 from zmqtrain.membership.common_stop import StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.all_trained import AllTrained
-from zmqtrain.train.run_model import gathered, take_run_model
+from zmqtrain.train.checkpoint.run_model import gathered, take_run_model
 from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
 
