@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
+from zmqtrain.exchange.look_ahead import RISE
 from zmqtrain.train.checkpoint import find_checkpoints
 
 TASK = """
@@ -60,6 +61,7 @@ def test_look_ahead_and_go_on(tmp_path: Path) -> None:
             "updates": 3.5,
             "steps": pytest.approx(explicit * (1 - explicit**3.5) / (1 - explicit)),
             "lr_factor": pytest.approx((1 - explicit) / 0.1 / 3),
+            "rise": RISE * 3.5,
         }
         assert any("3.5 updates ahead" in line for line in run.lines), run
         checkpoint = find_checkpoints(folder / "run" / "checkpoints")[-1]
