@@ -48,7 +48,7 @@ from collections.abc import Mapping
 from zmqtrain.wire.payload import Value
 
 #: Updates in which a rate rises, for each that is looked ahead.
-RISE = 20
+RISE = 30
 
 
 def horizon(staleness: float) -> float:
