@@ -47,8 +47,8 @@ class Optimizer(Section):
         default="auto",
         description="auto: model servers whose groups do not wait for each other keep the parameters where the momentum will have "
         'taken them when a gradient of them arrives, so that old gradients do no harm; with `momentum = "auto"` they fit '
-        "momentum and learning rate to that, and let the rate rise in the first updates of a run. Without momentum nothing is looked "
-        "ahead, but a learning rate of the task's is fitted (SGD's is divided by the number of groups). none: none of this.",
+        "momentum and learning rate to that, and let the rate rise in the first updates of a run. Without momentum nothing is "
+        "looked ahead, but a learning rate of the task's is fitted (SGD's is divided by the number of groups). none: none of this.",
     )
     clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
 
