@@ -20,10 +20,10 @@ def test_the_horizon(staleness: float, updates: float) -> None:
     assert horizon(staleness) == updates
 
 
-def test_a_rate_rises_in_proportion_to_the_updates_and_no_further() -> None:
-    assert [risen(updates, 4.0) for updates in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert risen(0, 2.5) == 0.4
-    assert risen(1, 2.5) == 0.8
+def test_a_rate_rises_with_the_root_of_the_updates_and_no_further() -> None:
+    assert [risen(updates, 4.0) ** 2 for updates in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert [risen(updates, 4.0) for updates in (0, 3, 4)] == [0.5, 1.0, 1.0]
+    assert risen(0, 2.5) ** 2 == pytest.approx(0.4)
     assert risen(10**12, 220.0) == 1.0
     assert [risen(0, rise) for rise in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
 

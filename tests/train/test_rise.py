@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def plain(updates: int, staleness: float, scheduled: float = 1.0) -> Tensor:
     base, velocity, step = torch.zeros_like(slope), torch.zeros_like(slope), torch.zeros_like(slope)
     for update in range(updates):
         velocity = m * velocity + slope
-        step = -lr * min(1.0, (update + 1) / (RISE * horizon(staleness))) * velocity
+        step = -lr * math.sqrt(min(1.0, (update + 1) / (RISE * horizon(staleness)))) * velocity
         base = base + step
     return base + far * step
 
