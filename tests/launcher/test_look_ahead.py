@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
 from zmqtrain.exchange.look_ahead import RISE
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 TASK = """
 import torch

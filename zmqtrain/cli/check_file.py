@@ -166,8 +166,8 @@ def _network(topology: Topology) -> Iterator[Finding]:
     network = topology.network
     if network == Network():
         return
-    card = "no limit" if network.bandwidth is None else format_rate(network.bandwidth)
-    parts = [f"{card} a host, {format_duration(network.latency or 0.0)} one way"]
+    nic = "no limit" if network.bandwidth is None else format_rate(network.bandwidth)
+    parts = [f"{nic} a host, {format_duration(network.latency or 0.0)} one way"]
     if network.jitter:
         parts.append(f"{format_duration(network.jitter)} jitter")
     if network.loss:

@@ -86,7 +86,7 @@ def _ways(topology: Topology, look: Look) -> Iterator[Finding]:
 
 def _slow(way: WayLook, rate: float, usual: float) -> Finding:
     what = f"carries {rounded_rate(rate)} to {way.target}, and most ways carry {rounded_rate(usual)}"
-    return Finding("bandwidth", True, what, "look at its cable, its card's speed (ethtool), and who else uses that way", way.source)
+    return Finding("bandwidth", True, what, "look at its cable, its NIC's speed (ethtool), and who else uses that way", way.source)
 
 
 def _versions(host: HostLook, ours: Mapping[str, str | None]) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Coroutine
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -15,8 +16,9 @@ from torch.optim import Optimizer
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
-from zmqtrain.embed.crossing import CallersDevice, Crossing
+from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, make_feed
 from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
@@ -31,13 +33,13 @@ from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.common_stop import Here, StopPoint, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.checkpoint.run_model import become_run_model
+from zmqtrain.train.checkpoint.saving import send_model, whole_state
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.device.streams import StreamStaging
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.run_model import become_run_model
-from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step
@@ -123,7 +125,7 @@ class Core:
         self.context = context
         ladder, placement = context.ladder, context.placement
         # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
-        self.crossing = Crossing(ladder.barrier_s + 2 * ladder.lost_s)
+        self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, ladder.barrier_s + 2 * ladder.lost_s)
         peers = tuple(role.peer for role in placement.workers)
         self._world = Group(context.endpoint, peers, context.role.index, "session", timeout_s=ladder.barrier_s)
         self.replicated: Replicated | None = None
@@ -212,7 +214,7 @@ class Core:
             gate_timeout_s=ladder.barrier_s,
         )
         where = next(model.parameters()).device
-        device = CallersDevice(self.crossing, where, _staging(where))
+        device = CallersDevice(self.bridge, where, _staging(where))
         allocate = allocate_in(self.context.arena)
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
         exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
@@ -220,7 +222,7 @@ class Core:
         self.replicated = Replicated(
             replica,
             exchange,
-            self.crossing,
+            self.bridge,
             self._scope(),
             self._other_loops,
             first_step=first_step,
@@ -230,7 +232,7 @@ class Core:
             ended=self._step_ended,
             stops=self._stops,
             stop=self._stop,
-            wait=lambda coroutine, what: self.crossing.wait(self.guard(coroutine), what),
+            wait=lambda coroutine, what: self.bridge.call(self.guard(coroutine), what),
         )
         self.context.recorder.event(
             "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
@@ -343,7 +345,7 @@ class Core:
         """All workers stop here: end the session in good order, once, and tell the user's loop."""
         replicated = self._replicated("optimizer.step()")
         if not self.finished:
-            self.crossing.wait(self.guard(self.finish(early=True)), "the end of the session")
+            self.bridge.call(self.guard(self.finish(early=True)), "the end of the session")
         raise RunStopped(replicated.step)
 
     # On the loop's thread.
@@ -428,6 +430,7 @@ class Core:
             self.replicated.detach()
         for feed in self._feeds[:]:
             await self.end_batches(feed)
+        await self.bridge.close()
 
 
 def _staging(device: torch.device) -> Staging | None:

@@ -126,7 +126,7 @@ class Session(Place):
         self._wait(self._core.settle(), "settle()")
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._core.crossing.wait(self._core.guard(coroutine), what)
+        return self._core.bridge.call(self._core.guard(coroutine), what)
 
 
 class AsyncSession(Place):
@@ -142,7 +142,7 @@ class AsyncSession(Place):
 
     async def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
         """As `Session.replicate`."""
-        wait = self._core.crossing.wait
+        wait = self._core.bridge.call
         return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer, overlap)), "replicate()"))
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
@@ -207,7 +207,7 @@ async def join() -> AsyncIterator[AsyncSession]:
             except RunStopped as stop:
                 stopped = stop
             # In the compute thread, since an exchange may still want something computed.
-            await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
+            await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
             await thread.close(context.ladder.grace_s)
@@ -252,9 +252,9 @@ class _Background:
         ended = error is None or isinstance(error, RunStopped)
         try:
             if ended:
-                core.crossing.wait(core.guard(core.finish()), "the end of the session")
+                core.bridge.call(core.guard(core.finish()), "the end of the session")
         finally:
-            core.crossing.loop.call_soon_threadsafe(leave.set)
+            core.bridge.loop.call_soon_threadsafe(leave.set)
             self._thread.join()
         if ended and self._error is not None:
             raise self._error

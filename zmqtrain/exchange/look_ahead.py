@@ -38,7 +38,7 @@ all its units were dead. A gradient tells of it s updates too late. So where the
 square root of the update's number, over `RISE` updates for each that is looked ahead, on top of whatever schedule the task has.
 (Yang et al., "PipeMare", technique 1, divide the rate by the delay, and give it back over the first steps; Goyal et al. 2017, and
 Gilmer et al. 2022, "A Loss Curvature Perspective on Training Instability in Deep Learning", have the warm-up itself.) That costs as
-much as a third of these updates, where a rise in proportion to the number costs half, and at low rates it is their number that counts.
+much as a third of these updates, where a rise in proportion to the number costs half; at low rates it is their number that counts.
 """
 
 from __future__ import annotations
