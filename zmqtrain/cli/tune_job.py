@@ -21,7 +21,7 @@ from zmqtrain.plan.regroup import regrouped
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import find_checkpoints, find_latest
+from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
 from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.trial import Outcome, Setting, Trial

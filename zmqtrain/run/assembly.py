@@ -25,7 +25,7 @@ from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector, OnEvent
+from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
     from zmqtrain.membership.actions import Outcome

@@ -19,7 +19,7 @@ from zmqtrain.observe.summary import Summary
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.model_file import model_lines
+from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
 
@@ -70,7 +70,7 @@ class RunRecord:
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
     def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
-        """What becomes of a checkpoint (`zmqtrain.train.checkpoint_collector.OnEvent`)."""
+        """What becomes of a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
         self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
         self._directory.flush()
         if kind != "checkpoint complete":

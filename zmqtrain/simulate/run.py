@@ -41,7 +41,7 @@ from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import OnEvent
+from zmqtrain.train.checkpoint.collector import OnEvent
 from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:

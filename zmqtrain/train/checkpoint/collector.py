@@ -15,11 +15,11 @@ from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, NOTHING, OPEN_PART, RESUME, SAVE, STANDS_IN, WRITTEN, pack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint import MODEL, Checkpoint, RunShape, find_latest, prune
-from zmqtrain.train.checkpoint_clock import CheckpointClock
-from zmqtrain.train.incoming_checkpoint import IncomingCheckpoint
-from zmqtrain.train.model_file import ModelFile
-from zmqtrain.train.weights import Weights
+from zmqtrain.train.checkpoint.clock import CheckpointClock
+from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, RunShape, find_latest, prune
+from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint
+from zmqtrain.train.checkpoint.model_file import ModelFile
+from zmqtrain.train.checkpoint.weights import Weights
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
