@@ -11,6 +11,8 @@ from zmqtrain.exchange.piecewise import PIECE_BYTES, piece_by_piece
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 NUMEL = 5 * PIECE_BYTES // 8 + 3  # two pieces and a half
 
 
