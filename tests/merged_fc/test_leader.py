@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from zmqtrain.errors import PeerLostError, ProtocolError
-from zmqtrain.exchange.together import together
 from zmqtrain.merged_fc.executor import BatchPart, ExecutorState, Trained
 from zmqtrain.merged_fc.leader import (
     End,
@@ -28,6 +27,7 @@ from zmqtrain.merged_fc.leader import (
 from zmqtrain.merged_fc.messages import ActivationsMeta
 from zmqtrain.merged_fc.queue import Applied, Turn
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.waiting import together
 from zmqtrain.wire.tensor import TensorPayload
 
 pytestmark = pytest.mark.virtual_time

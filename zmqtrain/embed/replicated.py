@@ -37,9 +37,9 @@ from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
-from zmqtrain.exchange.together import together
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.waiting import together
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
@@ -88,7 +88,7 @@ class Replicated:
         self._decided = overlap is not None or not exchange.exchanges(first_step)
         self._returns = overlap is not True  # optimizer.step() returns with all parameters there
         self._gone = {name: GoneGradient(parameter) for name, parameter in replica.named.items()}
-        self._views = replica.gradient_views()
+        self._views = replica.memory.gradient_views()
         self._tolerance = tolerance_of([parameter.dtype for parameter in replica.parameters])
         self._in_backward = False
         self._backwards = 0  # of this step, outside of accumulating()
@@ -231,7 +231,7 @@ class Replicated:
         self._weights = self._sample()
 
     def _sample(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.sample_parameters()])
+        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.memory.sample_parameters()])
 
     def _is_left(self, name: str, parameter: nn.Parameter) -> bool:
         gradient = parameter.grad
@@ -341,7 +341,7 @@ class Replicated:
         self._guards.check_unused(replica.without)
         # Each worker contributes a part of what is the same on all: the exchange sums over a group.
         replica.divisor = scope.group.size / scope.groups
-        replica.fill_gradients(gradients)
+        replica.memory.fill_gradients(gradients)
         state.weights = self._sample()
         if not scope.alone:
             state.without = checksum(sorted(replica.without))

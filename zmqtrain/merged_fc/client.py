@@ -13,7 +13,6 @@ from typing import Any
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
 from zmqtrain.exchange.checkpoint_part import unpack_manifest
-from zmqtrain.exchange.together import together
 from zmqtrain.merged_fc.messages import (
     PRIORITY,
     ActivationsMeta,
@@ -27,6 +26,7 @@ from zmqtrain.merged_fc.messages import (
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 

@@ -14,17 +14,16 @@ tensor     ``("fc_order", number, part, n)``   tensor n of a worker's part, with
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from zmqtrain.errors import ProtocolError
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.merged_fc.executor import BatchPart, Executor, ExecutorState, Trained
 from zmqtrain.merged_fc.messages import PRIORITY, ActivationsMeta
 from zmqtrain.merged_fc.queue import Applied, Turn
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
 
@@ -94,12 +93,9 @@ class LeadingExecutor:
 
     async def _all(self, order: Order, parts: Sequence[BatchPart], own: Coroutine[Any, Any, T]) -> T:
         """Have it done by all. On return ``parts`` are used no more. Raises `PeerLostError`, and what ``own`` raises."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._tell(order, parts))
-                done = tasks.create_task(own)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
+        async with task_group() as tasks:
+            tasks.create_task(self._tell(order, parts))
+            done = tasks.create_task(own)
         return done.result()
 
     async def _tell(self, order: Order, parts: Sequence[BatchPart]) -> None:

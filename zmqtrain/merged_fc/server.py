@@ -20,7 +20,6 @@ from torch import Tensor
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.checkpoint_part import pack_manifest
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.merged_fc.arriving import Arriving
 from zmqtrain.merged_fc.executor import BatchPart, Executor, ExecutorState
 from zmqtrain.merged_fc.messages import (
@@ -37,6 +36,7 @@ from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, Wor
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.staleness import staleness_values
+from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
@@ -105,7 +105,7 @@ class FcServer:
         arriving = self._endpoint.subscribe(ACTIVATIONS)
         begin = loop.time()
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 self._background = Background(tasks)
                 self._refusals = Refusals(
                     self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
@@ -114,8 +114,6 @@ class FcServer:
                 await self._done
                 life.cancel()
                 self._background.end()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         finally:
             arriving.close()
             for kept in self._kept.values():

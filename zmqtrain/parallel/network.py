@@ -21,10 +21,11 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, sent_by_all_reduce
 from zmqtrain.data.background import Condition
 from zmqtrain.data.bridge import Begun, Bridge
-from zmqtrain.errors import PeerTimeoutError, ProtocolError
+from zmqtrain.errors import ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
+from zmqtrain.waiting import first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
@@ -114,17 +115,10 @@ class NetworkFabric:
         """What ``work`` returns. Raises the first of its errors, and `PeerTimeoutError` where it takes too long."""
         start_s = self._clock()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with in_time(peers, str(label), self._timeout_s):
                 return await work()
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(peers, str(label), self._timeout_s) from None
         except ExceptionGroup as group:
-            error: Exception = group
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+            raise first_error(group) from None
         finally:
             self._recorder.add_span(str(label), "receive", start_s, self._clock())
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.arithmetic import INLINE_BYTES
 from zmqtrain.exchange.server_messages import (
     Configuration,
     ReadMeta,
@@ -32,23 +33,20 @@ from zmqtrain.exchange.server_messages import (
     parameters_tag,
     shown_tag,
 )
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
 from zmqtrain.server.momentum_sensor import Sensors
-from zmqtrain.server.norm import ServerSum, in_time
+from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
 from zmqtrain.server.shard import GroupSum, HeldPiece
 from zmqtrain.server.staleness import Policy, staleness_values
+from zmqtrain.waiting import in_time, task_group, together
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
-
-#: Below this size arithmetic costs less than handing it to the compute thread.
-INLINE_BYTES = 128 * 1024
 
 T = TypeVar("T")
 
@@ -134,7 +132,7 @@ class ModelServer:
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 self._background = Background(tasks)
                 self._refusals = Refusals(
                     self._endpoint, "refused", self._recorder, self._background, timeout_s=self._settings.request_s
@@ -143,8 +141,6 @@ class ModelServer:
                 await self._done
                 life.cancel()
                 self._background.end()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         finally:
             self._ready = False
             pushes.close()
@@ -204,7 +200,8 @@ class ModelServer:
         for held in self._held.values():
             source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            await in_time(wait, source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s)
+            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s):
+                await wait
         return 0
 
     # What comes in.

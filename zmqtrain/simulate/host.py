@@ -12,20 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.embed.enter import enter
 from zmqtrain.errors import ConnectivityError
-from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.recorder import Witness
+from zmqtrain.run.enter import enter
+from zmqtrain.run.report import report_of
 from zmqtrain.simulate.clock import VirtualLoop
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.process import Process
 from zmqtrain.topology.placement import RolePlacement
 from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.waiting import first_error
 
 if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
@@ -102,7 +103,7 @@ class SimulatedHost:
                         for task in watching:
                             task.cancel()
                 except BaseExceptionGroup as errors:
-                    raise _first(errors) from None
+                    raise first_error(errors) from None
         finally:
             self._watching = None
             for role in plan.description.placement.of_host(self._name):
@@ -206,9 +207,3 @@ async def be_role(plan: Plan, role: RolePlacement, process: Process) -> None:
             await run_role(context, task=plan.task)
     finally:
         await endpoint.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -100,14 +100,6 @@ class SimulatedNetwork:
         """A bit flips in the next message from ``source`` to ``target`` (to anybody)."""
         self._corrupt.append((source, target))
 
-    def set_bandwidth(self, host: str, factor: float) -> None:
-        """The host's NIC carries so many times what the model says."""
-        bandwidth = self.model.host(host).bandwidth
-        if bandwidth is not None:
-            for direction in ("out", "in"):
-                self.flows.resize(self._resource(direction, host, bandwidth), bandwidth * factor / 8)
-            self.rebalance()
-
     # For transports
 
     def join(self, transport: SimulatedTransport) -> None:

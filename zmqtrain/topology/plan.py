@@ -67,11 +67,6 @@ class PlanSection(Section):
     processes: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
         default=(), description="Group sizes to plan for, one after another. Default: `[compute] group_size`."
     )
-    study: bool = Field(
-        default=False,
-        description="Compare the rules that Gholami et al. study for AlexNet, and different readings of their equations, with "
-        "their figures.",
-    )
 
     @property
     def overlap_share(self) -> float:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
-from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.train.mutex import Mutex
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
 
 
@@ -44,11 +44,8 @@ class Slot:
         assert not self.held
         with self._recorder.span("wait for the slot", "wait", step=step):
             if self._owner == self._endpoint.peer:
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._on_take(self._owner)
-                except TimeoutError:
-                    raise PeerTimeoutError("the slot", "the other workers' turns", self._timeout_s) from None
+                async with in_time("the slot", "the other workers' turns", self._timeout_s):
+                    await self._on_take(self._owner)
             else:
                 await self._endpoint.request(self._owner, "slot_take", timeout=self._timeout_s)
         self.held = True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 
-from zmqtrain.errors import PeerLostError, PeerTimeoutError
+from zmqtrain.errors import PeerLostError
 from zmqtrain.exchange.base import Replica
 from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
 
 _METHOD = "gossip.weights"
@@ -44,17 +44,12 @@ class StateSource:
         return self._open
 
     async def _give(self, peer: PeerId, replica: Replica) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for bucket in replica.buckets:
-                    # The next step updates the parameters while they are still on their way.
-                    copied = bucket.parameters.empty_like()
-                    copied.copy_(bucket.parameters)
-                    await self._endpoint.send(peer, (_METHOD, bucket.index), copied)
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(peer, "it to take the weights that it has asked for", self._timeout_s) from None
+        async with in_time(peer, "it to take the weights that it has asked for", self._timeout_s):
+            for bucket in replica.buckets:
+                # The next step updates the parameters while they are still on their way.
+                copied = bucket.parameters.empty_like()
+                copied.copy_(bucket.parameters)
+                await self._endpoint.send(peer, (_METHOD, bucket.index), copied)
 
 
 class Weights:
@@ -72,11 +67,6 @@ class Weights:
     async def take(self, replica: Replica) -> None:
         """Wait for them. Raises `PeerLostError` and `PeerTimeoutError`."""
         for bucket in replica.buckets:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._endpoint.receive(self._source, (_METHOD, bucket.index), into=bucket.parameters)
-            except PeerTimeoutError:
-                raise
-            except TimeoutError:
-                raise PeerTimeoutError(self._source, f"its weights of bucket {bucket.index}", self._timeout_s) from None
+            async with in_time(self._source, f"its weights of bucket {bucket.index}", self._timeout_s):
+                await self._endpoint.receive(self._source, (_METHOD, bucket.index), into=bucket.parameters)
             replica.parameters_ready(bucket)

@@ -1,86 +1,23 @@
-"""The paper's study, rules, alternatives, sweeps and charts."""
+"""The paper's rules, alternatives to a plan, sweeps and charts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.plan.networks import LINK, alexnet, small
-from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.alternatives import alternatives, flip
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.chart import Bar, Panel, draw
-from zmqtrain.plan.costs import Paper
-from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import pure, same_grid
-from zmqtrain.plan.study import STATED, Compared, check_study, compare, nearest, readings
 from zmqtrain.plan.sweep import powers_up_to, sweep
-
-PROCESSES = (8, 32, 128, 512)
-
-
-@pytest.fixture(scope="module")
-def compared() -> list[Compared]:
-    return [compare(Problem(alexnet(), 2048, size, LINK)) for size in PROCESSES]
-
-
-def test_best_grids_and_gains_by_the_printed_equations(compared: list[Compared]) -> None:
-    found = [
-        (str(each.same.grid), round(each.gain(each.same.price.exposed_s), 2),
-         str(each.connected.grid), round(each.gain(each.connected.price.exposed_s), 2))
-        for each in compared
-    ]  # fmt: skip
-    assert found == [
-        ("1x8", 1.0, "4x2", 1.98), ("2x16", 1.11, "8x4", 3.17), ("4x32", 1.82, "16x8", 5.01), ("8x64", 3.31, "32x16", 7.42)
-    ]  # fmt: skip
-    assert compared[-1].batch.price.exposed_s * 1e3 == pytest.approx(83.28, abs=0.005)
-
-
-def test_the_orderings_that_hold(compared: list[Compared]) -> None:
-    gains = [
-        tuple(
-            each.gain(seconds) for seconds in (each.same.price.exposed_s, each.connected.price.exposed_s, each.free.price.exposed_s)
-        )
-        for each in compared
-    ]
-    assert gains[0][0] == 1.0
-    for same, connected, free in gains:
-        assert same < connected < free
-    for before, after in pairwise(gains):
-        assert all(one < other for one, other in zip(before, after, strict=True))
-    for each in compared:  # in the same account, with Eq. 6 charged to both
-        assert each.free_charged.price.exposed_s < each.connected_charged.price.exposed_s
-
-
-def test_what_the_paper_states_is_near_to_other_readings_only() -> None:
-    found = readings(Problem(alexnet(), 2048, 512, LINK))
-    assert len(found) == 48
-    printed = [each for each in found if (each.network, each.activations, each.dx) == ("alexnet", "after pooling", True)]
-    assert {each.rule: round(each.gain, 2) for each in printed} == {"same grid": 3.31, "connected only": 7.42}
-    assert all(each.distance > 0.2 for each in printed)
-    same, connected = nearest(found, "same grid"), nearest(found, "connected only")
-    assert not any(each.dx for each in same)
-    by_name = {str(each): each for each in [*same, *connected]}
-    plain = by_name["alexnet-224, activations after pooling, no sums of input gradients"]
-    assert plain.stated_grid_gain == pytest.approx(STATED["same grid"], rel=0.02)
-    grouped = by_name["alexnet-grouped-224-padded, activations after pooling, all sums"]
-    assert grouped.gain == pytest.approx(STATED["connected only"], rel=0.02)
-
-
-def test_the_study_is_about_alexnet_and_the_paper() -> None:
-    check_study("alexnet-grouped", Paper())
-    with pytest.raises(UsageError, match="study is about AlexNet"):
-        check_study(None, Paper())
-    with pytest.raises(UsageError, match="about the paper's equations"):
-        check_study("alexnet", Ours())
 
 
 def test_pure_plans_say_when_they_cannot_be() -> None:

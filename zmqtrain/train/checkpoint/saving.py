@@ -18,7 +18,7 @@ from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.train.checkpoint import MODEL
+from zmqtrain.train.checkpoint.folder import MODEL
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
@@ -81,7 +81,7 @@ class Saver:
         added = _added_up(exchange, step)
         if added is not None:
             # Each worker's own, also where the model is divided: what it will add to them is its own, too.
-            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.added_up().items()}
+            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.memory.added_up().items()}
             values["added up"] = added
         await self._send(step, f"worker-{self.rank}", tensors, values)
 
@@ -92,7 +92,7 @@ class Saver:
             raise CheckpointError(
                 f"[job] weights: the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}"
             )
-        replica.publish()
+        replica.memory.publish()
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
         """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
@@ -117,7 +117,7 @@ class Saver:
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
-        replica.publish()
+        replica.memory.publish()
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
@@ -138,7 +138,7 @@ class Saver:
                 "with [exchange] every as it was, or from another checkpoint"
             )
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
-        replica.go_on_adding_to(added)
+        replica.memory.go_on_adding_to(added)
 
     async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
         """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
@@ -146,7 +146,7 @@ class Saver:
         others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
         state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
         _load_optimizer_state(replica, state)
-        replica.publish()
+        replica.memory.publish()
 
     @property
     def _apart(self) -> bool:
