@@ -183,15 +183,14 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
+        make: Callable[..., Held] = PhantomPiece
+        if not configuration.phantom:
+            make = partial(HeldPiece, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
-                what = (piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
-                self._held[piece.index] = (
-                    PhantomPiece(*what)
-                    if configuration.phantom
-                    else HeldPiece(*what, self._arena, horizon=configuration.horizon, starts=bucket.starts_in(piece))
-                )
+                held = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
+                self._held[piece.index] = held
         if not self._held and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
             self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only

@@ -16,6 +16,7 @@ from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.clip import squares_of
+from zmqtrain.exchange.look_ahead import risen
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.unreached import Parts
@@ -39,6 +40,7 @@ class HeldPiece:
         "_now",
         "_optimizer",
         "_parts",
+        "_rise",
         "_split",
         "dtype",
         "piece",
@@ -55,10 +57,12 @@ class HeldPiece:
         arena: Arena | None = None,
         *,
         horizon: float = 0.0,
+        rises: Sequence[float] = (),
         starts: Sequence[int] = (),
     ) -> None:
         """The values lie in ``arena``, if there is one: workers of this host then read them there. ``horizon``: how many updates
-        they look ahead (`LookAhead`). ``starts``: of the parameters in it, if gradients say which of them nothing has reached."""
+        they look ahead (`LookAhead`). ``rises``: updates in which the rates of the parameter groups rise (`risen`). ``starts``: of
+        the parameters in it, if gradients say which of them nothing has reached."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
@@ -69,6 +73,7 @@ class HeldPiece:
         self._optimizer = build_optimizer(OptimizerSpec(self._name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
         self._look_ahead = LookAhead(horizon)
+        self._rise = rises[parameter_group] if rises else 0.0
         self._parts = Parts(starts, piece.numel, torch_dtype(dtype))
         self._split: list[torch.nn.Parameter] = []
         """The parameters, from when the optimizer passes over one of them for the first time."""
@@ -97,7 +102,12 @@ class HeldPiece:
             set_hyperparameters(self._optimizer, [{**self._base, **(hyperparameters or {})}])
             self._now = hyperparameters
         self._give(gradient, unreached)
-        self._look_ahead.update(self.values, self._optimizer.step, self._optimizer.param_groups[0], self.version)
+        group = self._optimizer.param_groups[0]
+        lr = group["lr"]
+        if (part := risen(self.version, self._rise)) < 1:
+            group["lr"] = lr * part
+        self._look_ahead.update(self.values, self._optimizer.step, group, self.version)
+        group["lr"] = lr
         for parameter in (self.values, *self._split):
             parameter.grad = None
         self.version += 1
