@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from zmqtrain.collectives.group import Group
@@ -62,7 +63,7 @@ class NetworkSums:
         # matter that workers finish them in different orders.
         await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
         if self._scale != 1.0:
-            await self._arithmetic.do(lambda: bucket.gradients.scale_(self._scale), bucket.gradients)
+            await self._arithmetic.do(partial(bucket.gradients.scale_, self._scale), bucket.gradients)
 
     def abort(self, error: BaseException) -> None:
         return None

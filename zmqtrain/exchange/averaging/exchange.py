@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from zmqtrain.collectives.group import Group, bounds
@@ -112,7 +113,8 @@ class AveragingExchange(Serverless):
         # Else each group continues with its own model; its members wrote equal ones into the checkpoint.
         known = set(self._method.state())
         for bucket in replica.buckets:
-            self._method.begin(bucket.index, self._part(bucket))
+            part = self._part(bucket)
+            await self._arithmetic.do(partial(self._method.begin, bucket.index, part), part)
         if restored:
             self._require_whole(replica, known)
         self._resume_flights()
@@ -216,7 +218,7 @@ class AveragingExchange(Serverless):
                 await self._rounded.mean(index, mean, tag, priority=index)
             else:
                 await all_reduce(column, mean, tag, priority=index)
-                await self._arithmetic.do(lambda: mean.scale_(1.0 / column.size), mean)
+                await self._arithmetic.do(partial(mean.scale_, 1.0 / column.size), mean)
 
     def _travelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -231,7 +233,7 @@ class AveragingExchange(Serverless):
             await asyncio.wait({flight.task})
         flight.task.result()
         part, own, mean = self._part(bucket), flight.own, flight.mean
-        await self._arithmetic.do(lambda: self._method.apply(bucket.index, part, own, mean, mix=self._mix), part, own, mean)
+        await self._arithmetic.do(partial(self._method.apply, bucket.index, part, own, mean, mix=self._mix), part, own, mean)
         if group.size > 1:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
