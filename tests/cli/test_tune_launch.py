@@ -21,7 +21,7 @@ from zmqtrain.cli.tune_job import Watching, job_with, rest
 from zmqtrain.cli.tune_runs import LaunchedRuns
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.topology.load import load_topology
-from zmqtrain.train.checkpoint import find_latest
+from zmqtrain.train.checkpoint.folder import find_latest
 from zmqtrain.tune.drift import Drift
 from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.search import Search

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 TASK = """
 import torch

@@ -15,7 +15,7 @@ from tests.precision import close
 from tests.train.test_worker import ADAM, SCHEDULED, alone
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 SYNC = {"kind": "model_server", "staleness": "sync"}
 

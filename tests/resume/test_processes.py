@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
 from tests.resume.draws import DONE, KILL, PREEMPT, Draw, Interruption, draw
-from zmqtrain.launcher.preempted import PREEMPTED
+from zmqtrain.run.preemption import PREEMPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 #: More of them would only wait for each other.
 MOST_ROLES = 4

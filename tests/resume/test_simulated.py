@@ -24,7 +24,7 @@ from zmqtrain.simulate.faults import kill
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "16"))
 FIRST_DRAW = int(os.environ.get("ZMQTRAIN_FIRST_DRAW", "0"))

@@ -15,7 +15,7 @@ from zmqtrain.errors import ConnectivityError, ProtocolError
 from zmqtrain.membership.common_stop import StopPoint, stop_together
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},

@@ -14,12 +14,12 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.tune_runs import Folders, LaunchedRuns, Runs, SimulatedRuns
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
-from zmqtrain.launcher.preempted import INTERRUPTED
 from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.plan.setup import source_of
+from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

@@ -12,16 +12,16 @@ from typing import Any
 
 from zmqtrain.cli.tune import tuned
 from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
-from zmqtrain.launcher.preempted import INTERRUPTED
 from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import View, make_view
 from zmqtrain.observe.run_directory import TRAINING, RunDirectory
 from zmqtrain.plan.regroup import regrouped
+from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import find_checkpoints, find_latest
+from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
 from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.trial import Outcome, Setting, Trial

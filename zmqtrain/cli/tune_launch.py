@@ -19,11 +19,11 @@ from zmqtrain.cli.tune_runs import Folders, LaunchedRuns
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.preempted import INTERRUPTED
 from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.plan.regroup import regrouped
+from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

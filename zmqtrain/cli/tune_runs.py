@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from zmqtrain.errors import ConnectivityError, HostLostError, NonFiniteLossError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.preempted import INTERRUPTED
 from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.simulate.faults import faults_of, later
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.placement import place

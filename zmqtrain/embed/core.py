@@ -33,13 +33,13 @@ from zmqtrain.exchange.members import group_of
 from zmqtrain.membership.common_stop import Here, StopPoint, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.checkpoint.run_model import become_run_model
+from zmqtrain.train.checkpoint.saving import send_model, whole_state
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.device.streams import StreamStaging
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.run_model import become_run_model
-from zmqtrain.train.saving import send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step

@@ -21,7 +21,7 @@ from zmqtrain.errors import ConnectivityError
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.launcher.output import OutputReader
-from zmqtrain.launcher.preempted import PREEMPT, heed_no_preemption, wanted_on_sigterm
+from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription, fetch_description
@@ -29,10 +29,10 @@ from zmqtrain.membership.environment import RoleEnvironment, rank_variables
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.run.preemption import PREEMPT
+from zmqtrain.run.report import LOG
 from zmqtrain.topology.placement import RolePlacement
 
-#: Event kind under which a role's output travels to the launcher.
-LOG = "log"
 #: A report is a traceback and a few words.
 LARGEST_REPORT = 1 << 20
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch._dynamo  # over a second, which every role's first optimizer would spend by itself
 
-from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
-from zmqtrain.launcher.preempted import wanted_on_sigterm
-from zmqtrain.launcher.report import report_of
+from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
+from zmqtrain.run.enter import enter_run
+from zmqtrain.run.report import report_of
 from zmqtrain.run.role import run_role
 from zmqtrain.train.device.memory_kept import keep_memory
 

@@ -17,7 +17,7 @@ from zmqtrain.merged_fc.queue import FcQueue
 from zmqtrain.merged_fc.server import FcServer, FcSettings
 from zmqtrain.server.role import CoordinatorCheckpoints
 from zmqtrain.server.staleness import Policy
-from zmqtrain.train.checkpoint import MODEL
+from zmqtrain.train.checkpoint.folder import MODEL
 
 if TYPE_CHECKING:
     from zmqtrain.merged_fc.torch_executor import TorchExecutor
@@ -107,8 +107,8 @@ def _build(
     from zmqtrain.merged_fc.layers import FcLayers
     from zmqtrain.merged_fc.phases import build_phase
     from zmqtrain.merged_fc.torch_executor import ExecutorSettings, TorchExecutor
+    from zmqtrain.train.checkpoint.saving import tensors_of
     from zmqtrain.train.random_state import BUILDING, seed_everything
-    from zmqtrain.train.saving import tensors_of
     from zmqtrain.train.task import load_task
 
     topology = context.topology

@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.embed.enter import enter
 from zmqtrain.errors import ConnectivityError
-from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.recorder import Witness
+from zmqtrain.run.enter import enter
+from zmqtrain.run.report import report_of
 from zmqtrain.simulate.clock import VirtualLoop
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.process import Process

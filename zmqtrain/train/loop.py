@@ -5,7 +5,7 @@
     restore -> exchange.start -> [ checkpoint? -> step -> evaluate? ] ... -> all have trained -> last evaluation -> last checkpoint
 
 Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends there, without an evaluation.
-What is evaluated and kept as the run's model: see `zmqtrain.train.run_model`.
+What is evaluated and kept as the run's model: see `zmqtrain.train.checkpoint.run_model`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from zmqtrain.membership.common_stop import Here, StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.all_trained import AllTrained
+from zmqtrain.train.checkpoint.run_model import gathered
 from zmqtrain.train.rebalance import Rebalance, announce
-from zmqtrain.train.run_model import gathered
 from zmqtrain.train.work import ModelState, Work
 from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value

@@ -27,6 +27,7 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import divide, make_fabric
@@ -35,7 +36,6 @@ from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.random_state import BUILDING, seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep

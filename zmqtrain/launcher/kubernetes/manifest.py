@@ -15,7 +15,7 @@ from typing import Any
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, LAUNCHER_JOB
 from zmqtrain.launcher.kubernetes.pods import Pods, pods_of
-from zmqtrain.launcher.preempted import ON_TERM
+from zmqtrain.launcher.signals import ON_TERM
 from zmqtrain.membership.environment import TOKEN
 from zmqtrain.topology.hosts import gathered
 from zmqtrain.topology.schema import Host, Topology

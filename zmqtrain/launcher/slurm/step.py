@@ -22,7 +22,7 @@ from typing import Any
 from zmqtrain.launcher.ssh.remote import LOG_BYTES, Channel, Host, serve
 from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, PARENT, end_session
 
-#: As `zmqtrain.launcher.preempted.ON_TERM`, which may not be here.
+#: As `zmqtrain.launcher.signals.ON_TERM`, which may not be here.
 ON_TERM = "ZMQTRAIN_ON_TERM"
 
 

@@ -18,11 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train.test_checkpoint import SHAPE, TENSORS, write
+from tests.train.checkpoint.test_folder import SHAPE, TENSORS, write
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import CheckpointError
-from zmqtrain.train.checkpoint import META, Checkpoint, find_checkpoints, find_latest, read_safetensors
-from zmqtrain.train.checkpoint_meta import Meta
+from zmqtrain.train.checkpoint.folder import META, Checkpoint, find_checkpoints, find_latest, read_safetensors
+from zmqtrain.train.checkpoint.meta import Meta
 
 DEEP: Any = []
 for _ in range(400):

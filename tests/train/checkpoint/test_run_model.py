@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.train.world import Recipe, Run, run, topology_of
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
-from zmqtrain.train.model_file import model_lines
-from zmqtrain.train.weights import Weights
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.model_file import model_lines
+from zmqtrain.train.checkpoint.weights import Weights
 
 #: Of each exchange with its ways to be late: what the run's model is called.
 MEAN, CENTER = "the mean of all groups' parameters", "the center of elastic averaging"

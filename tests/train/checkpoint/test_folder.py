@@ -18,7 +18,8 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_nothing, send_part, wait_committed
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.train.checkpoint import (
+from zmqtrain.train.checkpoint.collector import MOST_INCOMPLETE, CheckpointCollector
+from zmqtrain.train.checkpoint.folder import (
     META,
     Checkpoint,
     CheckpointWriter,
@@ -28,7 +29,6 @@ from zmqtrain.train.checkpoint import (
     prune,
     read_safetensors,
 )
-from zmqtrain.train.checkpoint_collector import MOST_INCOMPLETE, CheckpointCollector
 from zmqtrain.wire.tensor import TensorPayload
 
 SHAPE = RunShape("allreduce", 1, 1, 0)

@@ -6,51 +6,22 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zmqtrain.errors import HostLostError
 from zmqtrain.exchange.momentum import gradients_of
-from zmqtrain.launcher.agent import LOG
-from zmqtrain.launcher.report import headline, report_of
-from zmqtrain.membership.actions import Failure, Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
+from zmqtrain.run.ending import Ending
+from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.model_file import model_lines
+from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
 from zmqtrain.world import wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a run ended."""
-
-    status: str
-    exit_code: int
-    error: dict[str, Any] | None = None
-
-
-def ending_of(outcome: Outcome) -> Ending:
-    """How a run ended whose membership had this outcome."""
-    if outcome.status == "done":
-        return Ending("done", 0)
-    cause, halt = outcome.cause, outcome.halt
-    if halt is not None and halt.get("kind") == "nan" and (cause is None or cause.consequence):
-        # Whoever had the bad loss did not come to say so itself: what it had said when it stopped the run counts as well.
-        report = {**halt, "peer": halt.get("peer", COORDINATOR)}
-        return Ending("failed", int(report["exit_code"]), report)
-    if cause is not None and not (cause.consequence and outcome.halt):
-        report = _report_of_failure(cause)
-        return Ending("failed", int(report["exit_code"]), report)
-    report = dict(outcome.halt or {"message": outcome.reason})
-    report.setdefault("exit_code", 64)
-    return Ending("halted", int(report["exit_code"]), report)
 
 
 class RunRecord:
@@ -99,7 +70,7 @@ class RunRecord:
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
     def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
-        """What becomes of a checkpoint (`zmqtrain.train.checkpoint_collector.OnEvent`)."""
+        """What becomes of a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
         self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
         self._directory.flush()
         if kind != "checkpoint complete":
@@ -222,16 +193,6 @@ class RunRecord:
         if newest is not None:
             return f"no checkpoint of that was kept, and --resume {self._directory.path} goes on from step {newest}"
         return "no checkpoint was kept" if self._resumed is None else f"nothing was trained, and --resume {self._resumed} goes on"
-
-
-def _report_of_failure(failure: Failure) -> dict[str, Any]:
-    if failure.report is not None:
-        return dict(failure.report)
-    error = failure.error
-    report = report_of(error, failure.peer)
-    if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
-        report["exit_code"] = 128 - failure.exit_code
-    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zmqtrain.errors import PeerLostError, TaskError, UsageError
-from zmqtrain.launcher.report import LONGEST_TRACEBACK, headline, report_of, root_of
+from zmqtrain.run.report import LONGEST_TRACEBACK, headline, report_of, root_of
 
 
 def test_an_error_of_the_users_code() -> None:

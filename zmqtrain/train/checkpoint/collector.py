@@ -15,11 +15,11 @@ from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, NOTHING, OPEN_PART, RESUME, SAVE, STANDS_IN, WRITTEN, pack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint import MODEL, Checkpoint, RunShape, find_latest, prune
-from zmqtrain.train.checkpoint_clock import CheckpointClock
-from zmqtrain.train.incoming_checkpoint import IncomingCheckpoint
-from zmqtrain.train.model_file import ModelFile
-from zmqtrain.train.weights import Weights
+from zmqtrain.train.checkpoint.clock import CheckpointClock
+from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, RunShape, find_latest, prune
+from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint
+from zmqtrain.train.checkpoint.model_file import ModelFile
+from zmqtrain.train.checkpoint.weights import Weights
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class CheckpointCollector:
     def __init__(
         self,
         endpoint: Endpoint,
-        checkpoints: Path,
+        checkpoints: Path | None,
         shape: RunShape,
         *,
         keep: int = 2,
@@ -57,7 +57,8 @@ class CheckpointCollector:
         model: Path | None = None,
         clock: CheckpointClock | None = None,
     ) -> None:
-        """``weights``: where the model begins that resumes nothing. ``patience_s``: how long the parts of a checkpoint may take
+        """``checkpoints``: the folder for them; ``None``: none is kept, and parts are refused. ``weights``: where the model begins
+        that resumes nothing. ``patience_s``: how long the parts of a checkpoint may take
         until somebody is told. ``members``: who is there now, for runs that go on without those who are not; it is asked again
         whenever one is lost. ``model``: the folder in which the run's newest model is left. ``clock``: says when it is time for a
         checkpoint. Raises `CheckpointError` where ``resume`` is of another shape."""
@@ -87,7 +88,7 @@ class CheckpointCollector:
     def of(
         cls,
         endpoint: Endpoint,
-        checkpoints: Path,
+        checkpoints: Path | None,
         topology: Topology,
         placement: Placement,
         *,
@@ -152,6 +153,8 @@ class CheckpointCollector:
             self._end((WRITTEN, step, name))
             return
         try:
+            if self._checkpoints is None:
+                raise CheckpointError(f"checkpoint {step} cannot be kept: this run has no folder for checkpoints")
             incoming = self._incoming.get(step)
             if incoming is None:
                 incoming = await asyncio.to_thread(IncomingCheckpoint, self._checkpoints, step, self._shape, self._now())
@@ -220,7 +223,7 @@ class CheckpointCollector:
 
     async def _commit_if_complete(self, step: int) -> None:
         incoming, there = self._incoming.get(step), self._there()
-        if incoming is None or incoming.missing(self._nothing, there):
+        if self._checkpoints is None or incoming is None or incoming.missing(self._nothing, there):
             return
         folder = await asyncio.to_thread(incoming.commit, self._nothing, there)
         del self._incoming[step]

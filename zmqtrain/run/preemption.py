@@ -1,14 +1,12 @@
 """Stop a run with a checkpoint: its machines are about to be taken away, or a person wants it to end.
 
 Ctrl-C, ``zmqtrain stop`` and SIGTERM ask the launcher for it, and the run counts as interrupted. SIGUSR1 asks for it, to the
-launcher or to any agent, and the run counts as preempted. Schedulers that say it by SIGTERM are understood, too, where the engine
-is theirs or ``ZMQTRAIN_ON_TERM=checkpoint`` is in the environment.
+launcher or to any agent, and the run counts as preempted (`zmqtrain.launcher.signals` says which other signals mean the same).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,25 +27,10 @@ PREEMPTED = 128 + signal.SIGUSR1
 INTERRUPTED = 128 + signal.SIGINT
 #: The method by which agents ask for it.
 PREEMPT = "preempt"
-ON_TERM = "ZMQTRAIN_ON_TERM"
-#: Engines whose scheduler sends SIGTERM some time before it kills.
-_ENGINES = ("slurm",)
-
-
-def wanted_on_sigterm(engine: str = "") -> bool:
-    """Whether SIGTERM means that machines are taken away, rather than that a person wants the run to end."""
-    return engine in _ENGINES or os.environ.get(ON_TERM) == "checkpoint"
-
-
-def heed_no_preemption() -> None:
-    """This process and those that it forks are not the ones to be told: the launcher and agents are, and see to them."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if wanted_on_sigterm():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Preemption:
-    """The launcher's part. `run` it as a task beside the coordinator."""
+    """The coordinator's side. `run` it as a task beside the coordinator."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -82,9 +65,8 @@ class Preemption:
             once_more = " (once more to stop at once)" if self._person else ""
             what = "leave the model" if description.script else "keep a checkpoint"
             say(f"{self._by} asks to stop: all go on to the same step, and {what}{once_more}")
-            workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
             try:
-                if await stop_together(endpoint, workers, timeout_s=ladder.barrier_s) is None:
+                if await stop_workers(endpoint, coordinator, timeout_s=ladder.barrier_s) is None:
                     say("training is about to end by itself")
                     return
                 await asyncio.sleep(ladder.barrier_s)  # it ends meanwhile, and this with it
@@ -96,3 +78,10 @@ class Preemption:
             say(f"stopping (once more to stop at once); no {kept}: {why}")
         kind, code = ("interrupted", INTERRUPTED) if self._person else ("preempted", PREEMPTED)
         coordinator.halt({"kind": kind, "message": message, "exit_code": code})
+
+
+async def stop_workers(endpoint: Endpoint, coordinator: Coordinator, *, timeout_s: float) -> int | None:
+    """Let the workers that are in the run go on to the same step and stop there. Returns the step; ``None`` where training is about
+    to end by itself. Raises as `stop_together`."""
+    workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
+    return await stop_together(endpoint, workers, timeout_s=timeout_s)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
+from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
-from zmqtrain.errors import UsageError
-from zmqtrain.events import EventValue
+from zmqtrain.errors import ConnectivityError, UsageError
+from zmqtrain.events import EventValue, Recorder
 from zmqtrain.membership.client import COORDINATOR, Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription, fetch_description
@@ -18,7 +19,11 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.recorder import RunRecorder, Witness
+from zmqtrain.run.report import report_of
 from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.train.task import Task
 
 
 @asynccontextmanager
@@ -52,12 +57,13 @@ async def enter(
     arena: Arena | None = None,
     description: RunDescription | None = None,
     witness: Witness | None = None,
+    recorder: Recorder | None = None,
 ) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
     """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
     ``arena`` this process's place in the memory of its host.
 
     ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
-    states for an auditor.
+    states for an auditor. ``recorder``: takes what the role records, instead of one that posts it to the coordinator.
 
     After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
     Raises as `Membership.join`.
@@ -70,31 +76,59 @@ async def enter(
     except KeyError as error:
         raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
-    recorder = RunRecorder(membership.report, trace_steps=description.topology.observe.trace_steps, witness=witness)
-    context = RoleContext(
-        endpoint=endpoint,
-        membership=membership,
-        role=role,
-        placement=description.placement,
-        topology=description.topology,
-        ladder=ladder,
-        recorder=recorder,
-        data_path=description.data_path,
-        resume=description.resume,
-        arena=arena,
-        slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
-    )
-    posting = asyncio.create_task(recorder.run(), name="post events")
-    try:
+    tracing = description.topology.observe.trace_steps
+    async with _recording(membership, recorder, trace_steps=tracing, witness=witness) as recording:
+        context = RoleContext(
+            endpoint=endpoint,
+            membership=membership,
+            role=role,
+            placement=description.placement,
+            topology=description.topology,
+            ladder=ladder,
+            recorder=recording,
+            data_path=description.data_path,
+            resume=description.resume,
+            arena=arena,
+            slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
+        )
         yield context, description
         links = endpoint.traffic()
         sent: dict[str, EventValue] = {peer: out for peer, (out, _) in links.items()}
         received: dict[str, EventValue] = {peer: into for peer, (_, into) in links.items()}
-        recorder.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
+        recording.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
+    await membership.leave()
+
+
+@asynccontextmanager
+async def _recording(
+    membership: Membership, given: Recorder | None, *, trace_steps: int, witness: Witness | None
+) -> AsyncIterator[Recorder]:
+    """The recorder that was given, or one that posts to the coordinator until the end of the block."""
+    if given is not None:
+        yield given
+        return
+    recorder = RunRecorder(membership.report, trace_steps=trace_steps, witness=witness)
+    posting = asyncio.create_task(recorder.run(), name="post events")
+    try:
+        yield recorder
     finally:
         posting.cancel()
         await asyncio.wait([posting])
         if not (membership.halted.is_set() and membership.halt_reason is not None):
             await recorder.flush()
         await recorder.close()
-    await membership.leave()
+
+
+async def live_without_agent(context: RoleContext, task: Task | None = None) -> None:
+    """Be the role that the context describes, where no agent would see it fail: a failure is told to the others, and raised.
+
+    ``task``: for roles that compute, instead of what ``[job] task`` names.
+    """
+    from zmqtrain.run.role import run_role  # it imports torch
+
+    try:
+        await run_role(context, task=task)
+    except Exception as error:
+        with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
+            await context.membership.fail(report_of(error, context.role.peer))
+        raise

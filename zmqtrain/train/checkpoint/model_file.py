@@ -20,7 +20,7 @@ import msgpack
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import ALONE, ALONE_WRITTEN, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.train.checkpoint import MODEL, PartWriter
+from zmqtrain.train.checkpoint.folder import MODEL, PartWriter
 from zmqtrain.wire.payload import Payload, Value
 
 NAME, ABOUT = "model.safetensors", "model.json"

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from zmqtrain.errors import ConnectivityError, TaskError
-from zmqtrain.launcher.record import Ending, RunRecord, ending_of
 from zmqtrain.membership.actions import Failure, Outcome
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.run.ending import Ending, ending_of
+from zmqtrain.run.record import RunRecord
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

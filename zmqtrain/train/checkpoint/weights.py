@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.train.checkpoint import MODEL, Checkpoint, find_latest, read_safetensors
-from zmqtrain.train.model_file import NAME, read_about
+from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, find_latest, read_safetensors
+from zmqtrain.train.checkpoint.model_file import NAME, read_about
 from zmqtrain.wire.tensor import TensorPayload
 
 

@@ -1,4 +1,4 @@
-"""Error reports: what a failing process leaves, as plain values, so that the launcher can show the first one that matters."""
+"""Error reports: what a failing process leaves, as plain values, so that the first one that matters can be shown."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.world import wall_s
 
+#: Event kind under which a role's output travels to whoever keeps the run's record.
+LOG = "log"
 #: A traceback is cut in its middle beyond this: deep recursion repeats itself.
 LONGEST_TRACEBACK = 16_000
 #: Where frames lie that are not the person's own: this package, and the standard library (which has asyncio and runpy).

@@ -13,7 +13,7 @@ from typing import Any
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import MEMBERS, unpack_manifest
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.train.checkpoint import CheckpointWriter, PartWriter, RunShape
+from zmqtrain.train.checkpoint.folder import CheckpointWriter, PartWriter, RunShape
 from zmqtrain.wire.payload import Payload
 
 

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from zmqtrain.errors import CheckpointError, WireError
-from zmqtrain.train.checkpoint_meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
+from zmqtrain.train.checkpoint.meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
 from zmqtrain.wire.dtypes import DTYPES, dtype_named
 from zmqtrain.wire.tensor import TensorPayload
 

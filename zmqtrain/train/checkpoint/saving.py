@@ -18,7 +18,7 @@ from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.train.checkpoint import MODEL
+from zmqtrain.train.checkpoint.folder import MODEL
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
