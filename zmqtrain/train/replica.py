@@ -280,12 +280,12 @@ class TorchReplica:
 
     def missing(self) -> list[str]:
         """Parameters that no backward of this step has reached."""
-        machine, named = self._machine, self.named
         return [
             name
             for index, held in enumerate(self._held)
+            if (missing := self._machine.missing(index))
             for name in held.plan.names
-            if name in machine.missing(index) and named[name].grad is None
+            if name in missing and self.named[name].grad is None
         ]
 
     def _memory_for(self, index: int, place: int) -> Tensor | None:
