@@ -183,9 +183,9 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
-        make: Callable[..., Held] = (
-            PhantomPiece if configuration.phantom else partial(HeldPiece, arena=self._arena, horizon=configuration.horizon)
-        )
+        make: Callable[..., Held] = PhantomPiece
+        if not configuration.phantom:
+            make = partial(HeldPiece, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]

@@ -205,7 +205,7 @@ class Simulation:
             agents: list[asyncio.Task[Any]] = []
             for host in topology.hosts:
                 if self._placement.of_host(host.name):
-                    agent = spawn(plan, f"agent/{host.name}", host.name)
+                    agent = spawn(cluster, f"agent/{host.name}", host.name)
                     life = agent.run(loop.create_task, SimulatedHost(plan, host.name).run())
                     life.set_name(f"agent/{host.name}")
                     agents.append(life)
