@@ -150,6 +150,9 @@ def _check_script(script: str, job: Job, resume: str | None) -> None:
         )
     if job.weights is not None:
         raise UsageError(f"[job] weights is for tasks: let {script} load them into its model, before session.replicate()")
+    ends = {"steps": job.steps, "until": job.until, "epochs": job.epochs != 1 and job.epochs, "eval_every": job.eval_every}
+    if given := [name for name, value in ends.items() if value]:
+        raise UsageError(f"[job] {given[0]} is for tasks: {script} has a loop of its own, which nothing else ends. Leave it out")
     default = type(job).model_fields["checkpoint_every"].default
     if job.checkpoint_every not in (0, default):
         raise UsageError(
