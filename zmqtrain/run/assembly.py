@@ -88,7 +88,7 @@ class Assembly:
         topology, placement = description.topology, description.placement
         self.description = description
         """The run, as roles are told it."""
-        self.ladder = Ladder.of(topology.job.timeout_s)
+        self.ladder = topology.job.ladder
         self.preemption = preemption or Preemption()
         self._endpoint, self._say = endpoint, listeners.say
         self.coordinator = Coordinator(

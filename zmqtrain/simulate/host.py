@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def ladder(self) -> Ladder:
-        return Ladder.of(self.description.topology.job.timeout_s)
+        return self.description.topology.job.ladder
 
 
 def spawn(plan: Plan, peer: PeerId, host: str) -> Process:
