@@ -76,7 +76,7 @@ class Replicated:
         in the caller's thread, ends the session and raises, also when more is asked for afterwards. ``wait`` for a coroutine in the
         caller's thread."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
-        self.step = first_step
+        self.step = self.first_step = first_step
         self.others = others
         self._bridge, self._weight, self._ended, self._wait = bridge, weight, ended, wait
         self._served = served

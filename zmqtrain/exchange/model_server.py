@@ -107,7 +107,8 @@ class ModelServerExchange:
         if settings.group == settings.position == 0:
             self._recorder.event("momentum", **self._compensation.describe(given))
         numbers = _numbers(replica.buckets)
-        configuration = self._configuration(replica, self._base, restored)
+        rises = tuple(map(self._compensation.rise, given.groups))
+        configuration = self._configuration(replica, self._base, rises, restored)
         cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
@@ -195,7 +196,7 @@ class ModelServerExchange:
 
     # Start.
 
-    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
+    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, rises: tuple[float, ...], restored: bool) -> Configuration:
         settings = self._settings
         return Configuration(
             buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
@@ -209,6 +210,7 @@ class ModelServerExchange:
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             restored=restored,
             horizon=self._compensation.horizon,
+            rises=rises,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 

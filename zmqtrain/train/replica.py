@@ -204,9 +204,9 @@ class TorchReplica:
             self._recorder.event("loss scale", step=step, scale=scale, passed_over=passed_over)
         return finite
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
-        await self._device.run(lambda: self._timed_update(gradient_scale, clip))
+        await self._device.run(self._timed_update)
         if not hold:
             self._gates.all_answered()
 
@@ -280,12 +280,12 @@ class TorchReplica:
 
     def missing(self) -> list[str]:
         """Parameters that no backward of this step has reached."""
-        machine, named = self._machine, self.named
         return [
             name
             for index, held in enumerate(self._held)
+            if (missing := self._machine.missing(index))
             for name in held.plan.names
-            if name in machine.missing(index) and named[name].grad is None
+            if name in missing and self.named[name].grad is None
         ]
 
     def _memory_for(self, index: int, place: int) -> Tensor | None:
@@ -418,23 +418,21 @@ class TorchReplica:
         if self._sharing is not None:
             self._sharing.taken(index)
 
-    def _timed_update(self, gradient_scale: float, clip: bool) -> None:
+    def _timed_update(self) -> None:
         start = self._device.clock()
         with self._recorder.span("update", "compute", step=self._step):
-            self._update(gradient_scale, clip)
+            self._update()
         self.update_s += self._device.clock() - start
 
-    def _update(self, gradient_scale: float, clip: bool) -> None:
+    def _update(self) -> None:
         staging = self._device.staging
         for index, held in enumerate(self._held):
             if staging is not None:
                 staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
-            if gradient_scale != 1.0:
-                held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
                 self.named[name].grad = None if name in self.without else view
         if self.loss_scale is None or self.judged(self.memory.finite(), self._step):
-            if clip and self.settings.clip_norm > 0:
+            if self.settings.clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
             with user_code("the optimizer's step()"):
                 self.optimizer.step()
