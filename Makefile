@@ -3,20 +3,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: the package and what its examples need, or that and what tests need besides.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu bench docs format clean
+.PHONY: help demo test test-processors test-gpu bench docs format clean
 
 help:
-	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
-	@echo "make test     formatting, types, import contracts and tests"
-	@echo "make test-gpu what needs a GPU, with the machine's own python3 and torch; needs no package index"
-	@echo "make bench    measure network, collectives, servers, start-up and simulated and emulated worlds"
-	@echo "make docs     write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
-	@echo "make format   put the code into the form that make test asks for"
-	@echo "make clean    remove .venv, caches and runs"
+	@echo "make demo            train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
+	@echo "make test            formatting, types, import contracts and tests"
+	@echo "make test-processors numeric tests with the kernels of older processors"
+	@echo "make test-gpu        what needs a GPU, with the machine's own python3 and torch; needs no package index"
+	@echo "make bench           measure network, collectives, servers, start-up and simulated and emulated worlds"
+	@echo "make docs            write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
+	@echo "make format          put the code into the form that make test asks for"
+	@echo "make clean           remove .venv, caches and runs"
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/zmqtrain launch launch/digits.toml
 
 test: $(READY)
@@ -24,12 +27,16 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+
+# The numeric tests once more with the kernels of older processors, and with more threads.
+test-processors: $(READY)
+	$(BIN)/python -m tests.on_processors $(ARGS)
 
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)
 
-bench: $(READY)
+bench: $(DEMO)
 	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/python -m benchmarks $$name || exit; done
 
 docs: $(READY)
@@ -46,8 +53,12 @@ clean:
 	find zmqtrain benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zmqtrain needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	@touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
 	@touch $@

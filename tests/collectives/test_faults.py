@@ -15,6 +15,8 @@ from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 
 def ones(numel: int = 50_000) -> TensorPayload:
     return TensorPayload.of(np.ones(numel, "float32"))

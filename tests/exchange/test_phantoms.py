@@ -19,6 +19,8 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.net.endpoint import Endpoint, Tag
 from zmqtrain.wire.phantom import PhantomPayload
 
+pytestmark = pytest.mark.virtual_time
+
 SIZES = (5, 1, 17, 30_000)
 
 
@@ -34,7 +36,7 @@ class PhantomReplica(NumpyReplica):
 
 
 def allreduce(nodes: list[Endpoint], groups: int) -> list[Exchange]:
-    return [AllReduceExchange(NetworkSums(group), groups) for group in group_of(nodes, "workers")]
+    return [AllReduceExchange(NetworkSums(group, 1 / groups)) for group in group_of(nodes, "workers")]
 
 
 def averaging(nodes: list[Endpoint], groups: int) -> list[Exchange]:

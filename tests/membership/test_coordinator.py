@@ -23,6 +23,8 @@ from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.timeouts import Ladder
 
+pytestmark = pytest.mark.virtual_time
+
 LADDER = Ladder.of(20.0)
 
 

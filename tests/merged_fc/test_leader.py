@@ -30,6 +30,8 @@ from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.waiting import together
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 TURN, APPLIED = Turn(1, 7, 0, (0, 2), True), Applied((0, 1), (7, 7), (0, 1), "all are there")
 
 

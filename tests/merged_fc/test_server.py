@@ -21,6 +21,8 @@ from zmqtrain.server.staleness import Policy
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 GROUPS = (("worker/0", "worker/1"), ("worker/2", "worker/3"))
 LADDER = Ladder.of(10.0)
 

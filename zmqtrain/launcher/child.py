@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # over a second, which every role's first optimizer would spend by itself
+from setproctitle import setproctitle
 
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.signals import wanted_on_sigterm
@@ -36,6 +37,7 @@ def main(report_file: int) -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     environment = RoleEnvironment.from_environ()
     peer = environment.peer if environment else "nobody"
+    setproctitle(f"zmqtrain {peer}")  # what ps and top show
     try:
         if environment is None:
             raise UsageError("a role was started without its environment")

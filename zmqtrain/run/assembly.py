@@ -24,7 +24,6 @@ from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.preemption import Preemption, stop_workers
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
@@ -162,4 +161,4 @@ def coordinator_settings(
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None
     at = job.port if port is None else port
-    return net_settings(Ladder.of(job.timeout_s), token, host=host, port=at, ports=job.port_range, identity=identity)
+    return net_settings(job.ladder, token, host=host, port=at, ports=job.port_range, identity=identity)

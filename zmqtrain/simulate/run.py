@@ -92,10 +92,23 @@ class Result:
 
 
 def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
-    """Run the topology's job on virtual time. The same topology, seed (by default the job's) and options give the same run.
+    """Run the topology's job on virtual time. The same topology, seed and options give the same run.
 
-    Raises `UsageError` for what cannot be simulated, `DeadlockError`, and `TimeLimitError` beyond ``[simulation] time_limit``. How
-    the run itself ended, well or badly, stands in the result.
+    Not to be called within an event loop: it has one of its own.
+
+    Args:
+        topology: the job, from `zmqtrain.load_topology`, with ``[network]``; and with modelled devices (``[compute] device =
+            "modelled"``) unless torch is to train in simulated time.
+        seed: of whatever is random, by default the job's.
+        options: faults, a task, folders, callbacks (`zmqtrain.testing.Options`).
+
+    Returns:
+        How the run ended, well or badly, how many virtual seconds it took, and what the auditor found.
+
+    Raises:
+        UsageError: the topology cannot be simulated.
+        DeadlockError: nothing can happen any more, and the run has not ended.
+        TimeLimitError: it takes longer than ``[simulation] time_limit``.
     """
     options = options or Options()
     seed = topology.job.seed if seed is None else seed
@@ -191,7 +204,7 @@ class Simulation:
             agents: list[asyncio.Task[Any]] = []
             for host in topology.hosts:
                 if self._placement.of_host(host.name):
-                    agent = spawn(plan, f"agent/{host.name}", host.name)
+                    agent = spawn(cluster, f"agent/{host.name}", host.name)
                     life = agent.run(loop.create_task, SimulatedHost(plan, host.name).run())
                     life.set_name(f"agent/{host.name}")
                     agents.append(life)

@@ -124,13 +124,13 @@ class ModelledReplica:
         for answered in self._answered:
             answered.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         await asyncio.sleep(self._profile.update_s * self._tempo.slowdown())
         self.update_s += loop.time() - start
         for bucket in self._buckets:
-            self._memory.update(bucket, gradient_scale)
+            self._memory.update(bucket)
             if self._sharing is not None:
                 self._sharing.taken(bucket.index)
             if not hold:
@@ -221,7 +221,7 @@ class ModelledReplica:
     async def _update(self, index: int, step: int, pace: _Pace) -> None:
         with self._recorder.span(f"update of bucket {index}", "compute", step=step):
             await pace.work(self._update_s[index] * self._tempo.slowdown())
-        self._memory.update(self._buckets[index], 1.0)
+        self._memory.update(self._buckets[index])
         if self._sharing is not None:
             self._sharing.taken(index)
 
