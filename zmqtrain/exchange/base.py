@@ -44,6 +44,9 @@ class Bucket:
     parameter_group: int  # which of the optimizer's parameter groups
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
     rows: Rows | None = None  # None: all workers of a group have the same parameters
+    starts: tuple[
+        int, ...
+    ] = ()  # where each parameter begins, if gradients say what was not reached (`zmqtrain.exchange.unreached`)
 
     def sharers(self, group: Group) -> Group:
         """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""

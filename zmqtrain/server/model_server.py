@@ -188,7 +188,8 @@ class ModelServer:
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
-                self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
+                held = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
+                self._held[piece.index] = held
         if not self._held and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
             self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
