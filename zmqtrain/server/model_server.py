@@ -265,7 +265,7 @@ class ModelServer:
         for group, members in enumerate(self._configured.result().groups):
             if self._left.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
-                self._recorder.witness("left", group=group)
+                self._recorder.audit("left", group=group)
                 async with self._lock:
                     await self._carry_out(partial(self._aggregator.left, group), 0)
 
@@ -362,7 +362,7 @@ class ModelServer:
             staleness = after - 1 - version
             self._staleness[staleness] += 1
             self._last_staleness[group, update.piece] = staleness
-        self._recorder.witness("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
+        self._recorder.audit("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
         """Send the piece's values as they are now."""
@@ -399,7 +399,7 @@ class ModelServer:
         return await self._arithmetic.do_sized(work, 0 if self._configured.result().phantom else nbytes)
 
     def _report(self) -> None:
-        self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
+        self._recorder.audit("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
         momentum, seen = self._sensors.fitted()
         self._recorder.event(
             "server",
