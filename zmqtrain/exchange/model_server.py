@@ -58,12 +58,12 @@ class ModelServerExchange:
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
         members = settings.groups[settings.group]
-        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
+        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.barrier_s)
         self._judges = self._group
         if settings.policy == "sync":
             everybody = tuple(peer for group in settings.groups for peer in group)
             rank = everybody.index(endpoint.peer)
-            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.wait_s)
+            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.barrier_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
@@ -252,7 +252,7 @@ class ModelServerExchange:
         for piece in self._mine[bucket.index]:
             into = bucket.parameters.part(piece.start, piece.stop)
             read = self._note(piece, await self._receive(piece, shown_tag(piece.index, label), into))
-            self._recorder.witness("shown", piece=piece.index, label=label, version=read.version)
+            self._recorder.audit("shown", piece=piece.index, label=label, version=read.version)
         await all_gather(bucket.sharers(self._group), bucket.parameters, (label, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
 
@@ -299,12 +299,12 @@ class ModelServerExchange:
         message = gradient
         if self._compressor is not None and not passed_over:
             message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
-        self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
+        self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
         into = bucket.parameters.part(piece.start, piece.stop)
         read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
-        self._recorder.witness("read", piece=piece.index, step=step + 1, version=read.version)
+        self._recorder.audit("read", piece=piece.index, step=step + 1, version=read.version)
         self._staleness.append(read.staleness)
 
     async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:
@@ -313,7 +313,7 @@ class ModelServerExchange:
             "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
             "shown": f"the parameters ({tag[-1]})",
         }.get(str(tag[0]), "the initial parameters")
-        async with in_time(server, what, self._settings.wait_s):
+        async with in_time(server, what, self._settings.barrier_s):
             return await self._endpoint.receive(server, tag, into=into)
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:

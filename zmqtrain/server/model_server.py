@@ -59,7 +59,7 @@ class ServerSettings:
     """All workers of the run, by rank; the server is done when each has said that it is."""
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
-    wait_s: float = 600.0
+    barrier_s: float = 600.0
     """How long to wait for what other servers owe."""
 
 
@@ -158,7 +158,7 @@ class ModelServer:
         ordered = configuration.snapshot and not sync and bool(self._held)
         # Servers without a piece take no part: they see no step.
         holding = sorted({piece.server for piece in configuration.pieces()})
-        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.wait_s)
+        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.barrier_s)
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
@@ -200,7 +200,7 @@ class ModelServer:
         for held in self._held.values():
             source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s):
+            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.barrier_s):
                 await wait
         return 0
 
@@ -265,7 +265,7 @@ class ModelServer:
         for group, members in enumerate(self._configured.result().groups):
             if self._left.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
-                self._recorder.witness("left", group=group)
+                self._recorder.audit("left", group=group)
                 async with self._lock:
                     await self._carry_out(partial(self._aggregator.left, group), 0)
 
@@ -362,7 +362,7 @@ class ModelServer:
             staleness = after - 1 - version
             self._staleness[staleness] += 1
             self._last_staleness[group, update.piece] = staleness
-        self._recorder.witness("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
+        self._recorder.audit("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
         """Send the piece's values as they are now."""
@@ -399,7 +399,7 @@ class ModelServer:
         return await self._arithmetic.do_sized(work, 0 if self._configured.result().phantom else nbytes)
 
     def _report(self) -> None:
-        self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
+        self._recorder.audit("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
         momentum, seen = self._sensors.fitted()
         self._recorder.event(
             "server",
