@@ -65,7 +65,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["launch", "job.toml", "--set", "compute.batch_size=many"], ["batch_size", "many"]),
         (["launch", "job.toml", "--set", "job.task=there.py:tusk"], ["there.py", "did you mean 'task'"]),
         (["launch", "job.toml", "--set", "job.task=there.py", "--resume", "latest"], ["--resume"]),
-        (["launch", "--resume", "latest", "notask.toml", "there.py"], ["--resume", "there.py keeps its own checkpoints"]),
+        (["launch", "--resume", "latest", "notask.toml", "there.py"], ["--resume", "a script keeps its own checkpoints"]),
         (["launch", "--set", "job.checkpoint_every=5", "notask.toml", "there.py"], ["checkpoint_every", "there.py keeps its own"]),
         (
             ["launch", "--set", "job.checkpoint_every=1 h", "notask.toml", "there.py"],
