@@ -35,13 +35,13 @@ class ListRecorder:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.spans: list[tuple[str, str]] = []
-        self.witnessed: list[dict[str, Any]] = []
+        self.audited: list[dict[str, Any]] = []
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         self.events.append({"kind": kind, "step": step, **values})
 
-    def witness(self, what: str, /, **values: object) -> None:
-        self.witnessed.append({"what": what, **values})
+    def audit(self, what: str, /, **values: object) -> None:
+        self.audited.append({"what": what, **values})
 
     def span(self, name: str, category: str, /, *, step: int | None = None) -> AbstractContextManager[object]:
         self.spans.append((name, category))

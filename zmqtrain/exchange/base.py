@@ -44,6 +44,9 @@ class Bucket:
     parameter_group: int  # which of the optimizer's parameter groups
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
     rows: Rows | None = None  # None: all workers of a group have the same parameters
+    starts: tuple[
+        int, ...
+    ] = ()  # where each parameter begins, if gradients say what was not reached (`zmqtrain.exchange.unreached`)
 
     def sharers(self, group: Group) -> Group:
         """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""
@@ -130,9 +133,9 @@ class Replica(Protocol):
         For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
         ...
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
-        """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
-        parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.
+    async def update(self, *, hold: bool = False) -> None:
+        """Clip the gradients if the job asks for it, and run the local optimizer on all parameters, in the device's compute thread.
+        For exchanges without a server, with `Optimize.APART`.
 
         Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
         before the step ends. With ``hold`` none does until it is called for it."""
@@ -155,6 +158,20 @@ class Exchange(Protocol):
         (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
         (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
         (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+
+    Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_step``, ``settle`` and ``stop``, and says what it is
+    (``synchronous``, ``averaged``, ``model``). In the other members these do something:
+
+    ===============================  =========  ======  =========  ============
+    member                           allreduce  gossip  averaging  model_server
+    ===============================  =========  ======  =========  ============
+    exchanges                        x
+    keep, read, leave, staleness                                   x
+    center                                              x
+    state_dict, load_state_dict                         x          x
+    ===============================  =========  ======  =========  ============
+
+    The others have what `zmqtrain.exchange.serverless.Serverless` does: nothing.
     """
 
     @property

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.task import Task
 
 #: Hears what a role states for the auditor: who, what, values.
-Witnesses = Callable[[PeerId, str, Mapping[str, object]], None]
+AuditListener = Callable[[PeerId, str, Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Options:
     """When, in virtual seconds, somebody asks the run to stop with a checkpoint."""
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
-    on_witness: Witnesses | None = None
+    on_audit: AuditListener | None = None
     on_checkpoint: OnEvent | None = None
     """Is told what becomes of checkpoints."""
     on_begin: Callable[[Callable[[str], None]], None] | None = None
@@ -199,7 +199,7 @@ class Simulation:
                 coordinator=endpoint.address,
                 task=options.task,
                 make_device=_torch_device if topology.trains else None,
-                witness=self._hear(injector),
+                audit=self._hear(injector),
             )
             injecting = asyncio.create_task(injector.run(plan), name="inject faults")
             agents: list[asyncio.Task[Any]] = []
@@ -235,12 +235,12 @@ class Simulation:
                 self._auditor.note(f"{process.name} still runs after the run's end: {names}")
                 await cluster.kill(process.name)
 
-    def _hear(self, injector: Injector) -> Witnesses:
+    def _hear(self, injector: Injector) -> AuditListener:
         def hear(peer: PeerId, what: str, values: Mapping[str, object]) -> None:
             self._auditor.hear(peer, what, values)
             injector.hear(peer, what, values)
-            if self._options.on_witness is not None:
-                self._options.on_witness(peer, what, values)
+            if self._options.on_audit is not None:
+                self._options.on_audit(peer, what, values)
 
         return hear
 

@@ -224,7 +224,7 @@ class TrainLoop:
         loop, step = asyncio.get_running_loop(), self.step
         start = loop.time()
         self.phase = Phase.COMPUTING
-        self._recorder.witness("begin_step", step=step)
+        self._recorder.audit("begin_step", step=step)
         self.exchange.begin_step(step)
         epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
