@@ -66,10 +66,10 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["launch", "job.toml", "--set", "job.task=there.py:tusk"], ["there.py", "did you mean 'task'"]),
         (["launch", "job.toml", "--set", "job.task=there.py", "--resume", "latest"], ["--resume"]),
         (["launch", "--resume", "latest", "notask.toml", "there.py"], ["--resume", "a script keeps its own checkpoints"]),
-        (["launch", "--set", "job.checkpoint_every=5", "notask.toml", "there.py"], ["checkpoint_every", "there.py keeps its own"]),
+        (["launch", "--set", "job.checkpoint_every=5", "notask.toml", "there.py"], ["checkpoint_every", "a script keeps its own"]),
         (
             ["launch", "--set", "job.checkpoint_every=1 h", "notask.toml", "there.py"],
-            ["checkpoint_every", "there.py keeps its own"],
+            ["checkpoint_every", "a script keeps its own"],
         ),
         (["launch", "--set", "job.weights=there.py", "notask.toml", "there.py"], ["weights", "session.replicate()"]),
         (["bench", "net", "--json"], ["python -m benchmarks NAME"]),
