@@ -6,9 +6,9 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
+from zmqtrain.embed.script_settings import check_script, check_session
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
@@ -85,8 +86,11 @@ class Core:
             raise UsageError("a script computes for real, and [compute] device is modelled: launch a task instead")
         return device_named(role.device, role.slot)
 
-    async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; raises at once when the run is stopped."""
+    def guard(self, coroutine: Coroutine[Any, Any, T]) -> Guarded[T]:
+        """The coroutine, to be awaited, which raises at once when the run is stopped."""
+        return Guarded(self, coroutine)
+
+    async def run_guarded(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -115,30 +119,12 @@ class Core:
                 "a session replicates one model with one optimizer. Two networks that are trained by turns (a GAN) cannot be "
                 "replicated; what is trained by one optimizer.step() can: put it into one nn.Module, with one optimizer for all"
             )
+        check_script(self.context.topology, resume=self.context.resume)
+        check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
         check_model(model)
         served = self.context.topology.exchange.kind == "model_server"
         check_optimizer(model, optimizer, served=served)
         topology, ladder = self.context.topology, self.context.ladder
-        if topology.optimizer.scale_lr != "none":
-            raise UsageError(
-                "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
-                "multiply the learning rate by session.groups, or its square root, yourself"
-            )
-        if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
-            raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
-        if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
-            raise UsageError(
-                "[compute] precision and accumulate are for tasks: in a loop of yours use torch.autocast, session.accumulating()"
-            )
-        if (
-            overlap is False
-            and topology.exchange.kind == "allreduce"
-            and topology.exchange.every_steps(self.context.placement.groups) > 1
-        ):
-            raise UsageError(
-                "overlap=False with [exchange] every: between exchanges there is no gradient of all workers to be had. "
-                "Leave every out, and put all but the last backward() of a step within session.accumulating()"
-            )
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
@@ -400,6 +386,20 @@ class Core:
             await self.end_batches(feed)
         await self.members.stop()
         await self.bridge.close()
+
+
+class Guarded(Generic[T]):
+    """Implements `zmqtrain.data.bridge.Work`: what `Core.guard` returns."""
+
+    def __init__(self, core: Core, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._core, self._coroutine = core, coroutine
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._core.run_guarded(self._coroutine).__await__()
+
+    def close(self) -> None:
+        """It is not awaited after all."""
+        self._coroutine.close()
 
 
 def _staging(device: torch.device) -> Staging | None:
