@@ -15,7 +15,7 @@ from zmqtrain.launcher.ssh.session import Session
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> di
         return {}
     topology = _topology(directory)
     client = make_client(topology.engine.client)
-    patience_s = Ladder.of(topology.job.timeout_s).connect_s
+    patience_s = Timeouts.of(topology.job.timeout_s).connect_s
     gate = asyncio.Semaphore(MOST_LOGINS)
 
     async def one(name: str) -> T | SshError:

@@ -12,7 +12,7 @@ from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.processors import processors
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 def lacks_room(topology: Topology) -> bool:
@@ -39,7 +39,7 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
         folder=Path.cwd(),
         directory=Path.cwd(),
         script=None,
-        ladder=Ladder.of(topology.job.timeout_s),
+        timeouts=Timeouts.of(topology.job.timeout_s),
         say=say,
         log=lambda host, text: say(f"{host}: {text.rstrip()}"),
     )
