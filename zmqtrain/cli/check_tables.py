@@ -20,7 +20,6 @@ from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.rounded import rounded_size, rounded_time
 from zmqtrain.topology.schema import Fault, Topology
-from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.topology.toml_writer import write_value
 from zmqtrain.topology.units import format_rate
 
@@ -63,8 +62,8 @@ def rows_of(
         }
     for role in placement.roles if placement else ():
         yield {"row": "role", **asdict(role)}
-    for row in Timeouts.of(topology.job.timeout).rows():
-        yield {"row": "timeout", **asdict(row)}
+    for rung in topology.job.timeouts.rows():
+        yield {"row": "timeout", **asdict(rung)}
     for fault in topology.faults:
         yield {"row": "planned", **_planned(fault)}
     for package, version in own_versions():

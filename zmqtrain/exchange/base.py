@@ -153,25 +153,45 @@ class RunModel(Enum):
 class Exchange(Protocol):
     """How this group's replica stays in touch with the others. One instance a worker; all methods on the loop's thread.
 
-    The life of a step::
+        The life of a step::
 
-        (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
-        (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
-        (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+            (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
+            (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
+            (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
 
-    Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_step``, ``settle`` and ``stop``, and says what it is
-    (``synchronous``, ``averaged``, ``model``). In the other members these do something:
+    <<<<<<< HEAD
+        Who needs which member (the *loop* is `zmqtrain.train.loop`; *scripts* are sessions, `zmqtrain.embed`, and
+        ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints* are `zmqtrain.train.checkpoint`)::
 
-    ===============================  =========  ======  =========  ============
-    member                           allreduce  gossip  averaging  model_server
-    ===============================  =========  ======  =========  ============
-    exchanges                        x
-    keep, read, leave, staleness                                   x
-    center                                              x
-    state_dict, load_state_dict                         x          x
-    ===============================  =========  ======  =========  ============
+            member                                  needed by           for
+            start, settle, stop                     loop, scripts   its beginning and its end
+            begin_step, bucket_ready, end_step      loop, scripts   every step
+            exchanges                               loop, sessions, steps whose gradients are only added up
+                                                    checkpoints
+            synchronous                             loop            who evaluates together, who stops at a bad loss
+            averaged, model                         loop, sessions, where the run's model is: what is evaluated and kept
+                                                    checkpoints
+            read                                    loop, sessions  the run's model where servers have it
+            center                                  checkpoints     the run's model where it is the center of averaging
+            keep                                    loop            the servers' parts of a checkpoint
+            state_dict, load_state_dict             checkpoints     what an exchange itself goes on from
+            leave                                   loop, sessions  workers that have no more data
+            staleness                               loop, sessions  the record
+    =======
+        Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_ step``, ``settle`` and ``stop``, and says what it is
+        (``synchronous``, ``averaged``, ``model``). In theother members these do something:
 
-    The others have what `zmqtrain.exchange.serverless.Serverless` does: nothing.
+        ===============================  =========  ====== =========  ======= =====
+        member                           allreduce  gossip averaging  model_s erver
+        ===============================  =========  ====== =========  ======= =====
+        exchanges                        x
+        keep, read, leave, staleness                        x
+        center                                   x
+        state_dict, load_state_dict              x          x
+        ===============================  =========  ====== =========  ======= =====
+
+        The others have what `zmqtrain.exchange.serverless.Serverless` does: n othing.
+    >>>>>>> main
     """
 
     @property

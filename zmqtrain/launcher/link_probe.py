@@ -162,7 +162,7 @@ async def run_probe(environment: RoleEnvironment) -> int:
     """A probe's life. Returns the process's exit code."""
     timeouts = environment.timeouts
     # Who is not to be reached shows soon: all are there before they are asked about each other.
-    settings = replace(environment.settings(), connect_s=timeouts.connect_s)
+    settings = replace(environment.settings(), greet_s=timeouts.connect_s)
     async with await open_zeromq(environment.peer, settings=settings) as endpoint:
         probe = LinkProbe(endpoint, patience_s=timeouts.barrier_s)
         endpoint.add_peer(COORDINATOR, environment.coordinator)

@@ -46,7 +46,7 @@ async def open_probes(
     """
     hosts = topology.hosts
     async with AsyncExitStack() as stack:
-        timeouts = Timeouts.of(topology.job.timeout_s)
+        timeouts = topology.job.timeouts
         identity = Identity.coordinator(token) if topology.encrypted(emulated=emulation is not None) else None
         settings = net_settings(timeouts, token, ports=topology.job.port_range, identity=identity)
         towards: dict[str, str] = {}  # this machine's address, as each host sees it

@@ -48,7 +48,6 @@ from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
-from zmqtrain.topology.timeouts import Timeouts
 
 
 class Launch:
@@ -69,7 +68,7 @@ class Launch:
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
-        self._timeouts = Timeouts.of(self._topology.job.timeout_s)
+        self._timeouts = self._topology.job.timeouts
         self._emulation, self._engine = emulation, engine
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary

@@ -150,7 +150,7 @@ def net_settings(
         host=host,
         port=port,
         ports=ports,
-        connect_s=timeouts.join_s,  # peers start in any order: whoever is first waits as long as joining may take
+        greet_s=timeouts.join_s,
         lost_s=timeouts.lost_s,
         heartbeat_s=timeouts.heartbeat_s,
         flush_s=timeouts.flush_s,

@@ -51,7 +51,7 @@ async def run_server(context: RoleContext) -> None:
         index=role.index,
         workers=tuple(worker.peer for worker in context.placement.workers),
         request_s=timeouts.request_s,
-        wait_s=timeouts.barrier_s,
+        barrier_s=timeouts.barrier_s,
     )
     checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", timeouts.barrier_s)
     server = ModelServer(

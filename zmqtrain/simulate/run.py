@@ -40,7 +40,6 @@ from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.checkpoint.collector import OnEvent
 from zmqtrain.train.device.profile import Profile
 
@@ -139,7 +138,7 @@ class Simulation:
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology, self._options = topology, options
         self._placement = place(topology)
-        self._timeouts = Timeouts.of(topology.job.timeout_s)
+        self._timeouts = topology.job.timeouts
         self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
 
     async def run(self) -> Result:
