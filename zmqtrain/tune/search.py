@@ -91,6 +91,7 @@ class Search(Machine):
         self._patience = 1.0  # how much longer it trains before it is asked whether it gets anywhere
         self._stood = False  # the last training got nowhere
         self._larger: list[Setting] = []  # from which it has come to smaller steps
+        self._marks: list[int] = []  # trials at whose ends training has stood
         self._ask_at = ASK_FIRST * first_leg(space)  # updates of the leader
         super().__init__(space)
 
@@ -138,7 +139,7 @@ class Search(Machine):
     def _follow(self, runner: Runner) -> None:
         """What it has come to is where training stands."""
         assert runner.number is not None
-        self._lead, self._larger = runner, []
+        self._lead, self._larger, self._marks = runner, [], [runner.number]
         self._adopt(runner.setting, runner.number, runner.spent_s)
 
     def _go_on(
@@ -153,6 +154,7 @@ class Search(Machine):
         outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watched)
         if not outcome.diverged:
             self._lead.tell(self.trials[number][0], outcome)
+            self._marks.append(number)
         self._stood = outcome.stood is not None
         return outcome
 
@@ -202,22 +204,27 @@ class Search(Machine):
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
-        clear, left = last.fall > CLEAR * last.fall_error, self._first[self._start] - goal
-        if clear and not self._stood and left < SLOW * lead.updates * last.fall:
+        here = self._first[self._start]
+        clear = last.fall > CLEAR * last.fall_error
+        if clear and not self._stood and here - goal < SLOW * lead.updates * last.fall:
             return False
-        larger, smaller = self._larger[-1:], [self._smaller_steps(self._setting)]
+        start, larger, smaller = self._best_mark(), self._larger[-1:], [self._smaller_steps(self._setting)]
+        if start != self._start:
+            self._decide("setting", f"it has got worse: {self._first[start]:.4g} before, {here:.4g} now; back to there")
+            larger = []
         others = [*larger, *smaller] if clear else [*smaller, *larger]
         for other in others:
-            if (yield from self._instead(lead, other, affords, clear=clear)):
+            if (yield from self._instead(lead, other, start, affords, clear=clear)):
                 return True
-        here = replace(lead.here, loss=self._first[self._start])
-        if far and self._stood and (yield from self._others(lead, here, affords, anew=True)):
+        if far and self._stood and (yield from self._others(lead, replace(lead.here, loss=here), affords, anew=True)):
             return True
         self._patience *= PATIENCE
         self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
         return False
 
-    def _instead(self, lead: Runner, other: Setting, affords: Callable[[Trial], bool], *, clear: bool) -> Generator[Trial, Outcome, bool]:
+    def _instead(
+        self, lead: Runner, other: Setting, start: int, affords: Callable[[Trial], bool], *, clear: bool
+    ) -> Generator[Trial, Outcome, bool]:
         """Some training with another setting, which goes on if the loss is clearly below what the one before would have come to. By
         smaller steps it must also have come a part of its way to the target, since noise falls at once and progress later."""
         assert self._start is not None
@@ -226,7 +233,7 @@ class Search(Machine):
         goal, here = space.target or 0.0, self._first[self._start]
         reason = "whether other steps do where training gets nowhere"
         updates = max(first_leg(space), round(ASK_PART * lead.updates))
-        trial = replace(self._leg(other, updates, "ask", reason, self._start), scored=JUDGED)
+        trial = replace(self._leg(other, updates, "ask", reason, start), scored=JUDGED)
         if not affords(trial):
             return False
         outcome = yield trial
@@ -235,7 +242,7 @@ class Search(Machine):
         down = pace(other) < pace(before)
         expected = here - (self._trend() if clear or down else 0.0) * outcome.updates * (1 - JUDGED / 2)
         error = math.hypot(outcome.noise, last.end_noise(space.smooth))
-        least = MUCH * (here - goal) if down else 0.0
+        least = MUCH * (here - goal) if down else 0.0 if clear else -error
         if outcome.reached is None and expected - outcome.loss <= least:
             told = f"{other} comes to {outcome.loss:.4g} +- {error:.2g}, {before} would have come to {expected:.4g}"
             self._decide("setting", f"{told}: as before", **values_of(before))
@@ -248,7 +255,16 @@ class Search(Machine):
             self._larger.pop()
         lead.tell(trial, outcome)
         self._adopt(other, trial.number, outcome.spent_s)
+        self._marks.append(trial.number)
         return True
+
+    def _best_mark(self) -> int:
+        """Where training stood at its best, if it is clearly worse by now; else where it stands."""
+        assert self._start is not None
+        smooth = self._space.smooth
+        best = min(self._marks, key=lambda number: self._first[number])
+        noise = self.trials[best][1].end_noise(smooth) + self.trials[self._start][1].end_noise(smooth)
+        return best if self._first[best] + noise < self._first[self._start] else self._start
 
     def _trend(self) -> float:
         """By how much the loss falls an update, as far as that is sure: by its last part and by half of all training."""
