@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: the package and what its examples need, or that and what tests need besides.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu bench docs format clean
@@ -16,7 +18,7 @@ help:
 	@echo "make format   put the code into the form that make test asks for"
 	@echo "make clean    remove .venv, caches and runs"
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/zmqtrain launch launch/digits.toml
 
 test: $(READY)
@@ -29,8 +31,8 @@ test: $(READY)
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)
 
-bench: $(READY)
-	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/zmqtrain bench $$name || exit; done
+bench: $(DEMO)
+	@for name in net collectives host server launch simulate emulate fidelity merged; do $(BIN)/python -m benchmarks $$name || exit; done
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py
@@ -43,11 +45,15 @@ format: $(READY)
 
 clean:
 	rm -rf $(VENV) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find zmqtrain tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find zmqtrain benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zmqtrain needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	@touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
 	@touch $@

@@ -16,10 +16,10 @@ from zmqtrain.topology.schema import Topology
 HEAD = """\
 # The topology file
 
-TOML. Every key has a default, but for `name` of a host; a file with `[job] task` alone trains on this machine.
-`zmqtrain check FILE` shows all faults at once, each with its line, and what would run where; `zmqtrain schema` prints the
-JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`, `"1 Gbit/s"`). Wherever hosts are
-named, a range names as many: `"node[01-16]"` is `node01` to `node16`.
+The topology file is written in TOML. Every key except a host's `name` has a default; a file with nothing but `[job] task`
+trains on this machine. `zmqtrain check FILE` lists all faults at once, each with its line, and shows what would run where;
+`zmqtrain schema` prints the JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`,
+`"1 Gbit/s"`). Wherever a host is named, a range may stand for several: `"node[01-16]"` is `node01` to `node16`.
 `zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/).
 """
 

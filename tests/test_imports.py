@@ -54,7 +54,7 @@ for name in {names}:
 from zmqtrain.launcher.forkserver import ENTRY, import_entry
 import_entry(ENTRY)
 import sys
-assert "zmqtrain.train.role" in sys.modules, "children import it themselves"
+assert "zmqtrain.run.role" in sys.modules, "children import it themselves"
 print(asked)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -75,12 +75,27 @@ def test_no_pickle_and_no_torch_load() -> None:
     assert not found, "\n".join(found)
 
 
+def test_only_its_own_tests_import_the_laboratory() -> None:
+    """An import contract keeps it out of the package."""
+    tests = PACKAGE.parent / "tests"
+    found = [str(path) for path in tests.rglob("*.py") if tests / "benchmarks" not in path.parents and _imports(path, "benchmarks")]
+    assert not found, "\n".join(found)
+    assert _imports(tests / "benchmarks" / "test_case.py", "benchmarks")
+
+
 def test_unsafe_calls_are_recognized(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text(
         "import pickle\nfrom torch import load\nimport cloudpickle.x\nimport torch\ntorch.load('x')\nnp.load('x')\neval('1')\n"
     )
     assert [line for line, _ in _unsafe(file)] == [1, 2, 3, 5, 6, 7]
+
+
+def _imports(path: Path, package: str) -> bool:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return any(name.partition(".")[0] == package for name in names)
 
 
 def _unsafe(path: Path) -> list[tuple[int, str]]:

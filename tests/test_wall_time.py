@@ -25,7 +25,7 @@ MAY = {
     "plan/measure/": "measures this machine",
     "cli/": "is for people, who live in real time",
     "launcher/detached.py": "waits for a real process, without a loop",
-    "launcher/ssh/keeper.py": "is part of a program of its own, on a real machine",
+    "launcher/ssh/supervisor.py": "is part of a program of its own, on a real machine",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
     "host/": "waits in threads, for processes of one real host",
     "c10d/": "is a part of torch.distributed, which lives in real time",

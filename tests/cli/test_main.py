@@ -46,7 +46,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     said = capsys.readouterr().out
-    for command in ("launch", "simulate", "check", "schema", "bench", "status", "stop", "logs", "agent", "version"):
+    for command in ("launch", "simulate", "check", "schema", "status", "stop", "logs", "agent", "version"):
         assert command in said
     assert call(monkeypatch, "launch", "--help") == 0
     assert "--resume" in capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             ["checkpoint_every", "there.py keeps its own"],
         ),
         (["launch", "--set", "job.weights=there.py", "notask.toml", "there.py"], ["weights", "session.replicate()"]),
-        (["bench", "nothing"], ["nothing", "collectives"]),
+        (["bench", "net", "--json"], ["python -m benchmarks NAME"]),
         (["status", "nothing-001"], ["nothing-001"]),
         (["stop", "nothing-001"], ["nothing-001"]),
         (["logs", "nothing-001"], ["nothing-001"]),

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.collectives.world import endpoints, everywhere, group_of
+from zmqtrain.collectives.call import collective
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.wire.tensor import TensorPayload
+
+pytestmark = pytest.mark.virtual_time
 
 
 def ones(numel: int = 50_000) -> TensorPayload:
@@ -87,6 +90,27 @@ async def test_without_progress_for_the_timeout_the_member_waited_for_is_named()
         groups = group_of(nodes, timeout_s=0.02)
         with pytest.raises(PeerTimeoutError, match=r"worker/2 did not answer within 0\.02 s .* all_reduce group/sum"):
             await all_reduce(groups[0], ones(), ("sum",), algorithm="ring")
+
+
+async def test_a_member_that_is_lost_as_the_timeout_runs_out_is_named() -> None:
+    async with endpoints(3) as nodes:
+        group = group_of(nodes)[0]
+        said: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+
+        async def loses_it() -> None:
+            async with collective(group, "all_reduce", ("sum",)):
+                (limit,) = group._running
+                limit.reschedule(asyncio.get_running_loop().time())
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    assert limit.expired()
+                    nodes[0].forget("worker/2", "killed")
+
+        with pytest.raises(PeerLostError, match="worker/2"):
+            await loses_it()
+        assert said == []
 
 
 async def test_members_that_call_with_different_sizes_are_told() -> None:

@@ -17,6 +17,8 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 sizes = st.sampled_from([1, 2, 3, 4, 5, 7, 8])
 lengths = st.one_of(st.integers(0, 20), st.integers(1000, 3000))
 dtypes = st.sampled_from(["float32", "float64", "int32", "int64"])

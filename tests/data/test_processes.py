@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
+from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.loader import Fetch, Loader, Reader
 from zmqtrain.data.partition import Partition
-from zmqtrain.data.processes import LONGEST_FOLDER, LoaderTraceback, Processes
+from zmqtrain.data.processes import LONGEST_FOLDER, LoaderProcesses, LoaderTraceback, Processes, Request
 from zmqtrain.errors import TaskError
 
 
@@ -227,3 +228,54 @@ async def test_processes_that_begin_while_others_seed_torch() -> None:
         for thread in threads:
             thread.join()
         torch.set_rng_state(state)
+
+
+class Drawing:
+    """Another thread that holds the lock of torch's random numbers while it draws so many, again and again, as dropouts do."""
+
+    def __init__(self, numbers: int) -> None:
+        self._numbers = numbers
+
+    def __enter__(self) -> None:
+        self._through = threading.Event()
+        self._thread = threading.Thread(target=self._draw)
+        self._drawing = threading.Event()
+        self._state = torch.get_rng_state()
+        self._thread.start()
+        self._drawing.wait()
+
+    def _draw(self) -> None:
+        much = torch.empty(self._numbers, dtype=torch.uint8)
+        while not self._through.is_set():
+            self._drawing.set()
+            much.random_()
+
+    def __exit__(self, *_: object) -> None:
+        self._through.set()
+        self._thread.join()
+        torch.set_rng_state(self._state)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+async def test_processes_begin_while_nothing_is_computed(persistent: bool) -> None:
+    """A dropout draws in each step, and new epochs begin meanwhile."""
+    partition = Partition(23, 1, 1, 10, seed=4)
+    loader = loader_of([(torch.zeros(1), 0)] * 23, 2, partition, persistent_workers=persistent)
+    for step in range(7):
+        assert (await loader.batch(step, ahead=step < 6)).samples == 10
+        with Drawing(1 << 23):
+            await asyncio.sleep(0.05)  # for what is fetched ahead
+    await loader.close(20)
+
+
+async def test_processes_that_find_a_lock_taken_are_not_waited_for_for_ever() -> None:
+    reader = Reader([(torch.zeros(1), 0)] * 23)
+    indices = np.arange(4)
+    loader = LoaderProcesses(reader, lambda step: Request(step, indices, (1,)), Processes(num_workers=2), begin_s=0.1)
+    thread = BackgroundThread("loader")
+    with Drawing(1 << 27), pytest.raises(TaskError, match=r"2 of the 2 loader processes .* did not begin .*held a lock"):
+        await thread.submit(lambda: loader.take(Request(0, indices, (1,))))
+    found = await thread.submit(lambda: loader.take(Request(0, indices, (1,))))  # by others
+    assert len(found[0]) == 4
+    await thread.submit(loader.renew)
+    await thread.close(20)

@@ -21,6 +21,8 @@ from zmqtrain.errors import PeerLostError, PeerTimeoutError, TaskError
 from zmqtrain.events import NullRecorder
 from zmqtrain.net.endpoint import Endpoint
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Dataset:
     """Counts how often each sample was read. ``part``: all that this host has."""

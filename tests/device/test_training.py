@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.merged_fc.test_training import network, recipe_of
 from tests.precision import close
 from tests.train.local_exchange import LocalExchange
-from tests.train.test_merged import network, recipe_of
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.data.loader import Batch

@@ -69,7 +69,7 @@ async def script(run: OwnRun, rank: int, models: dict[int, nn.Module]) -> None:
             for step in range(STEPS):
                 await session.run(train, step)
             session.report("eval", quality=0.25)
-            await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
+            await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
             await thread.close(1.0)
@@ -160,7 +160,7 @@ async def stopped_script(run: OwnRun, rank: int, models: dict[int, nn.Module], a
             assert codes == {0}
             assert set(ends) == {f"the run was asked to stop, and has stopped after {asked.step} steps"}
             assert len(ends) == 3, "nothing can be trained any more"
-            await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end of the session"))
+            await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
             await thread.close(1.0)

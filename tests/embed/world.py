@@ -48,7 +48,7 @@ async def _run(topology: Topology, program: Callable[[Session], T], folder: Path
                 thread = BackgroundThread(peer)
                 try:
                     result = await thread.submit(lambda: program(Session(core)))
-                    await thread.submit(lambda: core.crossing.wait(core.guard(core.finish()), "the end"))
+                    await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end"))
                     results[context.role.index] = result
                 finally:
                     await core.close()

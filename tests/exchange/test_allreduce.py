@@ -13,6 +13,8 @@ from zmqtrain.errors import PeerLostError
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.sums import NetworkSums
 
+pytestmark = pytest.mark.virtual_time
+
 SIZES = (5, 1, 17, 300)
 
 

@@ -12,6 +12,8 @@ from tests.exchange.world import Array, Data, NumpyReplica, train_worker
 from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.averaging.fragments import Fragments
 
+pytestmark = pytest.mark.virtual_time
+
 SIZES = (5, 1, 17, 300)
 
 

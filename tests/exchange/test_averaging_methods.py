@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.collectives.world import endpoints, group_of
 from tests.exchange.world import Array, Data, NumpyReplica, train_worker
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer
@@ -176,7 +177,7 @@ def test_what_rounding_loses_is_made_up_for(codec: Literal["fp16", "int8"]) -> N
 
     async def run() -> None:
         async with endpoints(3) as nodes:
-            means = [RoundedMean(group, codec) for group in group_of(nodes, "column")]
+            means = [RoundedMean(group, codec, Arithmetic("means")) for group in group_of(nodes, "column")]
             random = np.random.default_rng(5)
             values = [random.standard_normal(50) for _ in means]
             total = np.zeros(50)

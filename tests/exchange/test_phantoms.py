@@ -19,6 +19,8 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.net.endpoint import Endpoint, Tag
 from zmqtrain.wire.phantom import PhantomPayload
 
+pytestmark = pytest.mark.virtual_time
+
 SIZES = (5, 1, 17, 30_000)
 
 

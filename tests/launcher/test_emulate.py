@@ -175,7 +175,7 @@ def parsed(network: str, hosts: int = 4) -> Topology:
     return parse_topology(f'[job]\nsteps = 1\n[[hosts]]\nname = "h[1-{hosts}]"\nslots = 1\n[network]\n{network}')
 
 
-def test_every_host_has_a_card_each_way() -> None:
+def test_every_host_has_a_nic_each_way() -> None:
     plan = plan_of(links_of(parsed('bandwidth = "8 Mbit/s"\nlatency = "1 ms"', hosts=2)), {})
     assert plan.ways["h1", "h2"] == LinkShape((0, 3), 0.001)
     assert plan.ways["h2", "h1"] == LinkShape((1, 2), 0.001)
@@ -183,7 +183,7 @@ def test_every_host_has_a_card_each_way() -> None:
 
 
 def test_namespaces_leave_latency_to_the_endpoints() -> None:
-    plan = plan_of(links_of(parsed('bandwidth = "8 Mbit/s"\nlatency = "1 ms"', hosts=2)), {}, cards=False)
+    plan = plan_of(links_of(parsed('bandwidth = "8 Mbit/s"\nlatency = "1 ms"', hosts=2)), {}, nics=False)
     assert plan.ways["h1", "h2"] == LinkShape((), 0.001)
     assert not plan.rates
 
@@ -198,9 +198,9 @@ def test_racks_and_rules_for_links_are_on_the_way() -> None:
     plan = plan_of(links_of(parsed(text)), {})
 
     def rates(source: str, target: str) -> list[float]:
-        return [plan.rates[card] for card in plan.ways[source, target].cards]
+        return [plan.rates[nic] for nic in plan.ways[source, target].nics]
 
-    assert rates("h1", "h2") == [10e6]  # within the rack: only the card of h2
+    assert rates("h1", "h2") == [10e6]  # within the rack: only the NIC of h2
     assert rates("h1", "h3") == [1e6, 2e6]
     assert rates("h2", "h4") == [10e6, 1e6]
     assert rates("h3", "h2") == [1e6, 10e6]
@@ -208,7 +208,7 @@ def test_racks_and_rules_for_links_are_on_the_way() -> None:
     assert plan.ways["h2", "h3"].latency_s == pytest.approx(0.006)
     assert plan.ways["h4", "h1"].down
     # What leaves a rack and what enters it have nothing to do with each other.
-    assert not set(plan.ways["h2", "h4"].cards) & set(plan.ways["h3", "h2"].cards)
+    assert not set(plan.ways["h2", "h4"].nics) & set(plan.ways["h3", "h2"].nics)
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------------------

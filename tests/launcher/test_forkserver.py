@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.child import SCRIPT
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.output import OutputReader
+from zmqtrain.membership.environment import RoleEnvironment
 
 
 class Started:
@@ -78,6 +82,15 @@ async def test_children_and_how_they_end(entry: str) -> None:
         assert server_process.num_fds() == files
         assert not server_process.children()
     assert not psutil.pid_exists(server_process.pid)
+
+
+async def test_a_role_is_named_in_the_list_of_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import psutil\nprint(psutil.Process().cmdline()[0])\n")
+    role = RoleEnvironment("worker/3", "tcp://127.0.0.1:1", "token").to_environ()
+    async with asyncio.timeout(PATIENCE_S), ForkServer() as server:
+        started = await start(server, **role, **{SCRIPT: json.dumps([str(script)])})
+        assert await started.end() == (0, "zmqtrain worker/3\n", b"")
 
 
 async def test_children_end_with_their_server(entry: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
-from zmqtrain.launcher.preempted import INTERRUPTED, PREEMPTED
+from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
 
 TASK = """
 import time, torch

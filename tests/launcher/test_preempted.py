@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.launcher.launched import Launched
-from zmqtrain.launcher.preempted import PREEMPTED
+from zmqtrain.run.preemption import PREEMPTED
 
 TASK = """
 import os, time, torch

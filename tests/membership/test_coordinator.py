@@ -23,6 +23,8 @@ from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.timeouts import Ladder
 
+pytestmark = pytest.mark.virtual_time
+
 LADDER = Ladder.of(20.0)
 
 
@@ -52,7 +54,7 @@ class Run:
         )
 
     def endpoint(self, peer: str, token: str = "secret") -> Node:
-        self.nodes.append(self.network.endpoint(peer, NetSettings(token=token, lost_s=0.1, drain_s=0.1, connect_s=1.0)))
+        self.nodes.append(self.network.endpoint(peer, NetSettings(token=token, lost_s=0.1, flush_s=0.1, connect_s=1.0)))
         return self.nodes[-1]
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.wire.tensor import TensorPayload
 
 TOKEN = "0123456789abcdef"
-LADDER = replace(Ladder.of(6.0), heartbeat_s=0.1, lost_s=0.5, drain_s=0.3)
+LADDER = replace(Ladder.of(6.0), heartbeat_s=0.1, lost_s=0.5, flush_s=0.3)
 
 
 def placement_of(workers: int, servers: int = 0) -> Placement:
@@ -56,7 +56,7 @@ class Run:
         environment = RoleEnvironment(peer, address or self.endpoint.address, token, timeout_s=6.0)
         known = RoleEnvironment.from_environ(environment.to_environ())
         assert known is not None
-        settings = replace(known.settings(), lost_s=LADDER.lost_s, heartbeat_s=LADDER.heartbeat_s, drain_s=LADDER.drain_s)
+        settings = replace(known.settings(), lost_s=LADDER.lost_s, heartbeat_s=LADDER.heartbeat_s, flush_s=LADDER.flush_s)
         self.nodes.append(await open_zeromq(peer, settings=settings))
         return self.nodes[-1]
 

@@ -65,7 +65,7 @@ async def test_who_has_finished_is_no_loss(world: World) -> None:
 
 async def test_to_finish_does_not_wait_for_room(world: World) -> None:
     """Nobody asks for the message, so that it could last for ever."""
-    a, b = await world.pair(window_bytes=64 * KIB, drain_s=0.05)
+    a, b = await world.pair(window_bytes=64 * KIB, flush_s=0.05)
     await a.send("b", ("x",), tensor(1, 60_000))
     await a.send("b", ("x",), tensor(2, 1_000_000))
     await a.finish(timeout=5.0)
@@ -192,7 +192,7 @@ async def test_only_one_side_needs_to_know_the_other(world: World) -> None:
 
 
 async def test_a_peer_that_never_comes(world: World) -> None:
-    a = await world.open("a", connect_s=0.1, drain_s=0.1)
+    a = await world.open("a", connect_s=0.1, flush_s=0.1)
     if world.name == "zeromq":
         a.add_peer("b", "tcp://127.0.0.1:1,1")
     waits = [asyncio.create_task(a.receive("b", ("x",))), asyncio.create_task(a.request("b", "x", timeout=5))]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from zmqtrain.errors import UsageError
 from zmqtrain.net.alarm import LoopAlarm, RealAlarm, real_alarm
-from zmqtrain.net.cards import TIMES, Cards
+from zmqtrain.net.nics import TIMES, Nics
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.paced import SLACK_S, PacedTransport
-from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan, SharedCards
+from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan, SharedNics
 from zmqtrain.net.transport import Frames, Receiver
 from zmqtrain.simulate.clock import run_virtual
 
@@ -63,7 +63,7 @@ class Below:
         self.closed = True
 
 
-#: Every host has a card each way: 2 * number to send, 2 * number + 1 to get.
+#: Every host has a NIC each way: 2 * number to send, 2 * number + 1 to get.
 HOSTS = ("a", "b", "c")
 
 
@@ -79,10 +79,10 @@ def shaping(host: str, *, rates: Sequence[float] = (RATE,) * 6, latency_s: float
 
 
 def paced(
-    below: Below, how: Shaping, cards: Cards | None = None, *, hold_bytes: int = 10**9, peers: Sequence[str] = ()
+    below: Below, how: Shaping, nics: Nics | None = None, *, hold_bytes: int = 10**9, peers: Sequence[str] = ()
 ) -> PacedTransport:
-    cards = cards or Cards([0.0] * (TIMES * len(how.rates)), how.rates)
-    transport = PacedTransport(below, how, cards=nullcontext(cards), hold_bytes=hold_bytes, farewell_s=1.0)
+    nics = nics or Nics([0.0] * (TIMES * len(how.rates)), how.rates)
+    transport = PacedTransport(below, how, nics=nullcontext(nics), hold_bytes=hold_bytes, farewell_s=1.0)
     for peer in peers:
         transport.connect(peer, "anywhere", b"route")
     return transport
@@ -233,14 +233,14 @@ TRAFFIC = st.lists(
 
 @settings(deadline=None)
 @given(TRAFFIC)
-def test_no_card_is_too_fast_and_none_mixes_up_an_order(traffic: list[tuple[int, int, int, int, float]]) -> None:
-    """Three hosts with three processes each, which share a card each way."""
+def test_no_nic_is_too_fast_and_none_mixes_up_an_order(traffic: list[tuple[int, int, int, int, float]]) -> None:
+    """Three hosts with three processes each, which share a NIC each way."""
 
     async def main() -> list[tuple[float, str, str, int, bytes]]:
-        cards = Cards([0.0] * 12, (RATE,) * 6)
+        nics = Nics([0.0] * 12, (RATE,) * 6)
         peers = [f"{name}/{number}" for name in HOSTS for number in range(3)]
         belows = {peer: Below() for peer in peers}
-        transports = {peer: paced(belows[peer], shaping(peer[0]), cards, peers=[p for p in peers if p != peer]) for peer in peers}
+        transports = {peer: paced(belows[peer], shaping(peer[0]), nics, peers=[p for p in peers if p != peer]) for peer in peers}
         for number, (source, hop, process, nbytes, pause) in enumerate(traffic):
             await asyncio.sleep(pause)
             peer, other = f"{HOSTS[source]}/{process}", f"{HOSTS[(source + 1 + hop % 2) % 3]}/{process}"
@@ -270,9 +270,9 @@ def test_no_card_is_too_fast_and_none_mixes_up_an_order(traffic: list[tuple[int,
 
 def test_flows_of_a_host_take_turns() -> None:
     async def main() -> None:
-        cards = Cards([0.0] * 12, (RATE,) * 6)
+        nics = Nics([0.0] * 12, (RATE,) * 6)
         below, other = Below(), Below()
-        one, two = paced(below, shaping("a"), cards, peers=["b/0", "c/0"]), paced(other, shaping("a"), cards, peers=["b/1"])
+        one, two = paced(below, shaping("a"), nics, peers=["b/0", "c/0"]), paced(other, shaping("a"), nics, peers=["b/1"])
         for _ in range(10):
             one.send("b/0", BULK, (b"x",), PIECE)
             one.send("c/0", BULK, (b"x",), PIECE)
@@ -288,9 +288,9 @@ def test_flows_of_a_host_take_turns() -> None:
 
 def test_a_busy_receiver_holds_up_nobody_else() -> None:
     async def main() -> None:
-        cards = Cards([0.0] * 12, (RATE, RATE, RATE, RATE / 100, RATE, RATE))
+        nics = Nics([0.0] * 12, (RATE, RATE, RATE, RATE / 100, RATE, RATE))
         below = Below()
-        transport = paced(below, shaping("a"), cards, hold_bytes=2 * PIECE, peers=["b/0", "c/0"])
+        transport = paced(below, shaping("a"), nics, hold_bytes=2 * PIECE, peers=["b/0", "c/0"])
         for _ in range(2):
             transport.send("b/0", BULK, (b"x",), PIECE)
         for _ in range(2):
@@ -316,11 +316,11 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
     back = Shaping.load(str(path), "b/0").way_to("a/0")
     assert back is not None
     assert back.down
-    shared, same = SharedCards(read.cards_file, read.rates), SharedCards(read.cards_file, read.rates)
-    with shared as cards:
-        assert cards.reserve(0, int(RATE), 1.0) == (1.0, 2.0)
-    with same as cards:
-        assert cards.reserve(0, int(RATE), 1.0) == (2.0, 3.0)
+    shared, same = SharedNics(read.nics_file, read.rates), SharedNics(read.nics_file, read.rates)
+    with shared as nics:
+        assert nics.reserve(0, int(RATE), 1.0) == (1.0, 2.0)
+    with same as nics:
+        assert nics.reserve(0, int(RATE), 1.0) == (2.0, 3.0)
     shared.close()
     same.close()
 

@@ -158,7 +158,7 @@ async def test_nothing_is_left_open() -> None:
     before = process.num_fds()
     for _ in range(10):
         async with opened(ZeroMQWorld) as world:
-            a, _b = await world.pair(drain_s=0.05)
+            a, _b = await world.pair(flush_s=0.05)
             pending = asyncio.create_task(a.receive("b", ("never",)))
             await a.send("b", ("unread",), tensor(1.0, 1_000_000))
         with pytest.raises(Exception, match="closed"):

@@ -30,7 +30,7 @@ FAST = NetSettings(
     lost_s=0.4,
     probe_s=0.05,
     heartbeat_s=0.1,
-    drain_s=2.0,
+    flush_s=2.0,
     farewell_s=0.05,
 )
 
@@ -236,9 +236,9 @@ class PacedWorld(ZeroMQWorld):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         path = ShapingPlan({}, {}, [WIRE]).write(Path(self.folder.name))
-        cards_file = Shaping.load(str(path), "a").cards_file
+        nics_file = Shaping.load(str(path), "a").nics_file
         way = LinkShape((0,), 0.0003)
-        self.shaping = Shaping("", _Same(lambda peer: peer), _Same(lambda _: way), [WIRE], cards_file)
+        self.shaping = Shaping("", _Same(lambda peer: peer), _Same(lambda _: way), [WIRE], nics_file)
 
     async def _open(self, peer: str, settings: NetSettings) -> Node:
         return await open_zeromq(peer, settings=replace(settings, shaping=replace(self.shaping, host=peer)))

@@ -17,7 +17,8 @@ from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Sent, Traffic, total
 from zmqtrain.parallel.placement import Placement
-from zmqtrain.parallel.shard import gather_state, shards_of, sum_gradients
+from zmqtrain.parallel.shard import gather_state, shards_of
+from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
 STEPS = 3

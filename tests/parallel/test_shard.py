@@ -20,7 +20,8 @@ from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Placement
 from zmqtrain.parallel.redistribute import redistribute
-from zmqtrain.parallel.shard import Shard, cut_state, gather_state, one_range, shards_of, sum_gradients
+from zmqtrain.parallel.shard import Shard, gather_state, one_range, shards_of
+from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 
@@ -118,7 +119,8 @@ def test_a_state_moves_between_grids(before: Grid, after: Grid) -> None:
         empty[0] = Convolution(empty[0], Site("0", grid, fabric))  # type: ignore[index,arg-type,operator]
         empty[2] = Linear(empty[2], Site("2", grid, fabric))  # type: ignore[index,arg-type,operator]
         shards = shards_of(empty, grid, fabric.rank)
-        empty.load_state_dict(cut_state(state, shards, fabric.rank))
+        row, _ = grid.place(fabric.rank)
+        empty.load_state_dict({name: shards[name].cut(whole, row) for name, whole in state.items()})
         return gather_state(empty.state_dict(), shards, fabric)
 
     state = original.state_dict()
@@ -179,8 +181,6 @@ def test_a_copy_of_a_divided_model_has_weights_of_its_own_and_the_same_connectio
     assert run_ranks(2, rank)[0] == [True, True]
 
 
-def test_a_state_of_another_model_is_refused() -> None:
-    model = nn.Linear(2, 3)
+def test_a_tensor_of_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match=r"layer fc: a tensor of shape \(3, 3\) where the whole one has \(3, 2\)"):
-        cut_state({"weight": torch.zeros(3, 3)}, {"weight": Shard("fc", (3, 2), (0,), (0,))}, 0)
-    assert set(cut_state(model.state_dict(), {}, 0)) == {"weight", "bias"}
+        Shard("fc", (3, 2), (0,), (0,)).cut(torch.zeros(3, 3), 0)

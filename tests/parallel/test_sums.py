@@ -8,8 +8,8 @@ from torch import nn
 
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.shard import shards_of, sum_gradients
-from zmqtrain.parallel.sums import GradientSums
+from zmqtrain.parallel.shard import shards_of
+from zmqtrain.parallel.sums import GradientSums, sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 
@@ -30,20 +30,24 @@ def gradients(layers: nn.Module) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_same_sums_step_by_step(overlap: bool) -> None:
     def run(fabric: ThreadFabric) -> None:
-        mine, other = model(), model()
+        mine, plain, everybody = model().double(), model().double(), model().double()
         shards = shards_of(mine, Grid(1, 3), fabric.rank)
         sums = GradientSums(mine, fabric, shards, overlap=overlap)
         for step in range(2):
-            x = torch.full((2, 4), float(fabric.rank + step + 1))
-            for layers in (mine, other):
+            inputs = [torch.full((2, 4), float(rank + step + 1), dtype=torch.float64) for rank in range(3)]
+            everybody.zero_grad()
+            for x in inputs:
+                everybody(x).sum().backward()
+            for layers in (mine, plain):
                 layers.zero_grad()
-                layers(x).sum().backward()
+                layers(inputs[fabric.rank]).sum().backward()
             sums.finish()
-            sum_gradients(other, fabric, shards)
-            for one, two in zip(gradients(mine), gradients(other), strict=True):
-                assert (one is None) == (two is None)
-                if one is not None and two is not None:
-                    torch.testing.assert_close(one, two)
+            sum_gradients(plain, fabric, shards)
+            for layers in (mine, plain):
+                for one, two in zip(gradients(layers), gradients(everybody), strict=True):
+                    assert (one is None) == (two is None)
+                    if one is not None and two is not None:
+                        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
     _, world = run_ranks(3, run)
     counted = {(label.layer, label.term) for traffic in world.traffic for label in traffic.messages}

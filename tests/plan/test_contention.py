@@ -1,4 +1,4 @@
-"""Groups in each other's way: cards that are shared, lines, and rounds of whole groups."""
+"""Groups in each other's way: NICs that are shared, lines, and rounds of whole groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from zmqtrain.plan.contention import Fc, Shared, Work, update_s
 from zmqtrain.plan.overlapped import BucketWay, LayerLoad, buckets_of, cycle_s
-from zmqtrain.plan.queues import Card, Life, Line, Queues
+from zmqtrain.plan.queues import Life, Line, Nic, Queues
 from zmqtrain.plan.variation import Variation
 
 LOADS = [LayerLoad(str(number), 100.0, 1.0, 2.0) for number in range(4)]
@@ -19,13 +19,13 @@ def once(chance: random.Random) -> float:
     return 1.0
 
 
-def test_who_uses_a_card_at_the_same_time_shares_it() -> None:
+def test_who_uses_a_nic_at_the_same_time_shares_it() -> None:
     queues, ends = Queues(), {}
-    card = Card(queues)
+    nic = Nic(queues)
 
     def flow(name: str, begins: float, nbytes: float, alone: float) -> Life:
         yield queues.sleep(begins)
-        yield card.carry(nbytes, alone, 1.0)
+        yield nic.carry(nbytes, alone, 1.0)
         ends[name] = queues.now
 
     # Alone for 2, then two with half each; a third is slower by itself than its share.
@@ -71,7 +71,7 @@ def test_groups_whose_cards_are_free_do_not_wait() -> None:
     assert update_s([work] * 4, Shared(0.0), once) == pytest.approx(alone / 4)
 
 
-def test_a_card_that_is_always_busy_limits() -> None:
+def test_a_nic_that_is_always_busy_limits() -> None:
     """Four groups, 400 bytes each: however they arrange themselves, an update takes as long as its bytes do."""
     work = Work(LOADS, BUCKETS, BucketWay(push_byte_s=0.04, read_byte_s=0.04))
     varies = Variation("normal", 0.1)

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.networks import LINK, alexnet, conv, small
-from zmqtrain.parallel.grid import Grid
-from zmqtrain.plan.costs import (
-    Paper,
+from tests.plan.equations import (
     batch_over_model,
     break_even_batch,
     integrated,
@@ -21,6 +18,9 @@ from zmqtrain.plan.costs import (
     pure_model,
     redistribution,
 )
+from tests.plan.networks import LINK, alexnet, conv, small
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.layers import stages
 from zmqtrain.plan.link import LayerCost, Link
 from zmqtrain.plan.placed import Placed, change

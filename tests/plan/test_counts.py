@@ -13,7 +13,7 @@ from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.modelled import without_content
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
-from zmqtrain.parallel.shard import sum_gradients
+from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.plan.counted import counted, predicted
 from zmqtrain.plan.layers import Stage, stages
 from zmqtrain.plan.link import Link

@@ -64,7 +64,7 @@ def test_predicted_beside_simulated(tmp_path: Path, network: str, shards: int, w
     """Workers on hosts of their own, and servers on others. Times vary a little, as they do: groups that begin together would
     otherwise send together for ever.
 
-    Where the network counts as much as computing, groups get in each other's way before a card is full."""
+    Where the network counts as much as computing, groups get in each other's way before a NIC is full."""
     profile = tmp_path / "even.json"
     profile.write_text(json.dumps(EVEN))
     sections: dict[str, Any] = {
@@ -89,11 +89,11 @@ def _simulated(topology: Topology) -> Any:
     return link_of(paper)
 
 
-def test_the_servers_card_limits_many_groups() -> None:
+def test_the_servers_nic_limits_many_groups() -> None:
     model = variants(topology_of("alexnet", hosts=5), source_of(topology_of("alexnet", hosts=5)).layers)["as it is"]
     found = {each.groups: each for each in efficiencies(model)}
     nbytes = sum(load.nbytes for load in model.loads)
-    assert found[4].bottleneck == "the servers' network cards"
+    assert found[4].bottleneck == "the servers' NICs"
     assert found[4].seconds == pytest.approx(
         nbytes * 8 / 10e9, rel=0.1
     )  # one model into the server an update, whatever the group's size
@@ -101,7 +101,7 @@ def test_the_servers_card_limits_many_groups() -> None:
     two = topology_of("alexnet", hosts=6, exchange={"shards": 2})
     halved = efficiency(OurRuntime(two, model.loads, model.link).step(4))
     stations = {station.name: station.seconds for station in halved.step.stations}
-    assert stations["the servers' network cards"] == pytest.approx(found[4].seconds / 2)
+    assert stations["the servers' NICs"] == pytest.approx(found[4].seconds / 2)
 
 
 def test_a_group_on_one_host_needs_no_network_inside() -> None:
@@ -111,8 +111,8 @@ def test_a_group_on_one_host_needs_no_network_inside() -> None:
         for topology in (topology_of("alexnet", hosts=5), topology_of("alexnet", hosts=2, slots=4))
     )
     assert together.path_s < apart.path_s
-    cards = {each.name: each.seconds for each in apart.stations}
-    assert cards["the workers' network cards"] > cards["the servers' network cards"]
+    nics = {each.name: each.seconds for each in apart.stations}
+    assert nics["the workers' NICs"] > nics["the servers' NICs"]
 
 
 def test_a_merged_fc_server_takes_its_bytes_off_the_wire() -> None:
@@ -136,7 +136,7 @@ def several(servers: int, groups: int, **sections: Any) -> Topology:
 @pytest.mark.parametrize(("servers", "groups"), [(1, 4), (2, 1), (2, 4), (4, 2)])
 def test_fc_servers_that_divide_the_layers_beside_simulated_ones(servers: int, groups: int) -> None:
     """On a network where what they send each other counts for more than what they compute. Within 6 %: messages of a turn are taken
-    to share cards evenly with activations, however many there are of either."""
+    to share NICs evenly with activations, however many there are of either."""
     network = {"bandwidth": "1 Gbit/s", "latency": "50 us"}
     topology = several(servers, groups, network=network, compute={"noise": {"kind": "normal", "spread": 0.03}})
     predicted = efficiency(variants(topology, source_of(topology).layers)["as it is"].step(groups))
@@ -145,7 +145,7 @@ def test_fc_servers_that_divide_the_layers_beside_simulated_ones(servers: int, g
 
 @pytest.mark.parametrize(("groups", "size", "pipeline", "bandwidth"), [(4, 2, 2, "1 Gbit/s"), (3, 4, 3, "10 Gbit/s")])
 def test_groups_that_take_turns_beside_simulated_ones(groups: int, size: int, pipeline: int, bandwidth: str) -> None:
-    """Cards nearly full, and the slots always busy: then within 10 %, else within 5 %."""
+    """NICs nearly full, and the slots always busy: then within 10 %, else within 5 %."""
     compute = {"groups": groups, "group_size": size, "pipeline": pipeline, "noise": {"kind": "normal", "spread": 0.03}}
     network = {"bandwidth": bandwidth, "latency": "50 us"}
     topology = topology_of(
@@ -159,12 +159,12 @@ def test_a_turn_of_several_fc_servers() -> None:
     """1,000 bytes come in, layers pass 400 to each other, and all of it takes 8 s to compute."""
     merged = MergedFc(0, 8.0, 1000.0, (400.0,), update_s=2.0)
     alone, two, four = (FcTurn.of(merged, place(several(servers, 1)), Link(0.1, 0.001)) for servers in (1, 2, 4))
-    assert (alone.whole_s(Link(0.1, 0.001)), alone.cards) == (10.0, ())
+    assert (alone.whole_s(Link(0.1, 0.001)), alone.nics) == (10.0, ())
     # Half of 400 bytes each way before the second layer and back, the activations' gradients by `doubling`: 1,000 to each other.
     assert (two.compute_s, two.update_s, two.tell_bytes, two.exchange_bytes) == (4.0, 1.0, 1000.0, 200 + 200 + 1000)
     assert two.latency_s == pytest.approx(0.4)
     assert two.whole_s(Link(0.1, 0.001)) == pytest.approx(1.0 + 1.4 + 0.4 + 4.0 + 1.0)
-    assert set(two.cards) == {("h6", 2400.0), ("h5", 2400.0)}
+    assert set(two.nics) == {("h6", 2400.0), ("h5", 2400.0)}
     assert (four.compute_s, four.tell_bytes) == (2.0, 3000.0)
     one_host = Topology.from_dict(
         {"job": {}, "hosts": [{"name": "a", "slots": 1}, {"name": "b", "slots": 8}],
@@ -319,5 +319,5 @@ def test_printed_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert "4 workers in groups, each with batches of 128: asynchronous, as the file has it" in shown
     assert "g*: more are no faster" in shown
-    assert "the servers' network cards" in shown
+    assert "the servers' NICs" in shown
     assert "4 slots, 2 groups on each that take turns (pipeline = 2), each with batches of 128: the same" in shown

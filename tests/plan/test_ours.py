@@ -156,15 +156,15 @@ def test_processes_of_one_host_send_nothing() -> None:
     assert Ours(per_host=4).layer(layers[5], Placed("batch", Grid(1, 4)), 64, first=False).dw.memory_bytes == 5 * 4 * 37_748_736
 
 
-def test_hosts_add_up_first_and_share_their_card() -> None:
-    """8 processes on 2 hosts: a slice of a quarter each, between 2 hosts; a card carries all four."""
+def test_hosts_add_up_first_and_share_their_nic() -> None:
+    """8 processes on 2 hosts: a slice of a quarter each, between 2 hosts; a NIC carries all four."""
     stage = alexnet()[5]
     cost = Ours(per_host=4).layer(stage, Placed("batch", Grid(1, 8)), 64, first=False).dw
     assert cost.nbytes == 4 * stage.weights / 4
-    assert cost.card_bytes == 4 * stage.weights
+    assert cost.nic_bytes == 4 * stage.weights
     rows = Ours(per_host=4).layer(stage, Placed("model", Grid(2, 4)), 64, first=False, last=True)
     assert rows.dw.nbytes == 0  # a row is on one host
-    assert rows.all_gather.card_bytes == 4 * rows.all_gather.nbytes  # four columns at once
+    assert rows.all_gather.nic_bytes == 4 * rows.all_gather.nbytes  # four columns at once
 
 
 def test_recurrent_layers_send_a_message_a_position() -> None:

@@ -17,13 +17,15 @@ from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
 from tests.resume.draws import DONE, KILL, PREEMPT, Draw, Interruption, draw
-from zmqtrain.launcher.preempted import PREEMPTED
+from zmqtrain.run.preemption import PREEMPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 #: More of them would only wait for each other.
 MOST_ROLES = 4
+#: The drawn ones have this number and the following.
+FIRST_DRAW = int(os.environ.get("ZMQTRAIN_FIRST_DRAW", "5000"))
 #: Steps of a run in processes, for each of a draw's: long enough to be interrupted.
 LONGER = 4
 TASK = """
@@ -74,7 +76,7 @@ def _drawn() -> list[Draw]:
     wanted = int(os.environ.get("ZMQTRAIN_PROCESS_DRAWS", "0"))
     if not wanted:
         return [draw(seed) for seed in SHOWN]
-    return list(islice((each for each in map(draw, count(5000)) if _roles(each) <= MOST_ROLES), wanted))
+    return list(islice((each for each in map(draw, count(FIRST_DRAW)) if _roles(each) <= MOST_ROLES), wanted))
 
 
 def _roles(drawn: Draw) -> int:

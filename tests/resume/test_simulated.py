@@ -1,7 +1,8 @@
 """A run that is killed or preempted at any moment goes on from its newest checkpoint as if nothing had been.
 
-Runs are drawn (`tests.resume.draws`): a few dozen here, and as many as ``ZMQTRAIN_DRAWS`` says where it is set. The world is
-simulated, and torch computes. A failure names its draw: ``pytest "tests/resume/test_simulated.py::test_...[17]"`` repeats it.
+Runs are drawn (`tests.resume.draws`): a few here, or as many as ``ZMQTRAIN_DRAWS`` says, from number ``ZMQTRAIN_FIRST_DRAW`` on
+(0 where it is not set). The world is simulated, and torch computes. A failure names its draw, and
+``pytest "tests/resume/test_simulated.py::test_...[17]"`` repeats it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from zmqtrain.simulate.faults import kill
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "16"))
+FIRST_DRAW = int(os.environ.get("ZMQTRAIN_FIRST_DRAW", "0"))
 FEATURES = 5
 #: Parameters of each layer that has any.
 LAYERS = {"1": (FEATURES + 1) * 7, "2": 7 * 2, "4": 8 * 4, "5": 5 * 3}
@@ -163,7 +165,7 @@ def interrupted(folder: Path, drawn: Draw, what: Interruption, resume: Path | No
     return Ran(folder, drawn, steps=steps, resume=resume, **how)
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("seed", range(FIRST_DRAW, FIRST_DRAW + DRAWS))
 def test_a_run_goes_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None:
     drawn = draw(seed)
     whole = Ran(tmp_path / "whole", drawn, steps=drawn.steps, resume=None)

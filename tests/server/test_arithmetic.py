@@ -20,6 +20,8 @@ from zmqtrain.server.shard import GroupSum, HeldPiece
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
+pytestmark = pytest.mark.virtual_time
+
 #: Parameters fall by the gradient, so with integers all sums are exact.
 SUBTRACT = partial(torch.optim.SGD, lr=1.0)
 

@@ -10,6 +10,8 @@ import torch
 from tests.server.world import LinearReplica, World, train
 from zmqtrain.errors import CheckpointError
 
+pytestmark = pytest.mark.virtual_time
+
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

@@ -11,6 +11,8 @@ import torch
 from tests.precision import close
 from tests.server.world import LinearReplica, World, one_process, train
 
+pytestmark = pytest.mark.virtual_time
+
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.01)
 ADAM = partial(torch.optim.Adam, lr=0.01)
 OTHERS = {

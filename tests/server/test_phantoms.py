@@ -26,6 +26,8 @@ from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
+pytestmark = pytest.mark.virtual_time
+
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 
 from zmqtrain.exchange.base import OptimizerSpec
@@ -20,6 +21,8 @@ from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.model_server import ModelServer, ServerSettings
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
+
+pytestmark = pytest.mark.virtual_time
 
 WORKERS = ("worker/0", "worker/1")
 CONFIGURATION = Configuration(

@@ -13,7 +13,7 @@ from torch import nn
 from tests.simulate.test_training import Recipe, topology_of
 from zmqtrain.simulate.faults import Fault, kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
-from zmqtrain.train.checkpoint import Checkpoint, RunShape, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, RunShape, find_checkpoints
 
 STEPS = 40
 GOSSIP = {"kind": "gossip", "staleness": "async"}

@@ -42,7 +42,7 @@ def test_the_last_parameters_arrive_however_long_they_take() -> None:
         }
     )
     seconds = 4 * 250 * 251 * 8 / 950e3
-    assert seconds > Ladder.of(20.0).drain_s
+    assert seconds > Ladder.of(20.0).flush_s
     result = simulate(topology, options=Options(task=task))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     first, *others = models

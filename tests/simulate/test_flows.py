@@ -31,8 +31,8 @@ def test_what_one_cannot_use_the_others_get() -> None:
 
 
 def test_a_flow_that_ends_leaves_its_share_and_what_was_sent_counts() -> None:
-    card = Resource("card", 10.0)
-    table, one, other = FlowTable(), Flow((card,)), Flow((card,))
+    nic = Resource("NIC", 10.0)
+    table, one, other = FlowTable(), Flow((nic,)), Flow((nic,))
     table.start(one, 20.0, 0.0)
     table.start(other, 100.0, 0.0)
     table.balance(0.0)
@@ -44,8 +44,8 @@ def test_a_flow_that_ends_leaves_its_share_and_what_was_sent_counts() -> None:
 
 
 def test_the_next_message_of_a_flow_changes_nobody() -> None:
-    card = Resource("card", 10.0)
-    table, one, other = FlowTable(), Flow((card,)), Flow((card,))
+    nic = Resource("NIC", 10.0)
+    table, one, other = FlowTable(), Flow((nic,)), Flow((nic,))
     table.start(one, 20.0, 0.0)
     table.start(other, 100.0, 0.0)
     table.balance(0.0)
@@ -55,15 +55,15 @@ def test_the_next_message_of_a_flow_changes_nobody() -> None:
 
 
 def test_a_resource_that_changes_its_capacity() -> None:
-    card = Resource("card", 10.0)
-    table, flow = FlowTable(), Flow((card,))
+    nic = Resource("NIC", 10.0)
+    table, flow = FlowTable(), Flow((nic,))
     table.start(flow, 100.0, 0.0)
     table.balance(0.0)
-    table.resize(card, 5.0)
+    table.resize(nic, 5.0)
     table.balance(2.0)
     assert flow.finishes_at == 18.0
-    with pytest.raises(ValueError, match="card cannot carry 0"):
-        table.resize(card, 0.0)
+    with pytest.raises(ValueError, match="NIC cannot carry 0"):
+        table.resize(nic, 0.0)
 
 
 def test_without_a_limit_it_takes_no_time() -> None:

@@ -24,7 +24,7 @@ from zmqtrain.wire.value import ValuePayload
 
 GIGABIT = NetworkModel(bandwidth=1e9, way=Way(200e-6))
 MB = 250_000  # elements of float32 in a megabyte
-QUICK = NetSettings(lost_s=10.0, drain_s=0.5)
+QUICK = NetSettings(lost_s=10.0, flush_s=0.5)
 
 
 def on(model: NetworkModel, main: Callable[[SimulatedNetwork], Coroutine[Any, Any, Any]], seed: int = 1) -> Any:
@@ -72,21 +72,21 @@ def test_without_figures_nothing_takes_any_time() -> None:
 
 
 class TestSharing:
-    """Cards, racks and links are shared fairly."""
+    """NICs, racks and links are shared fairly."""
 
     async def _both(self, network: SimulatedNetwork, pairs: list[tuple[Node, Node]], megabytes: float = 10) -> list[float]:
         for number, (source, target) in enumerate(pairs):
             await transfer(source, target, 0.001, f"greetings {number}")
         return list(await asyncio.gather(*(transfer(a, b, megabytes, f"x{n}") for n, (a, b) in enumerate(pairs))))
 
-    def test_senders_to_one_host_share_its_card(self) -> None:
+    def test_senders_to_one_host_share_its_nic(self) -> None:
         async def main(network: SimulatedNetwork) -> list[float]:
             hosts = [network.endpoint(f"p{n}", f"h{n}") for n in range(4)]
             return await self._both(network, [(hosts[n], hosts[3]) for n in range(3)])
 
         assert on(GIGABIT, main) == pytest.approx([3 * 0.08] * 3, rel=0.01)
 
-    def test_processes_of_a_host_share_its_card(self) -> None:
+    def test_processes_of_a_host_share_its_nic(self) -> None:
         async def main(network: SimulatedNetwork) -> list[float]:
             sources = [network.endpoint(f"s{n}", "one") for n in range(2)]
             targets = [network.endpoint(f"t{n}", f"h{n}") for n in range(2)]
@@ -102,7 +102,7 @@ class TestSharing:
         assert on(GIGABIT, main) == pytest.approx([0.08] * 2, rel=0.01)
 
     def test_a_racks_uplink(self) -> None:
-        """Two hosts of a rack send to another rack at once: each gets half of the uplink; within the rack all of its card."""
+        """Two hosts of a rack send to another rack at once: each gets half of the uplink; within the rack all of its NIC."""
         hosts = {f"r{rack}h{n}": HostLink(1e9, 0.0, f"rack{rack}") for rack in range(2) for n in range(3)}
         model = NetworkModel(
             bandwidth=1e9, way=Way(100e-6), hosts=hosts, racks={f"rack{n}": RackLink(1e9, 50e-6) for n in range(2)}
@@ -113,7 +113,7 @@ class TestSharing:
             pairs = [("r0h0", "r1h0"), ("r0h1", "r1h1"), ("r0h2", "r0h1")]
             return await self._both(network, [(nodes[a], nodes[b]) for a, b in pairs])
 
-        # The third one's way ends at a card whose other direction alone is in use.
+        # The third one's way ends at a NIC whose other direction alone is in use.
         assert on(model, main) == pytest.approx([0.16, 0.16, 0.08], rel=0.01)
 
     def test_a_slow_link_beside_fast_ones(self) -> None:
@@ -123,7 +123,7 @@ class TestSharing:
             one, two, three = (network.endpoint(name, name) for name in ("one", "two", "three"))
             return await self._both(network, [(one, two), (two, one), (one, three)])
 
-        # What the slow one does not use of the card goes to the other.
+        # What the slow one does not use of the NIC goes to the other.
         assert on(model, main) == pytest.approx([0.8, 0.08, 0.08 / 0.9], rel=0.03)
 
     def test_a_message_of_one_packet_passes_a_long_one(self) -> None:

@@ -172,7 +172,7 @@ def test_slow_links_make_a_slow_run(profile: str) -> None:
         assert result.ending.status == "done"
         seconds.append(result.seconds)
     assert seconds[1] > seconds[0]
-    # 12 steps of 4 times 80 kB in each direction over one card of 10 Mbit/s, but for what does not leave its host
+    # 12 steps of 4 times 80 kB in each direction over one NIC of 10 Mbit/s, but for what does not leave its host
     assert seconds[1] > 12 * 3 * 80e3 * 8 / 10e6
 
 

@@ -236,4 +236,4 @@ def test_the_ladder_rises() -> None:
         seconds = {rung.name: rung.seconds for rung in rungs}
         assert all(rung.purpose for rung in rungs)
         assert seconds["heartbeat"] * 4 <= seconds["lost"] < seconds["request"] < seconds["join"] < seconds["barrier"]
-        assert seconds["drain"] <= seconds["grace"] <= seconds["lost"]
+        assert seconds["flush"] <= seconds["grace"] <= seconds["lost"]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
-from zmqtrain.train.gates import Gate, Gates
+from zmqtrain.train.bucket_machine import BucketMachine, Do, State
+from zmqtrain.train.gates import Gates
 
 
 class Waiting:
@@ -37,39 +38,47 @@ def waiting() -> Waiting:
 
 
 @pytest.fixture
-def gates(waiting: Waiting) -> Gates:
-    return Gates(3, 5.0, condition=waiting, clock=lambda: waiting.now)
+def machine() -> BucketMachine:
+    """Its three buckets are the exchange's."""
+    machine = BucketMachine(["a", "b", "c"])
+    machine.begin_backward(last=True)
+    machine.end_backward()
+    machine.hand_over()
+    return machine
 
 
-def test_an_open_gate_takes_no_time(gates: Gates) -> None:
-    assert [gates.take(index) for index in range(len(gates))] == [0.0] * 3
+@pytest.fixture
+def gates(machine: BucketMachine, waiting: Waiting) -> Gates:
+    return Gates(machine, 5.0, condition=waiting, clock=lambda: waiting.now)
 
 
-def test_a_closed_gate_takes_the_time_until_the_bucket_arrives(gates: Gates, waiting: Waiting) -> None:
-    gates.close(1)
-    waiting.meanwhile = lambda: gates.arrive(1)
-    assert gates.take(1) == 0.25
-    assert gates.state(1) is Gate.OPEN
+def test_an_open_gate_takes_no_time(gates: Gates, waiting: Waiting) -> None:
+    gates.all_answered()
+    assert [gates.take(index) for index in range(3)] == [([Do.FETCH, Do.FORGET], 0.0)] * 3
+    assert [gates.take(index) for index in range(3)] == [((), 0.0)] * 3
+    assert waiting.now == 0.0
+
+
+def test_a_closed_gate_takes_the_time_until_the_answer(gates: Gates, machine: BucketMachine, waiting: Waiting) -> None:
+    waiting.meanwhile = lambda: gates.answered(1)
+    assert gates.take(1) == ([Do.FETCH, Do.FORGET], 0.25)
+    assert machine.state(1) is State.OPEN
     assert waiting.notified == 1
 
 
-def test_what_arrived_before_takes_no_time(gates: Gates) -> None:
-    gates.close(2)
-    gates.arrive(2)
-    assert gates.state(2) is Gate.ARRIVED
-    assert gates.take(2) == 0.0
+def test_what_was_answered_before_takes_no_time(gates: Gates, machine: BucketMachine) -> None:
+    gates.answered(2)
+    assert machine.state(2) is State.ANSWERED
+    assert gates.take(2)[1] == 0.0
 
 
 def test_another_bucket_opens_nothing(gates: Gates, waiting: Waiting) -> None:
-    gates.close(0)
-    gates.close(1)
-    waiting.meanwhile = lambda: gates.arrive(1)
-    with pytest.raises(PeerTimeoutError, match="the parameters of bucket 0"):
+    waiting.meanwhile = lambda: gates.answered(1)
+    with pytest.raises(PeerTimeoutError, match=r"the exchange.*the parameters of bucket 0"):
         gates.take(0)
 
 
 def test_aborting_ends_waits_now_and_later(gates: Gates, waiting: Waiting) -> None:
-    gates.close(0)
     first, second = (
         PeerLostError("worker/1", "gone", waiting_for="a bucket"),
         PeerLostError("worker/2", "gone", waiting_for="a bucket"),
@@ -84,3 +93,4 @@ def test_aborting_ends_waits_now_and_later(gates: Gates, waiting: Waiting) -> No
         with pytest.raises(PeerLostError) as caught:
             gates.take(index)
         assert caught.value is first
+    assert waiting.notified == 2

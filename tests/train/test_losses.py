@@ -21,7 +21,7 @@ from zmqtrain.data.loader import Batch
 from zmqtrain.errors import NonFiniteLossError
 from zmqtrain.events import NullRecorder
 from zmqtrain.exchange.base import Optimize
-from zmqtrain.train.checkpoint import Checkpoint
+from zmqtrain.train.checkpoint.folder import Checkpoint
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.step import StepSettings, TrainStep

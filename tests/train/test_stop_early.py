@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_merged import merged, recipe_of, whole
+from tests.merged_fc.test_training import merged, recipe_of, whole
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import ConnectivityError, ProtocolError
 from zmqtrain.membership.common_stop import StopPoint, stop_together
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},

@@ -16,7 +16,7 @@ from tests.precision import close
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
 from zmqtrain.data.partition import Partition
 from zmqtrain.errors import CheckpointError, NonFiniteLossError, TaskError, UsageError
-from zmqtrain.train.checkpoint import Checkpoint, find_checkpoints
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 from zmqtrain.train.random_state import seed_everything
 
 ADAM = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01)}

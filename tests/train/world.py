@@ -16,17 +16,16 @@ from torch.utils.data import TensorDataset
 
 from zmqtrain.arena import Arena, Region
 from zmqtrain.events import EventValue
-from zmqtrain.membership.client import Membership
-from zmqtrain.membership.context import RoleContext
-from zmqtrain.membership.coordinator import Coordinator
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.run.assembly import Assembly
+from zmqtrain.run.enter import enter, live_without_agent
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
 from zmqtrain.train.device.base import Device
-from zmqtrain.train.role import run_role
 from zmqtrain.train.task import Task
 
 
@@ -96,42 +95,29 @@ async def run(
     ``region``: memory that all roles share. ``meanwhile``: what the launcher does, with the coordinator's endpoint.
     """
     network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
-    endpoint = network.endpoint("coordinator")
-    coordinator = Coordinator(endpoint, placement, ladder, agents=False)
-    if folder is None:
-        topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
-    collector = CheckpointCollector.of(endpoint, folder or Path("/nonexistent"), topology, placement, resume=resume, model=folder)
+    endpoint = network.endpoint(COORDINATOR)
+    description = RunDescription(topology, placement, "", resume=None if resume is None else str(resume))
+    assembly = Assembly(endpoint, description, checkpoints=folder, model=folder, agents=False)
     result = Run()
     peers = [each.peer for each in placement.roles]
 
     async def role(peer: str) -> None:
         own = network.endpoint(peer)
+        arena = None if region is None else Arena.join(region.path, peers.index(peer))
+        computes = not peer.startswith("server")
         try:
-            membership = await Membership.join(own, coordinator_address=endpoint.address, ladder=ladder)
             recorder = result.recorders[peer]
-            arena = None if region is None else Arena.join(region.path, peers.index(peer))
-            context = RoleContext(own, membership, placement.role(peer), placement, topology, ladder, recorder)
-            context = replace(context, arena=arena, make_device=make_device)
-            try:
-                computes = not peer.startswith("server")
-                await run_role(context, task=task(peer) if task is not None and computes else None)
-                await membership.leave()
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                result.errors[peer] = error
-                await membership.fail(
-                    {
-                        "error": type(error).__name__,
-                        "message": str(error),
-                        "verdict": getattr(error, "verdict", "internal"),
-                        "exit_code": getattr(error, "exit_code", 1),
-                        "consequence": getattr(error, "consequence", False),
-                    }
-                )
+            entering = enter(own, endpoint.address, ladder, arena=arena, description=assembly.description, recorder=recorder)
+            async with entering as (context, _):
+                context = replace(context, make_device=make_device)
+                await live_without_agent(context, task(peer) if task is not None and computes else None)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            result.errors[peer] = error
         finally:
             await own.close()
 
     async with asyncio.TaskGroup() as tasks:
-        background = [tasks.create_task(coordinator.run()), tasks.create_task(collector.run())]
+        background: list[asyncio.Task[Any]] = [tasks.create_task(assembly.run())]
         if meanwhile is not None:
             background.append(tasks.create_task(meanwhile(endpoint, result)))
         await asyncio.gather(*(role(r.peer) for r in placement.roles))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena
-from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.train.bucket_machine import BucketMachine, Do
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
+from zmqtrain.train.gates import Gates
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -37,29 +40,33 @@ class DdpReplica:
             ],
             bucket_bytes,
         )
-        self._optimizer, self._share, self._timeout_s = optimizer, 1.0 / group_size, timeout_s
-        self._places: dict[int, tuple[int, Tensor]] = {}  # parameter -> its bucket, and where its gradient goes
-        self._parameters: list[tuple[Tensor, Tensor]] = []  # the model's own, and the copy that the servers write
-        self._missing: list[set[int]] = [{id(named[name]) for name in plan.names} for plan in plans]
-        self._waiting = [set(missing) for missing in self._missing]
-        self._next = 0
+        self._optimizer, self._share = optimizer, 1.0 / group_size
+        self._places: dict[int, tuple[int, str, Tensor]] = {}  # parameter -> its bucket, its name, and where its gradient goes
+        self._parameters: list[list[tuple[Tensor, Tensor]]] = []  # bucket -> the model's own, and the copies that servers write
+        self._machine = BucketMachine([plan.names for plan in plans])
+        self._gates = Gates(
+            self._machine,
+            timeout_s,
+            condition=threading.Condition(),
+            clock=time.monotonic,
+            peer="the model servers",
+            setting=SETTING,
+        )
         buckets = []
         allocate = allocate_in(arena)
         for index, plan in enumerate(plans):
             dtype = named[plan.names[0]].dtype
             parameters, gradients = allocate(plan.numel, dtype), allocate(plan.numel, dtype)
+            self._parameters.append([])
             for name, start, stop in zip(plan.names, plan.offsets, plan.offsets[1:], strict=False):
                 parameter = named[name]
                 parameters[start:stop].view(parameter.shape).copy_(parameter.detach())
-                self._parameters.append((parameter, parameters[start:stop].view(parameter.shape)))
-                self._places[id(parameter)] = index, gradients[start:stop].view(parameter.shape)
+                self._parameters[index].append((parameter, parameters[start:stop].view(parameter.shape)))
+                self._places[id(parameter)] = index, name, gradients[start:stop].view(parameter.shape)
             buckets.append(Bucket(index, TensorPayload.of(parameters), TensorPayload.of(gradients), plan.group, plan.names))
         self.buckets: Sequence[Bucket] = buckets
         self._steps = 0
         self._begun = False
-        self._ready = 0
-        self._all_ready = threading.Event()
-        self._error: BaseException | None = None
 
     def connect(self, loop: asyncio.AbstractEventLoop, exchange: Exchange) -> None:
         self._loop, self._exchange = loop, exchange
@@ -79,13 +86,10 @@ class DdpReplica:
         return finite
 
     def parameters_ready(self, bucket: Bucket) -> None:
-        self._ready += 1
-        if self._ready == len(self.buckets):
-            self._all_ready.set()
+        self._gates.answered(bucket.index)
 
     def abort(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._all_ready.set()
+        self._gates.abort(error)
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
@@ -93,37 +97,44 @@ class DdpReplica:
     # For the caller's threads.
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A gradient is there: this rank's, averaged with nobody's. Complete buckets go on their way, in order."""
+        """A gradient is there: this rank's, averaged with nobody's. Complete buckets go on their way, in order.
+
+        Raises `TaskError` where it has come before in this step: its bucket may have left."""
         if not self._begun:
             # Now, and not after the step before: a schedule has moved on since.
-            self._begun, self._ready = True, 0
-            self._all_ready.clear()
+            self._begun = True
+            self._machine.begin_backward(last=True)
             step, self._steps = self._steps, self._steps + 1
             self._loop.call_soon_threadsafe(self._exchange.begin_step, step)
-        index, place = self._places[id(parameter)]
+        index, name, place = self._places[id(parameter)]
+        try:
+            complete = self._machine.gradient(index, name)
+        except ValueError:
+            raise TaskError(
+                f"the parameter {name!r} got its gradient twice in one step, so the first one may have left: call "
+                "ModelServers.step() after each backward, and put the backwards that only add to gradients within no_sync()"
+            ) from None
         place.copy_(gradient)
         if self._share != 1.0:
             place.mul_(self._share)
-        self._waiting[index].discard(id(parameter))
-        while self._next < len(self.buckets) and not self._waiting[self._next]:
-            self._loop.call_soon_threadsafe(self._exchange.bucket_ready, self.buckets[self._next])
-            self._next += 1
+        if complete:
+            for do, ready in self._machine.hand_over():
+                if do is Do.HAND_OVER:
+                    self._loop.call_soon_threadsafe(self._exchange.bucket_ready, self.buckets[ready])
 
     async def finish_step(self) -> None:
         """Until all parameters are there."""
-        if not self._begun or self._next < len(self.buckets):
+        if not self._begun or not self._machine.all_handed_over:
             raise RuntimeError("ModelServers.step() comes after loss.backward(), and not within no_sync()")
         await self._exchange.end_step()
         await self._exchange.settle()
-        self._begun, self._next = False, 0
-        self._waiting = [set(missing) for missing in self._missing]
+        self._begun = False
 
     def take(self) -> None:
         """The model's parameters become the servers'."""
-        if not self._all_ready.wait(self._timeout_s):
-            raise PeerTimeoutError("the model servers", "parameters", self._timeout_s, SETTING)
-        if self._error is not None:
-            raise self._error
-        with torch.no_grad():
-            for parameter, copy in self._parameters:
-                parameter.copy_(copy)
+        for index, parameters in enumerate(self._parameters):
+            todo, _ = self._gates.take(index)
+            if Do.FETCH in todo:
+                with torch.no_grad():
+                    for parameter, copy in parameters:
+                        parameter.copy_(copy)

@@ -25,12 +25,12 @@ from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
 from zmqtrain.c10d.rendezvous import settings_here, this_host
 from zmqtrain.c10d.several_hosts import NetworkThread
-from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.node import Node
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.waiting import in_time
 
 
 class ModelServers:
@@ -197,11 +197,8 @@ class ModelServers:
         await self._exchange.settle()
         await self._exchange.stop()
         assert self._serving is not None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._serving
-        except TimeoutError:
-            raise PeerTimeoutError("another rank", "it to call close()", self._timeout_s, SETTING) from None
+        async with in_time("another rank", "it to call close()", self._timeout_s, SETTING):
+            await self._serving
 
     def _end(self, error: BaseException | None) -> None:
         """Nothing more will be sent or served. The endpoints tell the others so."""

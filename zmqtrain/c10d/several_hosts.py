@@ -20,6 +20,7 @@ from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.window import as_bytes
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.node import Node
+from zmqtrain.waiting import first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -175,19 +176,14 @@ class SeveralHosts:
         return ("operation", next(self._count))
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        async def in_time() -> T:
-            async with asyncio.timeout(self._timeout_s):
+        async def limited() -> T:
+            async with in_time("a rank of another host", what, self._timeout_s, self._setting):
                 return await work
 
         try:
-            return self._network.call(in_time())
-        except BaseExceptionGroup as group:
-            first: BaseException = group
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise self._told(first, what) from None
-        except (TimeoutError, PeerLostError) as error:
-            raise self._told(error, what) from None
+            return self._network.call(limited())
+        except (BaseExceptionGroup, TimeoutError, PeerLostError) as error:
+            raise self._told(first_error(error), what) from None
 
     def _told(self, error: BaseException, what: str) -> BaseException:
         """In the group's words."""

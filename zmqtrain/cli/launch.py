@@ -25,7 +25,7 @@ from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.job import Job
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.train.data_path import data_path_of
 
 

@@ -20,7 +20,15 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines only, for machines.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The topology file.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name like digits-001, or latest.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name such as digits-001, or latest.")]
+Data = Annotated[str | None, typer.Option(help="Where the task finds its data. Default: the ZMQTRAIN_DATA variable.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file. May be repeated.")
+]
+RunDirectory = Annotated[Path | None, typer.Option(help="The run directory. Default: the next runs/NAME-NNN.")]
+Emulate = Annotated[
+    bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network like FILE's \\[network] between them.")
+]
 
 
 @app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -28,37 +36,34 @@ def launch(
     context: typer.Context,
     file: File,
     json_lines: Json = False,
-    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Go on from a checkpoint: a folder, a run, or latest.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run directory; default: the next runs/NAME-NNN.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
-    emulate: Annotated[
-        bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network between them like FILE's [network].")
-    ] = False,
+    data: Data = None,
+    resume: Annotated[str | None, typer.Option(help="Continue from a checkpoint: a folder, a run, or latest.")] = None,
+    run_dir: RunDirectory = None,
+    settings: Settings = None,
+    emulate: Emulate = False,
     shaping: Annotated[
-        str | None, typer.Option(help="With --emulate: namespaces (of Linux, for root), paced (by the endpoints), or auto.")
+        str | None,
+        typer.Option(help="With --emulate: namespaces (of the Linux kernel; needs root), paced (by the endpoints), or auto."),
     ] = None,
     dilation: Annotated[
-        float | None, typer.Option(help="With --emulate: run so many times as slowly, and divide reported times by it.")
+        float | None, typer.Option(help="With --emulate: run this many times more slowly, and divide reported times by it.")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the run is under way; zmqtrain attach, stop and logs find it.")
+        bool, typer.Option("--detach", help="Return once the run is under way; use zmqtrain attach, stop and logs to follow it.")
     ] = False,
     go_on: Annotated[
         bool,
-        typer.Option("--continue", help="Go on with the run in --run-dir from its newest checkpoint, if it was begun."),
+        typer.Option("--continue", help="Continue the run in --run-dir from its newest checkpoint, or start it."),
     ] = False,
-    engine: Annotated[str | None, typer.Option(help="What starts the agents, instead of the file's [engine] kind.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What starts the agents, instead of the file's \\[engine] kind.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="With --engine slurm: submit a batch script that launches.")] = False,
     template: Annotated[Path | None, typer.Option(help="With --submit: the batch script's template, instead of ours.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --submit: print the batch script.")] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
-    What follows the script is the script's. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed,
-    64 to 127 other failures that will happen again, 128 and above worth trying again.
+    Arguments after the script are the script's. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed,
+    64 to 127 other permanent failures, 128 and above worth another try.
     """
     from zmqtrain.cli.launch import run_launch
 
@@ -87,15 +92,15 @@ def launch(
 def check(
     file: File,
     json_lines: Json = False,
-    data: Annotated[str | None, typer.Option(help="What --data would be at the launch.")] = None,
-    file_only: Annotated[bool, typer.Option("--file-only", help="Look at the file alone, and at no other machine.")] = False,
-    emulate: Annotated[bool, typer.Option("--emulate", help="Look at hosts as launch --emulate would put them here.")] = False,
+    data: Annotated[str | None, typer.Option(help="The --data that launch will be given.")] = None,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Check only the file, and no other machine.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Check hosts as launch --emulate would place them here.")] = False,
     load: Annotated[
         bool | None,
-        typer.Option("--load/--no-load", help="Import the task and call its function. Default: where hosts are this machine."),
+        typer.Option("--load/--no-load", help="Import the task and call its function. Default: if all hosts are this machine."),
     ] = None,
 ) -> None:
-    """Show what a launch of FILE would do, and what stands in its way.
+    """Show what a launch of FILE would do, and what would prevent it.
 
     Where hosts are other machines it looks at them, too: names, ports, bandwidth and round trips, clocks, versions, room, keys.
     """
@@ -109,18 +114,18 @@ def simulate(
     file: File,
     json_lines: Json = False,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the simulation, instead of the job's: the first one, with --seeds.")
+        int | None, typer.Option(help="Seed of the simulation instead of the job's; with --seeds, the first one.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=0, help="Try so many seeds, and tell which break what must always hold.")] = 0,
-    faults: Annotated[str, typer.Option(help="file: the schedule in FILE. random: one from each seed. none.")] = "file",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that try seeds; 0: one for each processor.")] = 0,
-    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run directory; default: the next runs/NAME-NNN.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Try this many seeds, and report those that break an invariant.")] = 0,
+    faults: Annotated[
+        str, typer.Option(help="file: the schedule in FILE. random: a schedule drawn from each seed. none.")
+    ] = "file",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that try seeds. 0: one per processor.")] = 0,
+    data: Data = None,
+    run_dir: RunDirectory = None,
+    settings: Settings = None,
 ) -> None:
-    """Run FILE's job on virtual time, with modelled devices and network, any number of hosts, in this process.
+    """Run FILE's job on virtual time in this process, with modelled devices and network and any number of hosts.
 
     The same seed gives the same run, event by event.
     """
@@ -144,23 +149,26 @@ def simulate(
 def plan(
     file: File,
     json_lines: Json = False,
-    batch: Annotated[str | None, typer.Option(help="Samples a step, instead of the file's; several with commas between.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Samples per step instead of the file's; several, separated by commas.")] = None,
     processes: Annotated[
-        str | None, typer.Option(help="Processes of the group, instead of the file's; several with commas between.")
+        str | None, typer.Option(help="Processes of the group instead of the file's; several, separated by commas.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Scale: strong, weak, and beyond the batch size.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw what a step of each grid consists of, to FILE.svg.")] = None,
-    price: Annotated[Path | None, typer.Option(help="Price this plan (JSON, as --save writes it) instead of planning.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Run the plan on the simulated network, too: predicted, counted and measured.")
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Show strong and weak scaling, and scaling beyond the batch size.")
     ] = False,
-    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the parts of a step for each grid, as an SVG file.")] = None,
+    price: Annotated[Path | None, typer.Option(help="Price this plan (JSON, as written by --save) instead of planning.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Also run the plan on the simulated network, and show predicted, counted and measured costs."
+        ),
+    ] = False,
+    data: Data = None,
+    settings: Settings = None,
 ) -> None:
-    """Choose how each layer is divided over FILE's compute group (by model, domain or batch, on which grid), and show why.
+    """Choose how to divide each layer over FILE's compute group (by model, domain or batch, and on which grid), and show why.
 
     Computed from a cost model: nothing is trained, and run only with --measure. FILE needs a task, a profile, or a table of layers
     (plan.layers).
@@ -187,25 +195,24 @@ def plan(
 def tune(
     file: File,
     json_lines: Json = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Trials on virtual time, as by zmqtrain simulate.")] = False,
-    emulate: Annotated[
-        bool, typer.Option("--emulate", help="Put all hosts on this machine, with a network between them like FILE's [network].")
-    ] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Run trials on virtual time, as zmqtrain simulate does.")] = False,
+    emulate: Emulate = False,
     shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced or auto.")] = None,
-    dilation: Annotated[float | None, typer.Option(help="With --emulate: run so many times as slowly.")] = None,
+    dilation: Annotated[float | None, typer.Option(help="With --emulate: run this many times more slowly.")] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="omnivore (default), default, sync, async or bayesian. May be repeated: all in one table, or all."),
+        typer.Option(help="omnivore (default), default, sync, async, bayesian, or all. May be repeated, for one table of several."),
     ] = None,
     curves: Annotated[
-        bool, typer.Option("--curves", help="Train to the target with every number of groups: the trade-off, instead of a search.")
+        bool,
+        typer.Option(
+            "--curves", help="Instead of searching, train to the target with every number of groups, and show the trade-off."
+        ),
     ] = False,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the search in this folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The folder; default: the next runs/NAME-tune-NNN.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the search in this folder.")] = None,
+    data: Data = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The folder. Default: the next runs/NAME-tune-NNN.")] = None,
+    settings: Settings = None,
 ) -> None:
     """Find the number of compute groups, momentum and learning rate that reach the target soonest, and train with them.
 
@@ -219,25 +226,26 @@ def tune(
 
 @app.command()
 def profile(
-    target: Annotated[str, typer.Argument(metavar="TASK_OR_FILE", help="A task like file.py:task, or a topology file with one.")],
-    out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON: what compute.profile takes.")] = None,
+    target: Annotated[
+        str, typer.Argument(metavar="TASK_OR_FILE", help="A task such as file.py:task, or a topology file with one.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Write the profile to this file, as JSON for compute.profile.")] = None,
     batches: Annotated[
-        str | None, typer.Option(help="Samples of a step to try, like 1,2,4,8. Default: doubled until it brings no more.")
+        str | None, typer.Option(help="Batch sizes to try, such as 1,2,4,8. Default: doubled until throughput stops growing.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples for the layers' table. Default: a worker's part in FILE, else the best.")
+        int | None,
+        typer.Option(min=1, help="Batch size for the table of layers. Default: a worker's part in FILE, or else the best."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads, rather than to try how many are best.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the file's.")] = None,
-    links: Annotated[bool, typer.Option("--links", help="Measure the network between FILE's hosts, not the model.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: try several.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N instead of the file's.")] = None,
+    links: Annotated[bool, typer.Option("--links", help="Measure the network between FILE's hosts instead of the model.")] = False,
     emulate: Annotated[bool, typer.Option("--emulate", help="With --links: between emulated hosts, on this machine.")] = False,
     shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced, or auto.")] = None,
-    data: Annotated[str | None, typer.Option(help="Where the task finds its data. Also ZMQTRAIN_DATA.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="For each number of samples and of threads.")] = 1.0,
+    data: Data = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="Time for each batch size and number of threads.")] = 1.0,
     json_lines: Json = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
+    settings: Settings = None,
 ) -> None:
     """Measure a task's model on this machine: each layer, both phases, the best batch and threads, and the processor's peak.
 
@@ -267,11 +275,9 @@ def profile(
 def render(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="kubernetes: a JobSet with its Secret and ConfigMap.")],
     file: File,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a value of the file. May be repeated.")
-    ] = None,
+    settings: Settings = None,
 ) -> None:
-    """Print what a scheduler is given to run FILE: zmqtrain render kubernetes FILE | kubectl apply -f -"""
+    """Print the manifest with which a scheduler runs FILE: zmqtrain render kubernetes FILE | kubectl apply -f -"""
     from zmqtrain.cli.render import run_render
 
     raise typer.Exit(run_render(kind, file, settings=settings or ()))
@@ -285,60 +291,17 @@ def schema() -> None:
     raise typer.Exit(run_schema())
 
 
-@app.command()
-def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="net, collectives, server, launch, simulate, emulate, fidelity, gossip, host, merged, efficiency, parallel, "
-            "loader or cluster."
-        ),
-    ],
-    json_lines: Json = False,
-    encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
-    mxnet_python: Annotated[
-        str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
-    ] = None,
-    mxnet_script: Annotated[str | None, typer.Option(help="server: the script that times MXNet's kvstore.")] = None,
-    mpi_python: Annotated[
-        str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
-    ] = None,
-    mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
-    parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
-            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. May be repeated.",
-        ),
-    ] = None,
-    workers: Annotated[
-        list[int] | None, typer.Option(help="efficiency: predict and measure with 2, 4 or 8 workers alone. May be repeated.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
-) -> None:
-    """Measure speed on this machine, beside a peer where one is installed."""
-    from zmqtrain.cli.bench.run import run_bench
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench() -> None:
+    """Say where the benchmarks are now."""
+    from zmqtrain.errors import UsageError
 
-    raise typer.Exit(
-        run_bench(
-            name,
-            json_lines=json_lines,
-            encrypted=encrypted,
-            mxnet_python=mxnet_python,
-            mxnet_script=mxnet_script,
-            mpi_python=mpi_python,
-            mpi_script=mpi_script,
-            parts=parts or (),
-            workers=workers or (),
-            data=data,
-        )
-    )
+    raise UsageError("benchmarks are not part of the package: run `python -m benchmarks NAME` in a checkout of zmqtrain")
 
 
 @app.command()
 def status(run: Run = "latest", json_lines: Json = False) -> None:
-    """Say how a run is, or was."""
+    """Show the state of a run."""
     from zmqtrain.cli.runs import run_status
 
     raise typer.Exit(run_status(run, json_lines=json_lines))
@@ -346,9 +309,11 @@ def status(run: Run = "latest", json_lines: Json = False) -> None:
 
 @app.command()
 def report(
-    runs: Annotated[list[str] | None, typer.Argument(help="Runs: paths, NAME-NNN or latest. Several are drawn together.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Runs: paths, names such as NAME-NNN, or latest. Several are drawn on one page.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The file to write. Default: report.html in the (first) run's directory.")
+        Path | None, typer.Option(help="The file to write. Default: report.html in the directory of the (first) run.")
     ] = None,
     json_lines: Json = False,
 ) -> None:
@@ -370,10 +335,10 @@ def attach(run: Run = "latest", json_lines: Json = False) -> None:
 def stop(
     run: Run,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="It is a failure (code 66) if no checkpoint of the last step was kept.")
+        bool, typer.Option("--checkpoint", help="Fail (code 66) if no checkpoint of the last step was kept.")
     ] = False,
 ) -> None:
-    """Stop a run as Ctrl-C would, on all its hosts; also one that has lost its launcher.
+    """Stop a run on all its hosts as Ctrl-C would, even if its launcher is gone.
 
     It stops with a checkpoint where it can. To stop it at once, use this twice.
     """
@@ -383,7 +348,7 @@ def stop(
 
 
 @app.command()
-def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="One role, like worker/3.")] = None) -> None:
+def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="One role, such as worker/3.")] = None) -> None:
     """Print what the roles of a run have printed."""
     from zmqtrain.cli.runs import run_logs
 
@@ -395,14 +360,14 @@ def agent(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The topology file, where all nodes run this command: the first one launches it."),
+        typer.Argument(metavar="[FILE]", help="The topology file, if all nodes run this command: the first node launches it."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="As for launch.")] = None,
     resume: Annotated[str | None, typer.Option(help="As for launch.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="As for launch.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="As for launch.")] = None,
 ) -> None:
-    """Take part in a run as one of its hosts. Where the launcher is, and which host this is, stands in the environment.
+    """Take part in a run as one of its hosts. The environment says where the launcher is, and which host this is.
 
     It knows the variables of Slurm, Kubeflow, SkyPilot, Kubernetes JobSets and torch.distributed; ZMQTRAIN_COORDINATOR (HOST:PORT),
     ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES go before them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has the run's

@@ -9,7 +9,7 @@ from typing import Any
 
 from zmqtrain.cli.divided import read_plan
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, reading_rows, study_rows, sweep_row, total_rows
+from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
@@ -21,7 +21,6 @@ from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
 from zmqtrain.plan.setup import Source, link_source, problem_of, source_of
-from zmqtrain.plan.study import check_study, compare, readings
 from zmqtrain.plan.sweep import powers_up_to, sweep
 from zmqtrain.topology.schema import Topology
 
@@ -60,17 +59,13 @@ def run_plan(
     source = source_of(topology, data)
     tables = None if json_lines else Tables()
     problems = [problem_of(topology, source.stages, processes=size, batch=batch) for size in sizes for batch in samples]
-    if topology.plan.study:
-        check_study(topology.plan.layers, problems[0].pricing)
     _head(tables, source, problems[0], link_source(topology))
     if sweep_it:
         _sweep(topology, source, sizes, samples, tables)
         planned = []
     else:
         planned = [_one(problem, given, tables, why=len(problems) == 1) for problem in problems]
-    if topology.plan.study and not sweep_it:
-        _study(problems, tables)
-    elif topology.compute.workers > 1 and given is None and not sweep_it:
+    if topology.compute.workers > 1 and given is None and not sweep_it:
         _groups(topology, source, tables)
     if measure and planned:
         _measure(topology, planned[0], data, tables)
@@ -108,7 +103,7 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
 
 
 def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tables | None) -> None:
-    from zmqtrain.cli.plan_measure import measured_rows
+    from zmqtrain.experiment.measured_plan import measured_rows
 
     rows = measured_rows(topology, planned, data)
     if tables is None:
@@ -116,15 +111,6 @@ def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tab
             print(dumps(row))
     else:
         tables.measured(rows[:-1], rows[-1])
-
-
-def _study(problems: Sequence[Problem], tables: Tables | None) -> None:
-    rules, read = list(study_rows([compare(problem) for problem in problems])), list(reading_rows(readings(problems[0])))
-    if tables is None:
-        for row in [*rules, *read]:
-            print(dumps(row))
-    else:
-        tables.study(rules, read)
 
 
 def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Sequence[int], tables: Tables | None) -> None:

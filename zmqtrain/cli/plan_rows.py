@@ -12,7 +12,6 @@ from zmqtrain.plan.planner import Planned
 from zmqtrain.plan.price import PlanPrice
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import pure
-from zmqtrain.plan.study import STATED, STATED_GRID, STATED_PROCESSES, Compared, Reading
 from zmqtrain.plan.sweep import Point
 
 
@@ -105,49 +104,6 @@ def _total(problem: Problem, name: str, price: PlanPrice, obstacle: str | None) 
         "memory_bytes": price.memory.total,
         "terms": price.cost.values(link),
     }
-
-
-def study_rows(compared: Sequence[Compared]) -> Iterator[dict[str, Any]]:
-    """The rules on each number of processes."""
-    for each in compared:
-        row: dict[str, Any] = {
-            "row": "study",
-            "processes": each.problem.processes,
-            "batch": each.problem.batch,
-            "pure_batch_s": each.batch.price.exposed_s,
-        }
-        for name, ruled in (("same_grid", each.same), ("connected_only", each.connected)):
-            seconds = ruled.price.exposed_s
-            row[name] = {"grid": str(ruled.grid), "seconds": seconds, "gain": each.gain(seconds)}
-        row["connected_only"]["gain_with_eq6"] = each.gain(each.connected_charged.price.exposed_s)
-        seconds = each.free.price.exposed_s
-        row["free"] = {
-            "plan": each.free.plan.values(),
-            "seconds": seconds,
-            "gain": each.gain(seconds),
-            "gain_with_eq6": each.gain(each.free_charged.price.exposed_s),
-        }
-        if each.problem.processes == STATED_PROCESSES:
-            row["stated"] = {"same_grid": STATED["same grid"], "grid": str(STATED_GRID), "connected_only": STATED["connected only"]}
-        yield row
-
-
-def reading_rows(found: Sequence[Reading]) -> Iterator[dict[str, Any]]:
-    """All readings of the paper, by rule, the nearest to what it states first."""
-    for each in found:
-        yield {
-            "row": "reading",
-            "rule": each.rule,
-            "network": each.network,
-            "activations": each.activations,
-            "dx": each.dx,
-            "grid": str(each.best.grid),
-            "gain": each.gain,
-            "stated_grid": str(STATED_GRID),
-            "gain_on_stated_grid": each.stated_grid_gain,
-            "stated": STATED[each.rule],
-            "off": each.distance,
-        }
 
 
 def sweep_row(point: Point) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from zmqtrain.cli.table import table_of
 from zmqtrain.plan.problem import Problem
-from zmqtrain.plan.study import NEAREST, STATED, STATED_GRID, STATED_PROCESSES
 from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
 
 TERMS = (
@@ -126,42 +125,6 @@ class Tables:
         table = table_of("", ">predicted", ">measured")
         for what in ("compute", "exposed", "step"):
             table.add_row(what, _time(total[f"predicted_{what}_s"]), _time(total[f"measured_{what}_s"]))
-        self._console.print(table)
-
-    def study(self, rules: Sequence[dict[str, Any]], readings: Sequence[dict[str, Any]]) -> None:
-        """The paper's rules, and what readings of it give."""
-        self._print("\n[bold]The paper's rules, by its printed equations: communication against pure batch[/]")
-        headings = (">pure batch", ">one grid for all", ">", ">grid for connected only", ">", ">with Eq. 6", ">free", ">with Eq. 6")
-        table = table_of(">P", *headings)
-        for row in rules:
-            same, connected, free = row["same_grid"], row["connected_only"], row["free"]
-            table.add_row(
-                str(row["processes"]),
-                f"{row['pure_batch_s'] * 1e3:.2f} ms",
-                same["grid"],
-                f"{same['gain']:.2f}x",
-                connected["grid"],
-                f"{connected['gain']:.2f}x",
-                f"{connected['gain_with_eq6']:.2f}x",
-                f"{free['gain']:.2f}x",
-                f"{free['gain_with_eq6']:.2f}x",
-            )
-        self._console.print(table)
-        last = next((row for row in rules if row["processes"] == STATED_PROCESSES), None)
-        if last is not None:
-            same, connected = last["same_grid"], last["connected_only"]
-            self._print(
-                f"The paper states {STATED['same grid']:g} times on {STATED_GRID} and {STATED['connected only']:g} times at "
-                f"P = {STATED_PROCESSES}. Its printed equations do not give that: they give {same['gain']:.2f} times on "
-                f"{same['grid']}, and {connected['gain']:.2f} times on {connected['grid']} for the connected layers only."
-            )
-        self._print(f"\nReadings that come nearest to what it states, P = {STATED_PROCESSES}")
-        table = table_of("rule", "network", "activations", "sums", ">best grid", ">", f">on {STATED_GRID}", ">stated")
-        for rule in STATED:
-            for row in [each for each in readings if each["rule"] == rule][:NEAREST]:
-                sums = "all" if row["dx"] else "without dX"
-                gains = (f"{row['gain']:.2f}x", f"{row['gain_on_stated_grid']:.2f}x", f"{row['stated']:g}x")
-                table.add_row(rule, row["network"], row["activations"], sums, row["grid"], *gains)
         self._console.print(table)
 
     def sweep(self, rows: Sequence[dict[str, Any]]) -> None:

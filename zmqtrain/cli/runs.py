@@ -16,7 +16,7 @@ from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name, training_of
-from zmqtrain.train.checkpoint import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 #: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
 LOOK_S, MOST_LOOKS = 1.0, 300

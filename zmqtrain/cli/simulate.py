@@ -12,15 +12,16 @@ from pathlib import Path
 from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
-from zmqtrain.launcher.preempted import INTERRUPTED
-from zmqtrain.launcher.record import Ending, RunRecord
-from zmqtrain.launcher.report import report_of
 from zmqtrain.launcher.run import write_pid
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.processors import processors
+from zmqtrain.run.ending import Ending
+from zmqtrain.run.preemption import INTERRUPTED
+from zmqtrain.run.record import RunRecord
+from zmqtrain.run.report import report_of
 from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task

@@ -11,6 +11,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.schedule import Schedule, Span, Step
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.net.endpoint import Sent, Tag
+from zmqtrain.waiting import first_error
 from zmqtrain.wire.payload import Payload
 
 #: The last bytes that a call sends are copied: at the end it would take longer to wait until the receiver has acknowledged them
@@ -128,7 +129,7 @@ async def collective(group: Group, name: str, tag: Tag, priority: int = 0, *, to
                 call.finish()
             await call.wait_released()
     except (BaseExceptionGroup, PeerLostError, TimeoutError) as raised:
-        error = _leaf(raised)
+        error = first_error(raised)
         if group.lost is not None and isinstance(error, (PeerLostError, TimeoutError)):
             raise PeerLostError(group.lost.peer, group.lost.reason, waiting_for=what) from error
         if isinstance(error, TimeoutError) and limit.expired():
@@ -167,10 +168,3 @@ def pieces(spans: Sequence[Span], piece: int) -> Iterator[Span]:
 def _post(call: Call, step: Step, payload: Payload, span: Span) -> None:
     assert step.to is not None
     call.post(step.to, payload.part(*span), copied=step.copied)
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first error in a group of them."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

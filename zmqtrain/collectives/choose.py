@@ -16,7 +16,7 @@ one sender and one receiver, all links carry equally much at any time, and the p
 algorithms begin an exchange with another partner at each step. ``DISTANT`` is the factor on beta of those that are no rings.
 All ranks see the same sizes and constants, so all choose alike; for that reason nothing is measured at run time.
 
-Measured on one host of 2 processors (ms; `zmqtrain bench collectives` measures the choice)::
+Measured on one host of 2 processors (ms; `python -m benchmarks collectives` measures the choice)::
 
     all-reduce of            4 KB   100 KB   400 KB   4 MB   100 MB
     2 processes   doubling    0.2              0.7     6.4

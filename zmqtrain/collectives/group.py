@@ -104,4 +104,5 @@ class Group:
         self.lost = PeerLostError(peer, reason, waiting_for=f"a collective of {self.name}")
         deadline = asyncio.get_running_loop().time() + self.loss_grace_s
         for limit in self._running:
-            limit.reschedule(deadline)
+            if not limit.expired():  # its time has run out already, and its collective is about to raise
+                limit.reschedule(deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,8 @@ class Loader:
         self._ahead = None
         batch = await future
         if ahead:
+            if self._processes is not None and self._processes.begins_with(step + 1):  # now, while nothing is computed
+                await self._thread.submit(partial(self._processes.prepare, step + 1))
             self._ahead = (step + 1, self._submit(step + 1))
         return batch
 

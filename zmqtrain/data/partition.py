@@ -62,9 +62,6 @@ class Partition:
     def steps_per_epoch(self) -> int:
         return self.samples // self.step_samples
 
-    def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
     def indices(self, step: int, group: int, position: int) -> Indices:
         """The samples that the worker takes at the step, counted from 0 over all epochs, where all parts are even."""
         start, stop = even_bounds(self.batch_size, self.group_size, position)

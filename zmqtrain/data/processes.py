@@ -3,14 +3,21 @@
 A worker of a run has threads, sockets and memory that it shares with others. Its loader processes are forked from it (as torch does
 by itself), since a dataset often cannot be sent to another process: they have the dataset as it is. They use nothing else of what
 they inherit: they leave signals to the worker, end with it at once, and without running what it registered for its exit.
+
+A process that is forked while another thread holds a lock finds that lock taken for ever, and the first thing that torch does there
+is to seed its generator, whose lock a dropout holds while it draws. So processes are started only while nothing is computed: before
+the first batch, and before the last batch of an epoch is handed out (`LoaderProcesses.prepare`). Where a thread of the person's own
+holds such a lock all the same, the wait for them ends with an error.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +37,8 @@ from zmqtrain.errors import TaskError
 
 #: The longest temporary folder, in bytes: the path of a Unix socket has 107, of which multiprocessing's names take 32.
 LONGEST_FOLDER = 75
+#: How long processes may take to begin: those that are not forked import torch first, and what the dataset needs.
+BEGIN_S = 120.0
 #: Where frames lie that are not the person's own.
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
@@ -92,14 +101,33 @@ class LoaderProcesses:
     """Batches of a sequence of steps, read ahead by processes. All methods in one thread, which must outlive them."""
 
     def __init__(
-        self, read: Callable[[Any], Any], request: Callable[[int], Any], processes: Processes, epoch_steps: int = 0
+        self,
+        read: Callable[[Any], Any],
+        request: Callable[[int], Any],
+        processes: Processes,
+        epoch_steps: int = 0,
+        *,
+        begin_s: float = BEGIN_S,
     ) -> None:
-        """``read(request(step))`` is what a process does. ``epoch_steps``: see `zmqtrain.data.loader.Loader`."""
+        """``read(request(step))`` is what a process does. ``epoch_steps``: see `zmqtrain.data.loader.Loader`. ``begin_s``: how long
+        processes may take to begin."""
         self._read, self._request, self._processes = read, request, processes
         self._epoch_steps = 0 if processes.persistent_workers else epoch_steps
         self._loader: DataLoader[Any] | None = None
         self._replies: Iterator[tuple[Any, Any]] | None = None
         self._next = 0
+        self._begin_s = begin_s
+        self._begun: Any = None
+        """A semaphore, released by each process that has begun; ``None`` when all have."""
+
+    def begins_with(self, step: int) -> bool:
+        """Whether ``step``, the first of an epoch, has new processes; then `prepare` them."""
+        return self._epoch_steps > 0 and step % self._epoch_steps == 0
+
+    def prepare(self, step: int) -> None:
+        """Start the processes of an epoch that begins with ``step``. Call it while nothing is computed, since they are forked."""
+        self.renew()
+        self._begin(step)
 
     def take(self, request: Any) -> Any:
         """What was read for the request. The next step's costs no time where it was read ahead; any other begins anew.
@@ -141,6 +169,8 @@ class LoaderProcesses:
         """The next one; ``None`` at an epoch's end."""
         assert self._replies is not None
         workers = getattr(self._replies, "_workers", [])
+        if self._begun is not None:
+            self._wait_until_begun(workers)
         try:
             request, read = next(self._replies)
         except StopIteration:
@@ -150,6 +180,24 @@ class LoaderProcesses:
         if isinstance(read, _Failed):
             raise TaskError(read.message) from LoaderTraceback(read.trace)
         return request, read
+
+    def _wait_until_begun(self, workers: list[Any]) -> None:
+        """Raises `TaskError` where a process is stuck before it has come to any code of the person's."""
+        waiting, deadline = len(workers), time.monotonic() + self._begin_s
+        while waiting and all(worker.exitcode is None for worker in workers):  # one that has died is seen where it should answer
+            if self._begun.acquire(timeout=0.5):
+                waiting -= 1
+            elif time.monotonic() > deadline:
+                for worker in workers:
+                    worker.kill()
+                self.renew()
+                raise TaskError(
+                    f"{waiting} of the {len(workers)} loader processes of the task's data (num_workers) did not begin within "
+                    f"{self._begin_s:g} s. They were probably forked while another thread of the program held a lock, such as that "
+                    "of torch's random numbers, which they wait for since. Start no threads that compute beside the training, or "
+                    'set multiprocessing_context = "forkserver" (or "spawn") or num_workers = 0'
+                )
+        self._begun = None
 
     def _steps(self) -> Iterator[Any]:
         step = self._next
@@ -166,6 +214,8 @@ class LoaderProcesses:
             context = "fork"
         start = context if isinstance(context, str) else None if context is None else context.get_start_method()
         parent = os.getpid() if start in ("fork", "spawn") else None
+        made = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+        self._begun = made.Semaphore(0)
         return DataLoader(
             _Served(self._read),  # type: ignore[arg-type]  # a dataset by its methods
             batch_size=None,
@@ -174,7 +224,7 @@ class LoaderProcesses:
             num_workers=how.num_workers,
             prefetch_factor=how.prefetch_factor,
             persistent_workers=True,
-            worker_init_fn=partial(_begin_process, parent, how.worker_init_fn),
+            worker_init_fn=partial(_begin_process, parent, self._begun, how.worker_init_fn),
             multiprocessing_context=context,
             timeout=how.timeout,
             generator=torch.Generator().manual_seed(0),  # or torch would take a number from the model's
@@ -236,12 +286,13 @@ def _check_sent(leaf: Any) -> None:
         ) from error
 
 
-def _begin_process(parent: int | None, init: Callable[[int], Any] | None, number: int) -> None:
+def _begin_process(parent: int | None, begun: Any, init: Callable[[int], Any] | None, number: int) -> None:
     """First thing in a loader process. ``parent``: the worker, unless another process stands between."""
     signal.set_wakeup_fd(-1)  # it is the worker's: a signal to this process would be taken for one to that
     if parent is not None:
         die_with_parent(parent)
     _keep_sockets_short()
+    begun.release()
     info = get_worker_info()
     if info is not None and hasattr(info.dataset, "read"):
         # The person's code expects its own dataset here.

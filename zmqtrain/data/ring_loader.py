@@ -25,9 +25,10 @@ from zmqtrain.data.ledger import Ledger
 from zmqtrain.data.partition import Indices, even_bounds
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_plan import RingPlan
-from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError
+from zmqtrain.errors import ConnectivityError, PeerLostError, ProtocolError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -186,22 +187,19 @@ class RingLoader:
         return ids[slice(*even_bounds(len(ids), size, index))]
 
     async def _waited(self, step: int) -> Block:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while step not in self._blocks:
-                    if self._broken is not None:
-                        if not self._survives:
-                            raise self._broken
-                        self._repeat(step)
-                        break
-                    self._changed.clear()
-                    await self._changed.wait()
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
+        def neighbour() -> PeerId:
             _, members = self._plan.at(step)
-            neighbour = members[self._place(members) - 1]
-            raise PeerTimeoutError(neighbour, f"the samples of step {step}", self._timeout_s) from None
+            return members[self._place(members) - 1]
+
+        async with in_time(neighbour, f"the samples of step {step}", self._timeout_s):
+            while step not in self._blocks:
+                if self._broken is not None:
+                    if not self._survives:
+                        raise self._broken
+                    self._repeat(step)
+                    break
+                self._changed.clear()
+                await self._changed.wait()
         return self._blocks[step]
 
     def _repeat(self, step: int) -> None:
@@ -286,15 +284,10 @@ class RingLoader:
         _, members = self._plan.at(step)
         neighbour = before[self._place(before) - 1]
         if len(before) > 1 and neighbour in members:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    while self._upto < step + ring.steps and self._broken is None:
-                        self._changed.clear()
-                        await self._changed.wait()
-            except PeerTimeoutError:
-                raise
-            except TimeoutError:
-                raise PeerTimeoutError(neighbour, f"its samples of the steps before {step}", self._timeout_s) from None
+            async with in_time(neighbour, f"its samples of the steps before {step}", self._timeout_s):
+                while self._upto < step + ring.steps and self._broken is None:
+                    self._changed.clear()
+                    await self._changed.wait()
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.wait({self._receiver})
@@ -336,12 +329,8 @@ class RingLoader:
             answer = await self._endpoint.request(holder, _WANT, step, wanted, timeout=self._timeout_s)
             if not isinstance(answer.meta, int) or not answer.meta:
                 return {}
-            async with asyncio.timeout(self._timeout_s):
+            async with in_time(holder, f"the samples that are missing from step {step} on", self._timeout_s):
                 block = await self._receive(holder, ("ring given", step, answer.meta))
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(holder, f"the samples that are missing from step {step} on", self._timeout_s) from None
         except PeerLostError:
             return {}
         self.ledger.recovered += len(block.ids)
@@ -377,16 +366,11 @@ class RingLoader:
         neighbour = next(peer for peer in members if peer != self._endpoint.peer)
         answer = await self._endpoint.request(neighbour, _PARTS, step, timeout=self._timeout_s)
         parts = []
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for part in range(len(members)):
-                    payload = await self._endpoint.receive(neighbour, ("ring parts", step, part))
-                    assert isinstance(payload, TensorPayload)
-                    parts.append(payload.numpy().copy())
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise PeerTimeoutError(neighbour, "the parts of the sample ring", self._timeout_s) from None
+        async with in_time(neighbour, "the parts of the sample ring", self._timeout_s):
+            for part in range(len(members)):
+                payload = await self._endpoint.receive(neighbour, ("ring parts", step, part))
+                assert isinstance(payload, TensorPayload)
+                parts.append(payload.numpy().copy())
         if not isinstance(answer.meta, int):
             raise ProtocolError(f"{neighbour} answers {_PARTS} with {answer.meta!r:.60}")
         self._plan.begin(Ring(tuple(parts), answer.meta, step), members)

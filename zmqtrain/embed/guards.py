@@ -89,7 +89,7 @@ class Guards:
 
     def check_weights(self, *, sampled: bool) -> None:
         """As `check`, of weights alone."""
-        replaced = self._replica.bind()
+        replaced = self._replica.memory.bind()
         if self._served:
             self._check_weights(replaced, sampled)
 
@@ -99,8 +99,10 @@ class Guards:
         if not self._served:
             return
         self._versions = [parameter._version for parameter in self._replica.parameters]
-        self._sample = self._replica.sample_parameters() if sampled and self._replica.parameters[0].device.type == "cpu" else None
-        self._kept = [flat.clone() for flat in self._replica.flat_parameters()] if sampled and keep else []
+        self._sample = (
+            self._replica.memory.sample_parameters() if sampled and self._replica.parameters[0].device.type == "cpu" else None
+        )
+        self._kept = [flat.clone() for flat in self._replica.memory.flat_parameters()] if sampled and keep else []
 
     def check_unused(self, without: frozenset[str]) -> None:
         """Parameters without a gradient are passed over by an optimizer; servers see zeros in their place."""
@@ -132,9 +134,9 @@ class Guards:
             for (name, parameter), version in zip(replica.named.items(), self._versions, strict=True)
             if parameter._version != version or name in replaced
         ]
-        if not changed and (not sampled or self._sample is None or torch.equal(self._sample, replica.sample_parameters())):
+        if not changed and (not sampled or self._sample is None or torch.equal(self._sample, replica.memory.sample_parameters())):
             return
-        if self._kept and all(map(_restored, self._kept, replica.flat_parameters())):
+        if self._kept and all(map(_restored, self._kept, replica.memory.flat_parameters())):
             return
         raise TaskError(
             f"weights were changed by hand ({changed[0] if changed else 'through .data'}), but model servers hold the parameters "

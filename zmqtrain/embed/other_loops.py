@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from zmqtrain.errors import ConnectivityError, TaskError
-from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Value
 
 T = TypeVar("T")

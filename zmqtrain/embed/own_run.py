@@ -15,28 +15,26 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zmqtrain.embed.enter import enter, enter_run
-from zmqtrain.errors import ConnectivityError, TaskError, UsageError, ZmqTrainError
+from zmqtrain.errors import UsageError
+from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.membership.common_stop import stop_together
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.membership.coordinator import Coordinator, ReportCallback
-from zmqtrain.membership.description import RunDescription, serve_description
+from zmqtrain.membership.coordinator import EventCallback, ReportCallback
+from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
-from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.topology.placement import Placement, place
+from zmqtrain.run.assembly import Assembly, Listeners, coordinator_settings
+from zmqtrain.run.enter import enter, enter_run, live_without_agent
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -45,13 +43,11 @@ if TYPE_CHECKING:
 class OwnRun:
     """A run with its coordinator in this event loop. Made by `open_run`."""
 
-    def __init__(
-        self, topology: Topology, placement: Placement, coordinator: Endpoint, token: str, network: MemoryNetwork | None
-    ) -> None:
-        self.topology, self.placement = topology, placement
-        self._coordinator = coordinator
-        self.ladder = Ladder.of(topology.job.timeout_s)
-        self._address, self._token, self._network = coordinator.address, token, network
+    def __init__(self, assembly: Assembly, address: str, token: str, network: MemoryNetwork | None) -> None:
+        self.topology, self.placement = assembly.description.topology, assembly.description.placement
+        self.ladder = assembly.ladder
+        self._assembly = assembly
+        self._address, self._token, self._network = address, token, network
 
     def environment(self, peer: PeerId) -> dict[str, str]:
         """Environment variables that make a process this role; in it, call `run_role`. They hold the run's secret token."""
@@ -67,8 +63,7 @@ class OwnRun:
     async def stop(self) -> int | None:
         """Let all workers go on to the same step, and the run end there as when it is done. Returns the step; ``None`` where it is
         about to end by itself. Raises `ConnectivityError` where they cannot, with the reason."""
-        workers = [worker.peer for worker in self.placement.workers]
-        return await stop_together(self._coordinator, workers, timeout_s=self.ladder.barrier_s)
+        return await self._assembly.stop()
 
     async def role(self, peer: PeerId, *, task: Task | None = None) -> None:
         """Be this role until the run is through. ``task``: for workers, instead of loading what ``[job] task`` names.
@@ -76,7 +71,7 @@ class OwnRun:
         Raises what the role fails with, after telling the others.
         """
         async with self.context(peer) as context:
-            await _live(context, task)
+            await live_without_agent(context, task)
 
     @asynccontextmanager
     async def context(self, peer: PeerId) -> AsyncIterator[RoleContext]:
@@ -104,6 +99,7 @@ async def open_run(
     resume: Path | None = None,
     model: bool = True,
     on_report: ReportCallback | None = None,
+    on_event: EventCallback | None = None,
 ) -> AsyncIterator[OwnRun]:
     """A coordinator for the topology's roles, in the running event loop. At the end of the block it waits until all have left.
 
@@ -116,36 +112,38 @@ async def open_run(
         resume: a checkpoint to go on from.
         model: leave the run's model, ``model.safetensors`` with ``model.json``, in the folder that has the checkpoints' one.
         on_report: called with a role's name and its events (losses, evaluations, ...), several times a second.
+        on_event: called with a kind and values for what happens to the run itself: who joins, leaves or is lost (``join``,
+            ``leave``, ``lost``, ``failed``, ...; ``values["reason"]`` says why), and what becomes of checkpoints
+            (``checkpoint complete``, ``checkpoint failed``, ...).
 
     Raises, at the end of the block, the failure of a role that runs elsewhere.
     """
-    placement, ladder, token = place(topology), Ladder.of(topology.job.timeout_s), secrets.token_hex(16)
-    identity = Identity.coordinator(token) if network is None and topology.encrypted() else None
-    job = topology.job
-    endpoint = await _open(network, net_settings(ladder, token, host=host, port=job.port, ports=job.port_range, identity=identity))
-    serving: list[asyncio.Task[object]] = []
+    placement, token = place(topology), secrets.token_hex(16)
+    encrypted = network is None and topology.encrypted()
+    endpoint = await _open(network, coordinator_settings(topology, token, encrypted=encrypted, host=host))
+    running: asyncio.Task[Outcome] | None = None
     try:
         described = RunDescription(
             topology, placement, os.getcwd(), data_path or topology.data.path, None if resume is None else str(resume)
         )
-        serve_description(endpoint, described)
         folder = checkpoints or Path("runs", topology.job.name, "checkpoints")
-        left = folder.parent if model else None
-        collector = CheckpointCollector.of(endpoint, folder, topology, placement, resume=resume, model=left)
-        coordinator = Coordinator(endpoint, placement, ladder, agents=False, on_report=on_report)
-        serving = [
-            asyncio.create_task(coordinator.run(), name="coordinator"),
-            asyncio.create_task(collector.run(), name="collect checkpoints"),
-        ]
-        yield OwnRun(topology, placement, endpoint, token, network)
-        await serving[0]
+        assembly = Assembly(
+            endpoint,
+            described,
+            checkpoints=folder,
+            model=folder.parent if model else None,
+            agents=False,
+            listeners=Listeners(on_event, on_report, on_checkpoint=on_event),
+        )
+        running = asyncio.create_task(assembly.run(), name="coordinator")
+        yield OwnRun(assembly, endpoint.address, token, network)
+        outcome = await running
     finally:
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)  # what it raises was raised above, or follows from what was
         await endpoint.close()
-    outcome = coordinator.outcome
-    if outcome is not None and outcome.status == "failed" and outcome.cause is not None:
+    if outcome.status == "failed" and outcome.cause is not None:
         raise outcome.cause.error
 
 
@@ -173,21 +171,7 @@ async def run_role(*, task: Task | None = None) -> None:
     if environment is None:
         raise UsageError("this process was not started for a run: add OwnRun.environment(peer) to its environment")
     async with enter_run(environment) as (context, _):
-        await _live(context, task)
-
-
-async def _live(context: RoleContext, task: Task | None) -> None:
-    """Be the role that the context describes. A failure is told to the others, and raised."""
-    try:
-        from zmqtrain.train.role import run_role
-
-        await run_role(context, task=task)
-    except Exception as error:
-        with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
-            known = error if isinstance(error, ZmqTrainError) else TaskError(str(error))
-            report = {"message": str(error), "type": type(error).__name__, "verdict": known.verdict}
-            await context.membership.fail({**report, "exit_code": known.exit_code, "consequence": known.consequence})
-        raise
+        await live_without_agent(context, task)
 
 
 async def _open(network: MemoryNetwork | None, settings: NetSettings) -> Endpoint:

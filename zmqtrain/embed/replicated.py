@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
-from zmqtrain.embed.crossing import Crossing
+from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, checksum, settings_of
 from zmqtrain.embed.other_loops import OtherLoops
@@ -37,9 +37,9 @@ from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
-from zmqtrain.exchange.together import together
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.waiting import together
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
@@ -55,7 +55,7 @@ class Replicated:
         self,
         replica: TorchReplica,
         exchange: Exchange,
-        crossing: Crossing,
+        bridge: Bridge,
         scope: Scope,
         others: OtherLoops,
         *,
@@ -76,9 +76,9 @@ class Replicated:
         in the caller's thread, ends the session and raises, also when more is asked for afterwards. ``wait`` for a coroutine in the
         caller's thread."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
-        self.step = first_step
+        self.step = self.first_step = first_step
         self.others = others
-        self._crossing, self._weight, self._ended, self._wait = crossing, weight, ended, wait
+        self._bridge, self._weight, self._ended, self._wait = bridge, weight, ended, wait
         self._served = served
         self._stops, self._stop = stops, stop
         self._stopped = False
@@ -88,7 +88,7 @@ class Replicated:
         self._decided = overlap is not None or not exchange.exchanges(first_step)
         self._returns = overlap is not True  # optimizer.step() returns with all parameters there
         self._gone = {name: GoneGradient(parameter) for name, parameter in replica.named.items()}
-        self._views = replica.gradient_views()
+        self._views = replica.memory.gradient_views()
         self._tolerance = tolerance_of([parameter.dtype for parameter in replica.parameters])
         self._in_backward = False
         self._backwards = 0  # of this step, outside of accumulating()
@@ -103,7 +103,7 @@ class Replicated:
         self._updating = False  # the replica runs the local optimizer
         self._updated = False  # a closure has run it already
         self._begun = -1  # the step that the exchange knows of; on the loop's thread
-        self._began_s = crossing.loop.time()
+        self._began_s = bridge.loop.time()
         self._undo: list[Callable[[], None]] = []
         for parameter in replica.parameters:
             if parameter.grad is not None:  # the caller's own, from before
@@ -176,7 +176,7 @@ class Replicated:
             self._undo.append(hook.remove)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._crossing.check_thread("the forward of a replicated model")
+        self._bridge.check_thread("the forward of a replicated model")
         self._adopt()
         if not self._leaving:
             self.replica.begin_step(self.step)
@@ -231,7 +231,7 @@ class Replicated:
         self._weights = self._sample()
 
     def _sample(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.sample_parameters()])
+        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.memory.sample_parameters()])
 
     def _is_left(self, name: str, parameter: nn.Parameter) -> bool:
         gradient = parameter.grad
@@ -303,7 +303,7 @@ class Replicated:
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
         own = self._end_held(state) if self.held else self._end_overlapped(state)
         exposed_s = replica.waited_s
-        waited = self._crossing.loop.time()
+        waited = self._bridge.loop.time()
         self._updating = True
         try:
             hold = self._wait(self._exchange(state), "optimizer.step()")
@@ -311,8 +311,8 @@ class Replicated:
             self._updating = False
         if self._returns:
             replica.take_all()
-        now = self._crossing.loop.time()
-        self._crossing.loop.call_soon_threadsafe(self._ended, self.step, now - self._began_s, exposed_s + now - waited)
+        now = self._bridge.loop.time()
+        self._bridge.loop.call_soon_threadsafe(self._ended, self.step, now - self._began_s, exposed_s + now - waited)
         self._began_s = now
         self.step += 1
         self._backwards, self._adding, self._leaving, self._zeroed = 0, False, False, "no"
@@ -341,7 +341,7 @@ class Replicated:
         self._guards.check_unused(replica.without)
         # Each worker contributes a part of what is the same on all: the exchange sums over a group.
         replica.divisor = scope.group.size / scope.groups
-        replica.fill_gradients(gradients)
+        replica.memory.fill_gradients(gradients)
         state.weights = self._sample()
         if not scope.alone:
             state.without = checksum(sorted(replica.without))

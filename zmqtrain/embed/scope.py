@@ -11,7 +11,7 @@ import torch
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import TaskError
-from zmqtrain.exchange.together import together
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 

@@ -83,13 +83,13 @@ class WholeGradients:
 
     def _sum(self, own: dict[str, Tensor], factor: float) -> None:
         replica, scope = self._replica, self._scope
-        replica.fill_gradients(own, factor)
+        replica.memory.fill_gradients(own, factor)
         self._has = torch.tensor([float(name in own) for name in replica.named])
         if not scope.alone:
             payloads = [TensorPayload.of(self._has), *(bucket.gradients for bucket in replica.buckets)]
             self._wait(scope.sum(payloads))
-            replica.fetch_gradients(1.0 / scope.groups)
-        views = replica.gradient_views()
+            replica.memory.fetch_gradients(1.0 / scope.groups)
+        views = replica.memory.gradient_views()
         for (name, parameter), has in zip(replica.named.items(), self._has.tolist(), strict=True):
             if not has:
                 continue

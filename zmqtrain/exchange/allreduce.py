@@ -6,15 +6,15 @@ backward has produced it, and updated when the next forward comes to it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
+from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.sums import Sums
-from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.wire.payload import Payload, Value
 
 
@@ -42,11 +42,12 @@ class AllReduceExchange:
     ) -> None:
         if every < 1:
             raise ValueError(f"gradients are exchanged every {every} steps: it must be at least 1")
-        self._sums, self._every, self._by_bucket = sums, every, by_bucket
+        self._every, self._by_bucket = every, by_bucket
         # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
         self._scale = 1.0 / (groups * every * sums.scale)
-        self._recorder: Recorder = recorder or NullRecorder()
-        self._under_way = UnderWay(self._sum, self._abort, overlap=overlap)
+        self._arithmetic = Arithmetic("zmqtrain-allreduce")
+        summed = self._summed if by_bucket else None
+        self._sum = GradientSum(sums, recorder or NullRecorder(), self._abort, overlap=overlap, summed=summed)
         self._replica: Replica | None = None
         self._step = 0
 
@@ -66,33 +67,32 @@ class AllReduceExchange:
         # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
         self._replica = replica
         replica.optimize(Optimize.AFTER if self._by_bucket else Optimize.APART)
-        await spread(self._sums.group, replica)
-        await self._sums.start(replica)
+        await spread(self._sum.sums.group, replica)
+        await self._sum.start(replica)
 
     def begin_step(self, step: int) -> None:
         self._step = step
         if self.exchanges(step):
-            self._under_way.begin(step, len(self._replica_started().buckets))
+            self._sum.begin(step, len(self._replica_started().buckets))
 
     def exchanges(self, step: int) -> bool:
         # By the step's number and not by a counter, so a resumed run exchanges at the same steps.
         return (step + 1) % self._every == 0
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        self._under_way.add(bucket)
+        self._sum.add(bucket)
 
     async def end_step(self) -> None:
         if not self.exchanges(self._step):
             return
-        # With staging, the last buckets are handed over after the compute thread is done with the step.
-        await self._under_way.all_added()
-        if not self._by_bucket:
-            with self._recorder.span("wait for gradients", "wait", step=self._step):
-                await self._under_way.settle()
+        if self._by_bucket:
+            await self._sum.all_added()
+        else:
+            await self._sum.wait()
             await self._replica_started().update(gradient_scale=self._scale)
 
     async def settle(self) -> None:
-        await self._under_way.settle()
+        await self._sum.settle()
 
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
@@ -107,8 +107,8 @@ class AllReduceExchange:
         return None
 
     async def stop(self) -> None:
-        await self._under_way.cancel()
-        await self._sums.stop()
+        await self._sum.stop()
+        self._arithmetic.close()
 
     def staleness(self) -> Sequence[int]:
         return ()
@@ -119,20 +119,12 @@ class AllReduceExchange:
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         return None
 
-    async def _sum(self, bucket: Bucket, step: int) -> None:
-        clock = asyncio.get_running_loop().time
-        start_s = clock()
-        await self._sums.sum(bucket, ("gradients", step, bucket.index))
-        self._recorder.add_span(
-            f"all-reduce bucket {bucket.index}", "send", start_s, clock(), step=step, values={"bytes": bucket.gradients.nbytes}
-        )
-        if self._by_bucket:
-            if self._scale != 1.0:
-                bucket.gradients.scale_(self._scale)
-            self._replica_started().parameters_ready(bucket)
+    async def _summed(self, bucket: Bucket) -> None:
+        if self._scale != 1.0:
+            await self._arithmetic.do(lambda: bucket.gradients.scale_(self._scale), bucket.gradients)
+        self._replica_started().parameters_ready(bucket)
 
     def _abort(self, error: BaseException) -> None:
-        self._sums.abort(error)
         if self._replica is not None:
             self._replica.abort(error)
 

@@ -1,82 +1,72 @@
-"""Sums gradients over a group of workers, bucket by bucket, while backward goes on."""
+"""Sums gradients over workers, bucket by bucket, while backward goes on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.exchange.sums import Sums
+from zmqtrain.exchange.under_way import UnderWay
 
 
 class GradientSum:
-    """One step at a time: `begin`, then `add` each bucket, then `wait` until all of them hold the sum over the group.
+    """One step at a time: `begin`, then `add` each bucket, then `wait` until all of them hold their sums (or let ``summed`` go on).
 
-    ``overlap``: a bucket is on its way as soon as it is added; otherwise all of them once the last one is added.
+    An error of one ends all (`UnderWay`).
     """
 
-    def __init__(self, sums: Sums, recorder: Recorder, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        sums: Sums,
+        recorder: Recorder,
+        abort: Callable[[BaseException], None],
+        *,
+        overlap: bool = True,
+        summed: Callable[[Bucket], Awaitable[None]] | None = None,
+    ) -> None:
+        """Arguments:
+        abort: is told the first error, after ``sums`` have been.
+        overlap: a bucket is on its way as soon as it is added; otherwise all of them once the last one is added.
+        summed: awaited with each bucket once it holds its sum.
+        """
         self.sums = sums
-        self._recorder = recorder
-        self._overlap = overlap
+        self._recorder, self._abort, self._summed = recorder, abort, summed
+        self._under_way = UnderWay(self._sum, self._fail, overlap=overlap)
         self._step = 0
-        self._expected = 0
-        self._added: list[Bucket] = []
-        self._all_added = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, replica: Replica) -> None:
         """Once, before the first step."""
         await self.sums.start(replica)
 
     async def stop(self) -> None:
-        """Once, after the last one."""
-        await self.cancel()
+        """Once, after the last one. What is under way is given up."""
+        await self._under_way.cancel()
         await self.sums.stop()
 
-    def begin(self, step: int, buckets: Sequence[Bucket]) -> None:
-        """Gradients of ``step`` come next, one for each of ``buckets``, in any order."""
-        assert not self._tasks, "the step before was not waited for"
-        self._step, self._expected = step, len(buckets)
-        self._added.clear()
-        self._all_added.clear()
+    def begin(self, step: int, buckets: int) -> None:
+        """Gradients of ``step`` come next, of so many buckets."""
+        self._step = step
+        self._under_way.begin(step, buckets)
 
     def add(self, bucket: Bucket) -> None:
         """The bucket's gradients are complete; from now on they are ours."""
-        self._added.append(bucket)
-        complete = len(self._added) == self._expected
-        if self._overlap:
-            self._start(bucket)
-        elif complete:
-            for each in self._added:
-                self._start(each)
-        if complete:
-            self._all_added.set()
+        self._under_way.add(bucket)
+
+    async def all_added(self) -> None:
+        """Until all buckets of the step were added. Raises the first error."""
+        await self._under_way.all_added()
 
     async def wait(self) -> None:
-        """Until all buckets were added and hold their sums. Raises the first error; nothing is under way afterwards."""
-        try:
-            # With staging, the last buckets are handed over after the compute thread is done with the step.
-            await self._all_added.wait()
-            with self._recorder.span("wait for gradients", "wait", step=self._step):
-                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in self._tasks:
-                if task.done():
-                    task.result()
-        finally:
-            await self.cancel()
+        """Until all buckets were added and hold their sums. Raises the first error."""
+        await self.all_added()
+        with self._recorder.span("wait for gradients", "wait", step=self._step):
+            await self.settle()
 
-    async def cancel(self) -> None:
-        """Give up what is under way. Errors of it are dropped: `wait` has raised the first, or nobody wants them any more."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start(self, bucket: Bucket) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._sum(bucket, self._step)))
+    async def settle(self) -> None:
+        """Until nothing is under way. Raises the first error."""
+        await self._under_way.settle()
 
     async def _sum(self, bucket: Bucket, step: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -85,3 +75,9 @@ class GradientSum:
         self._recorder.add_span(
             f"all-reduce bucket {bucket.index}", "send", start_s, clock(), step=step, values={"bytes": bucket.gradients.nbytes}
         )
+        if self._summed is not None:
+            await self._summed(bucket)
+
+    def _fail(self, error: BaseException) -> None:
+        self.sums.abort(error)
+        self._abort(error)

@@ -128,7 +128,7 @@ def _sums_of(
     for peer in group.members:
         hosts.setdefault(placement.role(peer).host, []).append(peer)
     if arena is None or not _in_memory(role.device, context.topology) or max(map(len, hosts.values())) == 1:
-        return NetworkSums(group)
+        return NetworkSums(group, scale if context.topology.divided else 1.0)
     here, slices = hosts[role.host], min(map(len, hosts.values()))
     everybody = [other.peer for other in placement.of_host(role.host)]
     teams = sorted({placement.role(peer).group + 1 for peer in everybody if placement.role(peer).kind == "worker"})

@@ -10,14 +10,15 @@ Each worker of a group exchanges only its part of a bucket, so the servers' traf
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
-from zmqtrain.errors import CheckpointError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.clip import GroupClip, square
@@ -36,9 +37,9 @@ from zmqtrain.exchange.server_messages import (
     shown_tag,
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
-from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
@@ -72,6 +73,7 @@ class ModelServerExchange:
         self._staleness: list[int] = []
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
+        self._arithmetic = Arithmetic("zmqtrain-gradients")
         self._compressor: Compressor | None = None
         self._unsent: dict[str, TensorPayload] = {}  # of the checkpoint that the run resumes
         if settings.compression != "none":
@@ -105,7 +107,8 @@ class ModelServerExchange:
         if settings.group == settings.position == 0:
             self._recorder.event("momentum", **self._compensation.describe(given))
         numbers = _numbers(replica.buckets)
-        configuration = self._configuration(replica, self._base, restored)
+        rises = tuple(map(self._compensation.rise, given.groups))
+        configuration = self._configuration(replica, self._base, rises, restored)
         cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
@@ -170,6 +173,7 @@ class ModelServerExchange:
         """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
         that stops early waits for nobody."""
         await self._under_way.cancel()
+        self._arithmetic.close()
         if self._replica is None:
             return
         await self._ask_servers("finished")
@@ -192,7 +196,7 @@ class ModelServerExchange:
 
     # Start.
 
-    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
+    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, rises: tuple[float, ...], restored: bool) -> Configuration:
         settings = self._settings
         return Configuration(
             buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
@@ -206,6 +210,7 @@ class ModelServerExchange:
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             restored=restored,
             horizon=self._compensation.horizon,
+            rises=rises,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 
@@ -285,7 +290,9 @@ class ModelServerExchange:
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed, passed_over).to_value()
         server = self._settings.servers[piece.server]
-        message = self._compressor.encode(str(piece.index), gradient) if self._compressor and not passed_over else gradient
+        message = gradient
+        if self._compressor is not None and not passed_over:
+            message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
         self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
@@ -296,18 +303,12 @@ class ModelServerExchange:
 
     async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:
         server = self._settings.servers[piece.server]
-        try:
-            async with asyncio.timeout(self._settings.wait_s):
-                return await self._endpoint.receive(server, tag, into=into)
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            found = {
-                "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
-                "shown": f"the parameters ({tag[-1]})",
-            }
-            what = found.get(str(tag[0]), "the initial parameters")
-            raise PeerTimeoutError(server, what, self._settings.wait_s) from None
+        what = {
+            "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
+            "shown": f"the parameters ({tag[-1]})",
+        }.get(str(tag[0]), "the initial parameters")
+        async with in_time(server, what, self._settings.wait_s):
+            return await self._endpoint.receive(server, tag, into=into)
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:
         read = ReadMeta.from_value(received.meta)
@@ -324,7 +325,7 @@ class ModelServerExchange:
         """Wait until the gradients of all buckets are there, then scale this worker's part of the bucket. Returns whether the whole
         gradient is finite."""
         own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
-        if clip.add(sum(square(part) for part in own)):
+        if clip.add(await self._arithmetic.do(lambda: sum(map(square, own)), *own)):
             judges = self._settings.judges
             await all_reduce(self._judges if judges else self._group, clip.squares, ("norm", step))
             finite = clip.decide()
@@ -332,11 +333,7 @@ class ModelServerExchange:
                 self._replica.judged(finite, step)
         factor = await clip.factor
         if factor < 1.0:
-            for part in own:
-                if clip.nothing:
-                    _clear(part)
-                else:
-                    part.scale_(factor)
+            await self._arithmetic.do(partial(_clip, own, factor, nothing=clip.nothing), *own)
         return not clip.nothing
 
     def _replica_started(self) -> Replica:
@@ -349,10 +346,13 @@ class ModelServerExchange:
         return None
 
 
-def _clear(part: Payload) -> None:
-    """What is not finite would stay so, multiplied by 0."""
-    if isinstance(part, TensorPayload):
-        part.tensor.zero_()
+def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
+    """``nothing``: clear the parts. What is not finite would stay so, multiplied by 0."""
+    for part in parts:
+        if not nothing:
+            part.scale_(factor)
+        elif isinstance(part, TensorPayload):
+            part.tensor.zero_()
 
 
 def _descriptions(bucket: Bucket) -> list[BucketDescription]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.base import Bucket, Replica, Rows
 from zmqtrain.exchange.sums import HostSums, NetworkSums
-from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Tag
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 
 #: ``make(group, number)``: sums over these workers; the number tells apart the sums that a worker takes part in.
@@ -20,6 +20,7 @@ class RowSums:
     a host's memory it is the replica's `Sharing`, too."""
 
     def __init__(self, group: Group, make: Make, *, scale: float = 1.0) -> None:
+        """``scale``: by what all that ``make`` makes multiplies its sums."""
         self.group, self.scale = group, scale
         self._make = make
         self._of: list[HostSums | NetworkSums] = []  # bucket -> who sums it
@@ -48,10 +49,7 @@ class RowSums:
             replica.share(self)
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
-        sums = self._of[bucket.index]
-        await sums.sum(bucket, tag)
-        if isinstance(sums, NetworkSums) and self.scale != 1.0:
-            bucket.gradients.scale_(self.scale)
+        await self._of[bucket.index].sum(bucket, tag)
 
     def abort(self, error: BaseException) -> None:
         for sums in self._all:

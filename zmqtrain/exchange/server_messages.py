@@ -85,6 +85,8 @@ class Configuration:
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
     horizon: float = 0.0
     """Updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
+    rises: tuple[float, ...] = ()
+    """Updates in which the learning rate of each parameter group rises at the beginning, if any does."""
     phantom: bool = False
     """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 
@@ -109,11 +111,14 @@ class Configuration:
             values["buckets"] = tuple(BucketDescription.from_value(row) for row in values["buckets"])
             values["groups"] = tuple(tuple(members) for members in values["groups"])
             values["servers"] = tuple(values["servers"])
+            values["rises"] = tuple(float(rise) for rise in values["rises"])
             optimizer = values["optimizer"]
             values["optimizer"] = OptimizerSpec(optimizer["name"], tuple(optimizer["groups"]))
             configuration = cls(**values)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ProtocolError(f"this is no configuration of a model server: {error}") from None
+        if configuration.rises and len(configuration.rises) != len(configuration.optimizer.groups):
+            raise ProtocolError(f"there are {len(configuration.rises)} rises of {len(configuration.optimizer.groups)} rates")
         if not configuration.buckets or not configuration.groups or configuration.policy not in ("sync", "async", "bound"):
             raise ProtocolError(
                 f"a model server cannot work with {len(configuration.buckets)} buckets, "

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.background import BackgroundThread
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.host.accumulator import Accumulator
 from zmqtrain.host.team import Team
@@ -52,10 +53,9 @@ class Sums(Protocol):
 class NetworkSums:
     """`Sums` over the network."""
 
-    scale = 1.0
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, scale: float = 1.0) -> None:
+        self.group, self.scale = group, scale
+        self._arithmetic = Arithmetic("zmqtrain-sums")
 
     async def start(self, replica: Replica) -> None:
         return None
@@ -64,12 +64,14 @@ class NetworkSums:
         # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
         # matter that workers finish them in different orders.
         await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
+        if self.scale != 1.0:
+            await self._arithmetic.do(lambda: bucket.gradients.scale_(self.scale), bucket.gradients)
 
     def abort(self, error: BaseException) -> None:
         return None
 
     async def stop(self) -> None:
-        return None
+        self._arithmetic.close()
 
 
 class HostSums:

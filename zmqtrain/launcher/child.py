@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch._dynamo  # over a second, which every role's first optimizer would spend by itself
+from setproctitle import setproctitle
 
-from zmqtrain.embed.enter import enter_run
 from zmqtrain.errors import UsageError
-from zmqtrain.launcher.preempted import wanted_on_sigterm
-from zmqtrain.launcher.report import report_of
+from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
+from zmqtrain.run.enter import enter_run
+from zmqtrain.run.report import report_of
+from zmqtrain.run.role import run_role
 from zmqtrain.train.device.memory_kept import keep_memory
-from zmqtrain.train.role import run_role
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
 SCRIPT = "ZMQTRAIN_SCRIPT"
@@ -36,6 +37,7 @@ def main(report_file: int) -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     environment = RoleEnvironment.from_environ()
     peer = environment.peer if environment else "nobody"
+    setproctitle(f"zmqtrain {peer}")  # what ps and top show
     try:
         if environment is None:
             raise UsageError("a role was started without its environment")

@@ -1,7 +1,7 @@
 """The emulated world: every host of the file is a set of processes on this machine, and the network between them is as slow as the
 file says.
 
-Two ways lead there. With *namespaces* each host has a network of its own in the kernel, which lets no more through than its card
+Two ways lead there. With *namespaces* each host has a network of its own in the kernel, which lets no more through than its NIC
 would. *Paced*, each endpoint holds back what it sends until the network would have carried it; that needs nothing, and knows
 racks. Latency is the endpoint's in both. The figures mean the same: bytes of messages, not of the packets around them.
 """
@@ -120,7 +120,7 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
         folder = stack.enter_context(_owned_folder())
         namespaces, why = await _namespaces(stack, model, emulation)
         kind: ShapingKind = "paced" if namespaces is None else "namespaces"
-        plan = plan_of(model, host_of, cards=namespaces is None).write(folder)
+        plan = plan_of(model, host_of, nics=namespaces is None).write(folder)
         said = [f"emulated: {len(placement.hosts)} host(s) on this machine, {_IN_WORDS[kind]}{why}"]
         if factor != 1:
             said.append(f"{factor:g} times as slow as reported")
@@ -182,21 +182,21 @@ def _beyond_namespaces(model: NetworkModel) -> str | None:
     return None
 
 
-def plan_of(model: NetworkModel, host_of: Mapping[PeerId, str], *, cards: bool = True) -> ShapingPlan:
-    """The network as endpoints shape it; without ``cards`` only its latencies, and what is down."""
+def plan_of(model: NetworkModel, host_of: Mapping[PeerId, str], *, nics: bool = True) -> ShapingPlan:
+    """The network as endpoints shape it; without ``nics`` only its latencies, and what is down."""
     rates: list[float] = []
 
-    def card(bandwidth: float | None) -> tuple[int, ...]:
-        if bandwidth is None or not cards:
+    def nic(bandwidth: float | None) -> tuple[int, ...]:
+        if bandwidth is None or not nics:
             return ()
         rates.append(bandwidth / 8)
         return (len(rates) - 1,)
 
-    sends = {name: card(host.bandwidth) for name, host in model.hosts.items()}
-    gets = {name: card(host.bandwidth) for name, host in model.hosts.items()}
-    leaves = {name: card(rack.uplink) for name, rack in model.racks.items()}
-    enters = {name: card(rack.uplink) for name, rack in model.racks.items()}
-    alone = {ends: card(way.bandwidth) for ends, way in model.ways.items()}
+    sends = {name: nic(host.bandwidth) for name, host in model.hosts.items()}
+    gets = {name: nic(host.bandwidth) for name, host in model.hosts.items()}
+    leaves = {name: nic(rack.uplink) for name, rack in model.racks.items()}
+    enters = {name: nic(rack.uplink) for name, rack in model.racks.items()}
+    alone = {ends: nic(way.bandwidth) for ends, way in model.ways.items()}
     ways: dict[tuple[str, str], LinkShape] = {}
     for source, one in model.hosts.items():
         for target, other in model.hosts.items():

@@ -27,7 +27,7 @@ import msgpack
 
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
-from zmqtrain.launcher.preempted import heed_no_preemption, wanted_on_sigterm
+from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20

@@ -1,4 +1,4 @@
-"""Hosts as Linux network namespaces: each with a network of its own, joined by a bridge, and no faster than its network card.
+"""Hosts as Linux network namespaces: each with a network of its own, joined by a bridge, and no faster than its NIC.
 
 A run's names begin with ``zt`` and the launcher's process number, so the next run removes what one that was killed has left. The
 bridge is in a namespace of its own, where no firewall of the machine looks at what crosses it; one cable leads to the launcher.
@@ -34,7 +34,7 @@ QUEUE_S, LEAST_QUEUE_BYTES = 0.05, 256 * 1024
 WINDOW_S, LEAST_WINDOW_BYTES = 0.004, 128 * 1024
 #: TCP hands its packets over in lumps, which urgent messages and acknowledgements wait for: so many seconds of the rate each.
 LUMP_S, LEAST_LUMP_BYTES, MOST_LUMP_BYTES = 0.0005, 4 * 1024, 64 * 1024
-#: In every kernel; on a path without delay it fills the card, while BBR, some machines' default, stays a few percent below.
+#: In every kernel; on a path without delay it fills the NIC, while BBR, some machines' default, stays a few percent below.
 CONGESTION_CONTROL = "reno"
 #: Hosts of one run: a /22, and one address is the launcher's.
 MOST_HOSTS = 1000

@@ -23,7 +23,7 @@ from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, fork_for_messages, import_entry, serve
 from zmqtrain.launcher.namespaces import enter_network
-from zmqtrain.launcher.preempted import heed_no_preemption
+from zmqtrain.launcher.signals import heed_no_preemption
 
 
 class Nursery:

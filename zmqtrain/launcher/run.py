@@ -29,25 +29,26 @@ from zmqtrain.launcher.engine import (
 )
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.nursery import Nursery
-from zmqtrain.launcher.preempted import INTERRUPTED, PREEMPTED, Preemption, wanted_on_sigterm
-from zmqtrain.launcher.record import Ending, RunRecord, ending_of
-from zmqtrain.launcher.report import report_of
+from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
-from zmqtrain.membership.description import RunDescription, serve_description
-from zmqtrain.membership.environment import RoleEnvironment, net_settings
-from zmqtrain.net.curve import Identity
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.processors import gpus
+from zmqtrain.run.assembly import Assembly, Listeners, coordinator_settings
+from zmqtrain.run.ending import Ending, ending_of
+from zmqtrain.run.preemption import INTERRUPTED, Preemption
+from zmqtrain.run.record import RunRecord
+from zmqtrain.run.report import report_of
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector
 
 
 class Launch:
@@ -75,7 +76,7 @@ class Launch:
         self._token = secrets.token_hex(16)
         self._interrupts = 0
         self._stopped = False  # by `halt`
-        self._coordinator: Coordinator | None = None
+        self._assembly: Assembly | None = None
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
 
@@ -83,8 +84,8 @@ class Launch:
         """Stop the run in good order; it has not failed. On the loop's thread, while `run` is going on."""
         self._stopped = True
         self._record.quiet = True
-        if self._coordinator is not None:
-            self._coordinator.halt({"kind": "interrupted", "message": reason})
+        if self._assembly is not None:
+            self._assembly.halt(reason)
 
     async def run(self) -> int:
         """Start everything, wait until it has ended, and write the run directory. Returns the exit code."""
@@ -115,9 +116,7 @@ class Launch:
                 stack.push_async_callback(engine.close)
                 gathered = await self._gather(engine)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
-            identity = Identity.coordinator(self._token) if encrypted else None
-            job = self._topology.job
-            settings = net_settings(self._ladder, self._token, port=job.port, ports=job.port_range, identity=identity)
+            settings = coordinator_settings(self._topology, self._token, encrypted=encrypted)
             description = self._description
             hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
             towards: dict[str, str] = {}  # this machine's address, as each host sees it
@@ -150,38 +149,20 @@ class Launch:
                 endpoint.pardon(len(hosts))  # who try the way from each host
                 with engine_faults(self._topology.engine.kind, "look at the hosts"):
                     await engine.open(self._engine_run(hosts, coordinators))
-            coordinator = Coordinator(
+            record = self._record
+            self._assembly = Assembly(
                 endpoint,
-                self._placement,
-                self._ladder,
-                elastic=self._topology.elastic,
-                on_event=self._record.membership_event,
-                on_report=self._record.report,
-            )
-            self._coordinator = coordinator
-            serve_description(endpoint, description)
-            collector = CheckpointCollector.of(
-                endpoint,
-                self._directory.checkpoints,
-                self._topology,
-                self._placement,
-                resume=None if self._description.resume is None else Path(self._description.resume),
-                members=lambda: coordinator.view.members,
-                on_event=self._record.checkpoint_event,
+                description,
+                checkpoints=self._directory.checkpoints,
                 model=self._directory.path,
+                listeners=Listeners(record.membership_event, record.report, record.checkpoint_event, record.note),
+                preemption=self._preemption,
             )
             async with asyncio.TaskGroup() as group:
-                background = [
-                    group.create_task(collector.run(), name="collect checkpoints"),
-                    group.create_task(
-                        self._preemption.run(endpoint, coordinator, self._description, self._record.note), name="preemption"
-                    ),
-                ]
+                running = group.create_task(self._assembly.run(), name="coordinator")
                 handles = await self._start_agents(stack, engine, hosts, coordinators)
                 # Whatever is left of them is ended before the endpoint closes.
-                outcome = await self._watch(coordinator, handles)
-                for task in background:
-                    task.cancel()
+                outcome = await self._watch(self._assembly.coordinator, running, handles)
             return self._ending(outcome)
 
     async def _gather(self, engine: GatheringEngine) -> Gathered:
@@ -247,9 +228,8 @@ class Launch:
         with engine_faults(self._topology.engine.kind, "stop agents"):
             await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
 
-    async def _watch(self, coordinator: Coordinator, handles: dict[str, Handle]) -> Outcome:
+    async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], handles: dict[str, Handle]) -> Outcome:
         """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""
-        running = asyncio.create_task(coordinator.run(), name="coordinator")
         ends = {asyncio.create_task(handle.wait(), name=f"agent of {host}"): host for host, handle in handles.items()}
         try:
             while not running.done():
@@ -265,9 +245,10 @@ class Launch:
                         coordinator.host_ended(host, f"its agent ended with code {code}")
             return running.result()
         finally:
-            for task in [running, *ends]:
+            for task in ends:
                 task.cancel()
-            await asyncio.wait([running, *ends])
+            if ends:
+                await asyncio.wait(ends)
 
     # Signals ------------------------------------------------------------------------------------------------------------------
 
@@ -291,7 +272,7 @@ class Launch:
         """The first time the run stops with a checkpoint, where it can, the second time at once."""
         self._interrupts += 1
         self._record.quiet = True
-        if self._coordinator is not None and self._interrupts == 1:
+        if self._assembly is not None and self._interrupts == 1:
             self._preemption.ask("an interrupt", person=True)
         elif self._life is not None:
             self._life.cancel()
@@ -299,12 +280,7 @@ class Launch:
     # The end ------------------------------------------------------------------------------------------------------------------
 
     def _ending(self, outcome: Outcome) -> Ending:
-        ended_by_itself = outcome.status == "done" and self._record.stopped_at is None
-        if self._interrupts and not ended_by_itself:
-            return Ending("interrupted", INTERRUPTED)
-        if outcome.status == "done" and not ended_by_itself:
-            return Ending("preempted", PREEMPTED)
-        ending = ending_of(outcome)
+        ending = ending_of(outcome, stopped=self._record.stopped_at is not None, interrupted=bool(self._interrupts))
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Literal
 
-from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import ConnectivityError, PeerLostError, ProtocolError
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
 
 ASK, TELL = "stop.ask", "stop.at"
@@ -79,11 +80,8 @@ class StopPoint:
 
     async def _decided(self) -> None:
         while self._asked:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await asyncio.shield(next(iter(self._asked.values())))
-            except TimeoutError as error:
-                raise PeerTimeoutError(COORDINATOR, "the step that is the same for all", self._timeout_s) from error
+            async with in_time(COORDINATOR, "the step that is the same for all", self._timeout_s):
+                await asyncio.shield(next(iter(self._asked.values())))
 
     async def _on_ask(self, caller: PeerId, why: Value = "stop") -> Value:
         _require_coordinator(caller)

@@ -39,3 +39,8 @@ class RoleContext:
     """How many times as long a modelled device takes for work that begins now (a simulated host may be slow for a while)."""
     make_device: Callable[[RolePlacement], Device] | None = None
     """Makes the device of a worker that computes with torch; ``None``: the one that its placement names."""
+
+    @property
+    def modelled(self) -> bool:
+        """Whether this role only takes the time that computing would: it has no task, and needs no torch."""
+        return self.role.device == "modelled" and self.make_device is None and not self.topology.trains

@@ -125,7 +125,7 @@ class Coordinator:
     async def _drain(self) -> None:
         """Let the last words go out, for as long as the ladder allows."""
         try:
-            async with asyncio.timeout(self._ladder.drain_s):
+            async with asyncio.timeout(self._ladder.flush_s):
                 for outbox in list(self._outboxes.values()):
                     await outbox.idle.wait()
         except TimeoutError:

@@ -153,7 +153,7 @@ def net_settings(
         connect_s=ladder.join_s,  # peers start in any order: whoever is first waits as long as joining may take
         lost_s=ladder.lost_s,
         heartbeat_s=ladder.heartbeat_s,
-        drain_s=ladder.drain_s,
+        flush_s=ladder.flush_s,
         identity=identity,
         io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,
     )

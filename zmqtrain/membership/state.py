@@ -64,8 +64,8 @@ class Entry:
         return self.presence in (Presence.LEFT, Presence.LOST)
 
 
-class Crew:
-    """Everybody who is expected or here, and the observers: what is known of each."""
+class MemberTable:
+    """All peers that are expected or here, observers included, with what is known of each."""
 
     def __init__(self, expected: Iterable[Member]) -> None:
         self._entries = {member.peer: Entry(member) for member in expected}

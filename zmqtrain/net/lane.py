@@ -104,11 +104,10 @@ class Verdict(Enum):
 class ReceiveLane:
     """What has come."""
 
-    __slots__ = ("_asked", "acknowledged", "expected")
+    __slots__ = ("_asked", "expected")
 
     def __init__(self) -> None:
         self.expected = 0
-        self.acknowledged = 0
         self._asked = -1
 
     def judge(self, sequence: int) -> Verdict:

@@ -18,6 +18,7 @@ from zmqtrain.arena.arena import Block
 from zmqtrain.errors import WireError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.credit import Allowance, Window
+from zmqtrain.net.demand import UNWANT, WANT, Demand
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import Hello
@@ -27,7 +28,6 @@ from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import LASTING, SHARED, SharedBodies
-from zmqtrain.net.wants import UNWANT, WANT, Wants
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -67,7 +67,7 @@ class Link:
         self.receiving = (ReceiveLane(), ReceiveLane())
         self.allowances = (Allowance(), Allowance())
         self.windows = (Window(settings.control_window_bytes), Window(settings.window_bytes))
-        self.wants = Wants(peer, mailbox, self.windows, self.outbox, self.sending[CONTROL])
+        self.wants = Demand(peer, mailbox, self.windows, self.outbox, self.sending[CONTROL])
         self.ack_due = False
         """Whether the peer should hear soon how far its pieces came, or what it may send."""
         self.ack_urgent = False

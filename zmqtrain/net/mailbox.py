@@ -171,9 +171,6 @@ class Mailbox:
         """Receives from this peer that are not satisfied."""
         return iter(self._pending.get(source, ()))
 
-    def waits_for(self, source: PeerId) -> bool:
-        return bool(self._pending.get(source))
-
     def lose(self, source: PeerId) -> list[Ticket]:
         """The peer is gone, and with it what came in part. Returns the receives that wait for it, which are no longer posted."""
         tickets = list(self._pending.pop(source, ()))

@@ -1,6 +1,6 @@
 """A transport that sends no faster than a given network would carry it, over another one that is as fast as this machine.
 
-A message is handed to the transport below when its last byte would have arrived: when all cards on its way have carried it, and the
+A message is handed to the transport below when its last byte would have arrived: when all NICs on its way have carried it, and the
 latency has passed. What arrives is not touched.
 """
 
@@ -15,11 +15,11 @@ from itertools import count
 from typing import TypeAlias
 
 from zmqtrain.net.alarm import Alarm, LoopAlarm, real_alarm
-from zmqtrain.net.cards import Cards
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.nics import Nics
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.net.shaping import LinkShape, Shaping, SharedCards
+from zmqtrain.net.shaping import LinkShape, Shaping, SharedNics
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
 
@@ -39,19 +39,19 @@ class PacedTransport:
         below: Transport,
         shaping: Shaping,
         *,
-        cards: AbstractContextManager[Cards] | None = None,
+        nics: AbstractContextManager[Nics] | None = None,
         alarm: MakeAlarm = LoopAlarm,
         hold_bytes: int,
         farewell_s: float,
         on_closed: Callable[[], None] | None = None,
     ) -> None:
-        """``cards``: the network's cards, to be entered for each reservation.
+        """``nics``: the network's NICs, to be entered for each reservation.
 
         ``hold_bytes``: how much towards one peer may wait here. As much as a link has in flight, since a transport without pacing
         takes that at once, too: what a more urgent message waits for must be the same.
         """
         self._below, self._shaping = below, shaping
-        self._cards: AbstractContextManager[Cards] = nullcontext(Cards([], [])) if cards is None else cards
+        self._nics: AbstractContextManager[Nics] = nullcontext(Nics([], [])) if nics is None else nics
         self._loop = asyncio.get_running_loop()
         self._alarm = alarm(self._loop, self._ring)
         self._hold_bytes, self._farewell_s = hold_bytes, farewell_s
@@ -155,16 +155,16 @@ class PacedTransport:
 
 
 def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> PacedTransport:
-    """Over a real transport, whose network cards all processes of the run share. It closes ``below``."""
-    cards = SharedCards(shaping.cards_file, shaping.rates) if shaping.cards_file else None
+    """Over a real transport, whose NICs all processes of the run share. It closes ``below``."""
+    nics = SharedNics(shaping.nics_file, shaping.rates) if shaping.nics_file else None
     return PacedTransport(
         below,
         shaping,
-        cards=cards,
+        nics=nics,
         alarm=real_alarm,
         hold_bytes=settings.inflight_bytes,
         farewell_s=settings.farewell_s,
-        on_closed=None if cards is None else cards.close,
+        on_closed=None if nics is None else nics.close,
     )
 
 
@@ -211,7 +211,7 @@ class _Flow:
     def __init__(self, transport: PacedTransport, peer: PeerId, way: LinkShape) -> None:
         self.peer = peer
         self._transport, self._way = transport, way
-        self._waiting: deque[_Parcel] = deque()  # for the sender's card; the first has asked for it
+        self._waiting: deque[_Parcel] = deque()  # for the sender's NIC; the first has asked for it
         self._travelling: tuple[deque[_Parcel], deque[_Parcel]] = (deque(), deque())
         self._last_due = [0.0, 0.0]
         self._held_bytes = 0
@@ -228,7 +228,7 @@ class _Flow:
         if self._held_bytes and self._held_bytes + nbytes > self._transport._hold_bytes:
             return False
         self._held_bytes += nbytes
-        if not self._way.cards:
+        if not self._way.nics:
             self._arrives(lane, parcel, now)
             return True
         self._waiting.append(parcel)
@@ -252,28 +252,28 @@ class _Flow:
         self._travelling[CONTROL].clear()
 
     def _slip(self, nbytes: int, now: float) -> float:
-        if not self._way.cards:
+        if not self._way.nics:
             return now
-        with self._transport._cards as cards:
-            return cards.slip(self._way.cards, nbytes, now)
+        with self._transport._nics as nics:
+            return nics.slip(self._way.nics, nbytes, now)
 
     def _ask(self, parcel: _Parcel) -> None:
-        """Have the sender's card carry the first that waits."""
-        with self._transport._cards as cards:
-            start, end = cards.reserve(self._way.cards[0], parcel.nbytes, parcel.ready)
+        """Have the sender's NIC carry the first that waits."""
+        with self._transport._nics as nics:
+            start, end = nics.reserve(self._way.nics[0], parcel.nbytes, parcel.ready)
         self._transport._at(end, lambda: self._carried(parcel, start, end))
 
     def _carried(self, parcel: _Parcel, start: float, end: float) -> None:
-        """The sender's card is done with it: on to the others, and the next may ask."""
+        """The sender's NIC is done with it: on to the others, and the next may ask."""
         if self._dropped or self._parting:
             return
         waiting = self._waiting
         waiting.popleft()
-        with self._transport._cards as cards:
-            through = cards.follow(self._way.cards[1:], parcel.nbytes, start, end)
+        with self._transport._nics as nics:
+            through = nics.follow(self._way.nics[1:], parcel.nbytes, start, end)
             if waiting:
                 following = waiting[0]
-                next_start, next_end = cards.reserve(self._way.cards[0], following.nbytes, max(following.ready, end))
+                next_start, next_end = nics.reserve(self._way.nics[0], following.nbytes, max(following.ready, end))
         if waiting:
             self._transport._at(next_end, lambda: self._carried(following, next_start, next_end))
         self._arrives(BULK, parcel, through)

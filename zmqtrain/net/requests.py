@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import zmqtrain.errors
-from zmqtrain.errors import PeerTimeoutError, ZmqTrainError
+from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.endpoint import Handler, PeerId, Tag
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.mailbox import Mailbox
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.message import pack_value
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.value import ValuePayload
@@ -60,17 +61,12 @@ class Desk:
         what = f"the answer to {method!r}"
         payload = ValuePayload(list(args))
         nbytes = len(pack_value(payload.meta))
-        try:
-            async with asyncio.timeout(timeout) as scope:
-                await self._room(to, nbytes)
-                try:
-                    return await self._exchange(to, method, payload, what)
-                finally:
-                    self._leave(to, nbytes)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise PeerTimeoutError(to, what, timeout) from None
+        async with in_time(to, what, timeout):
+            await self._room(to, nbytes)
+            try:
+                return await self._exchange(to, method, payload, what)
+            finally:
+                self._leave(to, nbytes)
 
     async def _exchange(self, to: PeerId, method: str, payload: Payload, what: str) -> Payload:
         self._number += 1

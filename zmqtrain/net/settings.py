@@ -56,7 +56,7 @@ class NetSettings:
     """An acknowledgement waits this long for others to go with it (much data is acknowledged sooner)."""
     heartbeat_s: float = 1.0
     """Interval of the transport's own heartbeats; its I/O thread sends them, so Python may be busy. Three unanswered: down."""
-    drain_s: float = 5.0
+    flush_s: float = 5.0
     """How long ``close`` waits for queued messages to be acknowledged."""
     farewell_s: float = 0.3
     """How long a last word may take to leave after that; a peer that does not hear it finds out by ``lost_s``."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.net.cards import TIMES, Cards
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.nics import TIMES, Nics
 
 #: The file's name in the environment of every process of an emulated run.
 SHAPING = "ZMQTRAIN_SHAPING"
@@ -23,8 +23,8 @@ SHAPING = "ZMQTRAIN_SHAPING"
 class LinkShape:
     """The way from one host to another."""
 
-    cards: tuple[int, ...] = ()
-    """The cards that it goes over, by number, the sender's first. None: as fast as it goes."""
+    nics: tuple[int, ...] = ()
+    """The NICs that it goes over, by number, the sender's first. None: as fast as it goes."""
     latency_s: float = 0.0
     down: bool = False
     """Nothing gets through."""
@@ -40,9 +40,9 @@ class Shaping:
     ways: Mapping[str, LinkShape]
     """By the host that they lead to. Where none leads nothing is shaped."""
     rates: Sequence[float] = ()
-    """Bytes a second of each card. What counts is what the endpoint sends: its headers and the payload."""
-    cards_file: str = ""
-    """Where the processes of all hosts share the cards' times; empty where no way has a card."""
+    """Bytes a second of each NIC. What counts is what the endpoint sends: its headers and the payload."""
+    nics_file: str = ""
+    """Where the processes of all hosts share the NICs' times; empty where no way has a NIC."""
 
     def way_to(self, peer: PeerId) -> LinkShape | None:
         """The way to a process; ``None`` where nothing is shaped."""
@@ -57,8 +57,8 @@ class Shaping:
         except (OSError, ValueError) as error:
             raise UsageError(f"{SHAPING} is {path!r}, which cannot be read: {error}") from error
         host = document["host_of"].get(peer, "")
-        ways = {target: LinkShape(tuple(cards), *rest) for target, cards, *rest in document["ways"].get(host, ())}
-        return cls(host, document["host_of"], ways, document["rates"], document["cards_file"])
+        ways = {target: LinkShape(tuple(nics), *rest) for target, nics, *rest in document["ways"].get(host, ())}
+        return cls(host, document["host_of"], ways, document["rates"], document["nics_file"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +70,33 @@ class ShapingPlan:
     rates: Sequence[float] = field(default_factory=list)
 
     def write(self, folder: Path) -> Path:
-        """Leave it in a folder, with the cards that all share. Returns the file for `Shaping.load`."""
-        cards_file = ""
+        """Leave it in a folder, with the NICs that all share. Returns the file for `Shaping.load`."""
+        nics_file = ""
         if self.rates:
-            cards = folder / "cards"
-            cards.write_bytes(bytes(8 * TIMES * len(self.rates)))
-            cards_file = str(cards)
+            nics = folder / "NICs"
+            nics.write_bytes(bytes(8 * TIMES * len(self.rates)))
+            nics_file = str(nics)
         ways: dict[str, list[tuple[str, Sequence[int], float, bool]]] = {}
         for (source, target), way in self.ways.items():
-            ways.setdefault(source, []).append((target, way.cards, way.latency_s, way.down))
-        document = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "cards_file": cards_file}
+            ways.setdefault(source, []).append((target, way.nics, way.latency_s, way.down))
+        document = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "nics_file": nics_file}
         path = folder / "shaping.json"
         path.write_text(json.dumps(document), encoding="utf-8")
         return path
 
 
-class SharedCards:
-    """The cards of a run, for one process at a time: ``with shared as cards: cards.reserve(...)``. Never wait inside."""
+class SharedNics:
+    """The NICs of a run, for one process at a time: ``with shared as NICs: NICs.reserve(...)``. Never wait inside."""
 
     def __init__(self, path: str, rates: Sequence[float]) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, 8 * TIMES * len(rates))
         self._times = memoryview(self._memory).cast("d")
-        self._cards = Cards(self._times, rates)
+        self._nics = Nics(self._times, rates)
 
-    def __enter__(self) -> Cards:
+    def __enter__(self) -> Nics:
         fcntl.lockf(self._file, fcntl.LOCK_EX)
-        return self._cards
+        return self._nics
 
     def __exit__(self, *_exc: object) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN)

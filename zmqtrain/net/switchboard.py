@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from zmqtrain.errors import PeerTimeoutError, WireError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.address import without_key
-from zmqtrain.net.doorman import Doorman
-from zmqtrain.net.drain import Drain
+from zmqtrain.net.admission import Admission
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.flush import Flush
 from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
 from zmqtrain.net.intruder_log import IntruderLog
 from zmqtrain.net.link import LANES, Link, State
@@ -51,12 +51,12 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self._process = random_bits(63) | 1
         self._links: dict[PeerId, Link] = {}
-        self._drain = Drain(self._links)
+        self._flushed = Flush(self._links)
         self._routes: dict[bytes, Link] = {}
         self._gone: dict[PeerId, Ending] = {}
         self._addresses: dict[PeerId, str] = {}
         self._shared = SharedBodies(settings.arena) if settings.arena is not None else None
-        self._doorman = Doorman()
+        self._admission = Admission()
         self._troubles, self._intruders = Troubles(), IntruderLog(peer)
         self._counters: Counter[str] = Counter()
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
@@ -153,7 +153,7 @@ class Switchboard:
 
     async def finish(self, patience_s: float) -> None:
         """Wait for what is on its way: see `zmqtrain.net.endpoint.Endpoint.finish`."""
-        late = await self._drain.on_its_way_arrived(patience_s)
+        late = await self._flushed.on_its_way_arrived(patience_s)
         if late:
             raise PeerTimeoutError(", ".join(late), f"what {self._peer} has sent to arrive there", patience_s)
         self._finished = True
@@ -163,9 +163,9 @@ class Switchboard:
         for link in self._links.values():
             self.touch(link)
         try:
-            left = await self._drain.all_arrived(self._settings.drain_s)
+            left = await self._flushed.all_arrived(self._settings.flush_s)
             if left:
-                log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.drain_s)
+                log.warning("%s closes with messages undelivered to %s after %g s", self._peer, left, self._settings.flush_s)
         finally:
             for link in list(self._links.values()):
                 if link.state is State.OPEN:
@@ -275,7 +275,7 @@ class Switchboard:
 
     def _stranger(self, lane: int, route: bytes, frames: Frames) -> None:
         """Greetings and refusals; what else comes from somebody unknown."""
-        if self._doorman.ignores(route):
+        if self._admission.ignores(route):
             self._counters["garbage"] += 1
             return
         try:
@@ -299,13 +299,13 @@ class Switchboard:
         except WireError:
             pass
         self._counters["garbage"] += 1
-        self._doorman.ignore(route)
+        self._admission.ignore(route)
         log.warning("%s ignores garbage from %.40r and all that follows it: %s", self._peer, route, error)
 
     def _greeted(self, route: bytes, hello: Hello) -> None:
         peer = hello.peer
         link = self._links.get(peer)
-        objection = self._doorman.objection(hello, route, self._peer, self._settings)
+        objection = self._admission.objection(hello, route, self._peer, self._settings)
         if objection is not None:
             self._refuse(hello, *objection)
             same_run = hello.token == self._settings.token
@@ -341,7 +341,7 @@ class Switchboard:
 
     def _refuse(self, hello: Hello, code: RefusalCode, reason: str) -> None:
         self._counters["refused"] += 1
-        if self._doorman.may_answer(hello.address, self._loop.time()):
+        if self._admission.may_answer(hello.address, self._loop.time()):
             log.warning("%s refuses %s at %s: %s", self._peer, hello.peer, without_key(hello.address), reason)
             self._transport.post(hello.address, encode_greeting(Refusal(self._peer, hello.peer, hello.session, code, reason)))
 
@@ -367,7 +367,7 @@ class Switchboard:
         if remote is not None:
             route = route_of(link.peer, remote.session)
             self._routes.pop(route, None)
-            self._doorman.bury(route, ending.reason)
+            self._admission.bury(route, ending.reason)
         if link.address:
             self._transport.disconnect(link.peer)
         self._gone[link.peer] = ending
@@ -376,7 +376,7 @@ class Switchboard:
             self._transport.post(remote.address, encode_greeting(refusal))
         tickets = self._mailbox.lose(link.peer)
         self._on_lost(link.peer, ending, messages, tickets)
-        self._drain.moved()
+        self._flushed.moved()
 
     # What goes out
 
@@ -395,7 +395,7 @@ class Switchboard:
                     self._ack_handle = self._loop.call_later(self._settings.ack_s, self._send_acks)
             if link.state is not State.CLOSED:
                 self._arm(link)
-        self._drain.moved()
+        self._flushed.moved()
 
     def _pump(self, link: Link, now: float) -> None:
         for lane in LANES:

@@ -22,13 +22,13 @@ import zmq
 
 from zmqtrain.errors import PortInUseError
 from zmqtrain.net.address import key_in, split_address, with_key, without_key
-from zmqtrain.net.ear import IN_PLACE_BYTES, Ear
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.monitor import CallMonitor
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.paced import open_paced
+from zmqtrain.net.receiver import IN_PLACE_BYTES, RouterReceiver
 from zmqtrain.net.settings import MIB, NetSettings
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
@@ -99,7 +99,7 @@ class ZeroMQTransport:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._receiver: Receiver | None = None
         self._wires: dict[PeerId, _Wire] = {}
-        self._ears: list[Ear] = []
+        self._receivers: list[RouterReceiver] = []
         self.identity = settings.identity
         self._zap: ZapHandler | None = None
         try:
@@ -121,8 +121,8 @@ class ZeroMQTransport:
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        for ear in self._ears:
-            ear.start(receiver)
+        for each in self._receivers:
+            each.start(receiver)
 
     def find(self, peer: PeerId) -> str:
         return ""
@@ -162,9 +162,9 @@ class ZeroMQTransport:
 
     def _shut(self) -> None:
         """Nobody comes in any more."""
-        for ear in self._ears:
-            ear.close()
-        self._ears.clear()
+        for each in self._receivers:
+            each.close()
+        self._receivers.clear()
         if self._zap is not None:
             self._zap.close()
             self._zap = None
@@ -209,7 +209,7 @@ class ZeroMQTransport:
         # Callers that wait until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
-        self._ears.append(Ear(self._loop, lane, router, self.identity, self._turned_away))
+        self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away))
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _bind(self, router: zmq.Socket[bytes], port: int) -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from zmqtrain.parallel.network import NetworkFabric
     from zmqtrain.parallel.plan import LayerPlan, Plan
     from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
-    from zmqtrain.parallel.shard import Shard, sum_gradients
+    from zmqtrain.parallel.shard import Shard
+    from zmqtrain.parallel.sums import sum_gradients
 
 __all__ = [
     "Communicator",
@@ -39,7 +40,7 @@ _HOME = {
     "Plan": "plan",
     "Shard": "shard",
     "parallelize": "rewrite.model",
-    "sum_gradients": "shard",
+    "sum_gradients": "sums",
 }
 
 

@@ -20,10 +20,12 @@ from torch import Tensor
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce, sent_by_all_reduce
 from zmqtrain.data.background import Condition
-from zmqtrain.errors import ConnectivityError, PeerTimeoutError, ProtocolError
+from zmqtrain.data.bridge import Begun, Bridge
+from zmqtrain.errors import ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
+from zmqtrain.waiting import first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
@@ -57,13 +59,11 @@ class NetworkFabric:
         self.waited_s = 0.0
         """Seconds that the compute thread has waited for others: exposed communication."""
         self._group = Group(endpoint, peers, self.rank, name, timeout_s=timeout_s)
-        self._loop = asyncio.get_running_loop()
-        self._changed, self._clock, self._timeout_s = condition, clock, timeout_s
+        self._bridge = Bridge(condition, clock, 2 * timeout_s)  # operations are limited to timeout_s themselves
+        self._clock, self._timeout_s = clock, timeout_s
         self._recorder: Recorder = recorder or NullRecorder()
         self.zeros = zeros
         self._communicators: dict[tuple[int, ...], NetworkCommunicator] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._error: BaseException | None = None
 
     def among(self, members: tuple[int, ...]) -> Communicator:
         if members not in self._communicators:
@@ -72,27 +72,17 @@ class NetworkFabric:
 
     def abort(self, error: BaseException) -> None:
         """Every wait, now and later, raises ``error``. From any thread."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._changed.notify_all()
+        self._bridge.abort(error)
 
     async def close(self) -> None:
         """Give up what is under way."""
-        self.abort(ConnectivityError("the connections of the divided model are closed"))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._bridge.close()
 
     # For communicators, in the compute thread.
 
-    def begin(self, work: Coroutine[Any, Any, list[Tensor]], label: Label, peers: str) -> Pending:
+    def begin(self, work: Callable[[], Coroutine[Any, Any, list[Tensor]]], label: Label, peers: str) -> Pending:
         """Let the loop do ``work``; ``peers`` are waited for."""
-        operation = _Operation(self, label, peers)
-        self._loop.call_soon_threadsafe(self._start, work, operation)
-        return operation
+        return _Operation(self, self._bridge.begin(self._limited(work, label, peers), str(label)))
 
     def count(self, label: Label, nbytes: int, messages: int = 1) -> None:
         """Something is being sent."""
@@ -109,60 +99,38 @@ class NetworkFabric:
             return TensorPayload.of(torch.zeros(flat.numel(), dtype=flat.dtype))
         return PhantomPayload(flat.numel(), name)
 
-    def wait(self, operation: _Operation) -> list[Tensor]:
+    def wait(self, begun: Begun[list[Tensor]]) -> list[Tensor]:
         """Block until the operation has ended."""
-        if operation.result is None and operation.error is None:
-            start_s = self._clock()
-            with self._recorder.span(f"wait for {operation.label}", "wait"), self._changed:
-                ended = self._changed.wait_for(
-                    lambda: operation.result is not None or operation.error is not None or self._error is not None,
-                    # The loop's own time-outs are first; this is for a loop that is gone.
-                    2 * self._timeout_s,
-                )
-            self.waited_s += self._clock() - start_s
-            if not ended:
-                raise PeerTimeoutError(operation.peers, str(operation.label), 2 * self._timeout_s)
-        error = operation.error or (self._error if operation.result is None else None)
-        if error is not None:
-            raise error
-        assert operation.result is not None
-        return operation.result
+        if begun.ended:
+            return begun.wait()
+        try:
+            with self._recorder.span(f"wait for {begun.what}", "wait"):
+                return begun.wait()
+        finally:
+            self.waited_s += begun.waited_s
 
     # On the loop.
 
-    def _start(self, work: Coroutine[Any, Any, list[Tensor]], operation: _Operation) -> None:
-        task = self._loop.create_task(self._run(work, operation), name=str(operation.label))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, work: Coroutine[Any, Any, list[Tensor]], operation: _Operation) -> None:
-        start_s, result = self._clock(), None
-        error: BaseException | None = None
+    async def _limited(self, work: Callable[[], Coroutine[Any, Any, list[Tensor]]], label: Label, peers: str) -> list[Tensor]:
+        """What ``work`` returns. Raises the first of its errors, and `PeerTimeoutError` where it takes too long."""
+        start_s = self._clock()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                result = await work
-        except TimeoutError:
-            error = PeerTimeoutError(operation.peers, str(operation.label), self._timeout_s)
-        except Exception as raised:  # noqa: BLE001 - it is raised where the operation is waited for
-            error = raised
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-        self._recorder.add_span(str(operation.label), "receive", start_s, self._clock())
-        with self._changed:
-            operation.result, operation.error = result, error
-            self._changed.notify_all()
+            async with in_time(peers, str(label), self._timeout_s):
+                return await work()
+        except ExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            self._recorder.add_span(str(label), "receive", start_s, self._clock())
 
 
 class _Operation:
     """Implements `Pending`."""
 
-    def __init__(self, fabric: NetworkFabric, label: Label, peers: str) -> None:
-        self._fabric, self.label, self.peers = fabric, label, peers
-        self.result: list[Tensor] | None = None
-        self.error: BaseException | None = None
+    def __init__(self, fabric: NetworkFabric, begun: Begun[list[Tensor]]) -> None:
+        self._fabric, self._begun = fabric, begun
 
     def wait(self) -> list[Tensor]:
-        return self._fabric.wait(self)
+        return self._fabric.wait(self._begun)
 
 
 class NetworkCommunicator:
@@ -268,7 +236,7 @@ class NetworkCommunicator:
         self, work: Callable[[], Coroutine[Any, Any, list[Tensor]]], label: Label, devices: Sequence[torch.device]
     ) -> Pending:
         peers = ", ".join(peer for rank, peer in enumerate(self._group.members) if rank != self.rank)
-        pending = self._fabric.begin(work(), label, peers)
+        pending = self._fabric.begin(work, label, peers)
         device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
         return pending if device is None else _OnDevice(pending, device)
 

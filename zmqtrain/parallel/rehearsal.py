@@ -22,7 +22,7 @@ from zmqtrain.parallel.plan import Plan
 from zmqtrain.parallel.rewrite.layers import Statistics
 from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
 from zmqtrain.parallel.rewrite.rules import map_tensors
-from zmqtrain.parallel.shard import sum_gradients
+from zmqtrain.parallel.sums import sum_gradients
 
 #: What each rank sends in a step, by label.
 Rehearsed: TypeAlias = tuple[Traffic, ...]
@@ -89,7 +89,7 @@ def rehearse(
 
     Arguments:
         inputs: of a few samples, which come first; their shapes and types count.
-        sums: whether the sums of weight gradients (`zmqtrain.parallel.shard.sum_gradients`) count, too.
+        sums: whether the sums of weight gradients (`zmqtrain.parallel.sums.sum_gradients`) count, too.
 
     Raises `UsageError` as `parallelize` does.
     """

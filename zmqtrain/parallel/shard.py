@@ -1,7 +1,7 @@
 """Which part of a parameter a process holds, and whose gradients it is to be summed with.
 
 A divided layer's parameters keep their names and hold this process's part; a `Shard` says which. So an ordinary state dict is cut
-for any grid (`cut_state`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
+for any grid (`Shard.cut`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
 
 =============================================  =============================================================================
 a parameter of                                 its gradient is to be summed over
@@ -119,14 +119,6 @@ def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[i
     return named.get("", otherwise)
 
 
-def cut_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], rank: int) -> dict[str, Tensor]:
-    """This process's part of an ordinary state dict. What ``shards`` does not name stays as it is. Raises `UsageError`."""
-    return {
-        name: shards[name].cut(tensor, shards[name].members.index(rank)) if name in shards else tensor
-        for name, tensor in state.items()
-    }
-
-
 def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric) -> dict[str, Tensor]:
     """The ordinary state dict of which this process holds ``state``. All processes of its column must call it."""
     pending: dict[str, Pending] = {}
@@ -140,37 +132,3 @@ def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabri
         name: shards[name].join(pending[name].wait()) if name in pending else tensor.detach().clone()
         for name, tensor in state.items()
     }
-
-
-def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
-    """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
-
-    All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
-    once. One without a gradient contributes nothing, and receives what others have.
-    """
-    begun: list[tuple[list[nn.Parameter], Pending]] = []
-    for layer, members, parameters in summed_together(model, shards):
-        flat = torch.cat([gradient_of(parameter).flatten() for parameter in parameters])
-        begun.append((parameters, fabric.among(members).all_reduce(flat, Label(layer, "dw", "backward"))))
-    for parameters, pending in begun:
-        (flat,) = pending.wait()
-        parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view(parameter.shape)
-
-
-def summed_together(model: nn.Module, shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
-    """The layer, the ranks, and the parameters of each sum of gradients."""
-    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        shard = shards[name]
-        if parameter.requires_grad and len(shard.summed_over) > 1:
-            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
-    return [(layer, members, parameters) for (layer, members, _), parameters in together.items()]
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; zeros where it has none yet."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

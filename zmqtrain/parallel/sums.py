@@ -1,4 +1,4 @@
-"""Weight gradients are summed over those who contribute to them while backward goes on: each layer's as soon as it is complete."""
+"""Weight gradients are summed over those who contribute to them: each layer's as soon as it is complete, or all after backward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zmqtrain.parallel.communicator import Fabric, Label, Pending
-from zmqtrain.parallel.shard import Shard, gradient_of, summed_together
+from zmqtrain.parallel.shard import Shard
 
 
 class GradientSums:
@@ -22,7 +22,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard], *, overlap: bool = True) -> None:
         """``overlap``: whether layers are begun during backward; otherwise all at its end."""
         self._fabric = fabric
-        self._layers = [_Layer(layer, members, parameters) for layer, members, parameters in summed_together(model, shards)]
+        self._layers = _layers(model, shards)
         if overlap:
             for each in self._layers:
                 for parameter in each.parameters:
@@ -47,7 +47,7 @@ class GradientSums:
             self._begin(layer)
 
     def _begin(self, layer: _Layer) -> None:
-        flat = torch.cat([gradient_of(parameter).flatten() for parameter in layer.parameters])
+        flat = torch.cat([_gradient_of(parameter).flatten() for parameter in layer.parameters])
         layer.pending = self._fabric.among(layer.members).all_reduce(flat, Label(layer.name, "dw", "backward"))
 
 
@@ -58,3 +58,29 @@ class _Layer:
         self.name, self.members, self.parameters = name, members, parameters
         self.complete = 0
         self.pending: Pending | None = None
+
+
+def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
+    """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
+
+    All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
+    once. One without a gradient contributes nothing, and receives what others have.
+    """
+    GradientSums(model, fabric, shards, overlap=False).finish()
+
+
+def _layers(model: nn.Module, shards: Mapping[str, Shard]) -> list[_Layer]:
+    """The layer, the ranks, and the parameters of each sum of gradients."""
+    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        shard = shards[name]
+        if parameter.requires_grad and len(shard.summed_over) > 1:
+            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
+    return [_Layer(layer, members, parameters) for (layer, members, _), parameters in together.items()]
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter; zeros where it has none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,8 +1,8 @@
 """Groups that get in each other's way: an update's time where several send to the same servers, round by round.
 
 The law of `zmqtrain.plan.efficiency` says what limits in the end. Groups that begin together also send together, for as long as
-their times are alike: all push while nobody reads, and a card that carries both ways is used one way at a time. So a few rounds are
-gone through, with cards whose bandwidth is shared evenly by those who use them, and servers that take one after another. A bucket's
+their times are alike: all push while nobody reads, and a NIC that carries both ways is used one way at a time. So a few rounds are
+gone through, with NICs whose bandwidth is shared evenly by those who use them, and servers that take one after another. A bucket's
 way is that of `zmqtrain.plan.overlapped`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from zmqtrain.plan.overlapped import BucketWay, LayerLoad
-from zmqtrain.plan.queues import Begin, Card, Line, Queues
+from zmqtrain.plan.queues import Begin, Line, Nic, Queues
 
 #: Rounds of all groups, and the share of them until everything has found its place.
 ROUNDS, SETTLING = 40, 0.3
@@ -26,11 +26,11 @@ EVENTS, FEWEST_ROUNDS = 20_000, 6
 class Shared:
     """What all groups use together."""
 
-    card_byte_s: float = 0.0
-    """Seconds of a byte of a group's parameters on the servers' busiest card, each way."""
-    fc_card_byte_s: float = 0.0
-    """Seconds of a byte of its activations on the FC server's card, each way."""
-    one_card: bool = True
+    nic_byte_s: float = 0.0
+    """Seconds of a byte of a group's parameters on the servers' busiest NIC, each way."""
+    fc_nic_byte_s: float = 0.0
+    """Seconds of a byte of its activations on the FC server's NIC, each way."""
+    one_nic: bool = True
     """Whether both are the same."""
 
 
@@ -112,8 +112,8 @@ def _rate(ends: Sequence[float], over: float) -> float:
 class _Cluster:
     def __init__(self, shared: Shared) -> None:
         self.shared, self.queues = shared, Queues()
-        self.into, self.out = Card(self.queues), Card(self.queues)
-        self.fc_into, self.fc_out = (self.into, self.out) if shared.one_card else (Card(self.queues), Card(self.queues))
+        self.into, self.out = Nic(self.queues), Nic(self.queues)
+        self.fc_into, self.fc_out = (self.into, self.out) if shared.one_nic else (Nic(self.queues), Nic(self.queues))
         self.updates, self.fc = Line(self.queues), Line(self.queues)
 
 
@@ -183,10 +183,10 @@ class _Group:
 
     def _fully_connected(self, fc: Fc) -> Generator[Begin, None, None]:
         cluster = self._cluster
-        yield cluster.fc_into.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
+        yield cluster.fc_into.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_nic_byte_s)
         yield self._queues.sleep(fc.latency_s)
         yield self._turn(fc)
-        yield cluster.fc_out.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_card_byte_s)
+        yield cluster.fc_out.carry(fc.nbytes, fc.own_byte_s, cluster.shared.fc_nic_byte_s)
         yield self._queues.sleep(fc.latency_s)
 
     def _turn(self, fc: Fc) -> Begin:
@@ -198,15 +198,15 @@ class _Group:
                 go_on()
                 queues.at(fc.update_s, over)
 
-            def carried(card: Card, seconds: float) -> Generator[Begin, None, None]:
-                yield card.carry(seconds, 1.0, 1.0)
+            def carried(nic: Nic, seconds: float) -> Generator[Begin, None, None]:
+                yield nic.carry(seconds, 1.0, 1.0)
 
             def turn() -> Generator[Begin, None, None]:
                 if fc.tell_s:
                     yield from carried(cluster.fc_out, fc.tell_s)
                 yield queues.sleep(fc.seconds)
                 if fc.exchange_s:
-                    yield queues.together([carried(card, fc.exchange_s) for card in (cluster.fc_into, cluster.fc_out)])
+                    yield queues.together([carried(nic, fc.exchange_s) for nic in (cluster.fc_into, cluster.fc_out)])
                 yield answered
 
             queues.start(cluster.fc.taken(0, queues.together([turn()])))
@@ -230,7 +230,7 @@ class _Group:
             go_on()
 
     def _piece(self, number: int, nbytes: float) -> Generator[Begin, None, None]:
-        way, cluster, byte_s = self._work.way, self._cluster, self._cluster.shared.card_byte_s
+        way, cluster, byte_s = self._work.way, self._cluster, self._cluster.shared.nic_byte_s
         yield from self._push.taken(-number, cluster.into.carry(nbytes, way.push_byte_s, byte_s))
         if way.update_byte_s:
             yield from cluster.updates.taken(0, self._queues.sleep(nbytes * way.update_byte_s))

@@ -1,6 +1,6 @@
 """A group's turn at a merged FC server that is one process, or several that have its layers divided among them.
 
-Of several (`zmqtrain.server.fc_together`) the first one passes the batch on. Each computes its rows of every layer; outputs are
+Of several (`zmqtrain.merged_fc.leader`) the first one passes the batch on. Each computes its rows of every layer; outputs are
 gathered between layers, and their gradients summed on the way back; then all sum the gradients of the activations. The first one
 answers, and all update their parts.
 """
@@ -56,13 +56,13 @@ class FcTurn:
     tell_bytes: float = 0.0
     """From the first one to the others, before they can begin."""
     exchange_bytes: float = 0.0
-    """By the busiest of their cards, one message after another: then nobody computes."""
+    """By the busiest of their NICs, one message after another: then nobody computes."""
     latency_s: float = 0.0
     """Of the messages between them."""
     update_s: float = 0.0
     """After the answer."""
-    cards: tuple[tuple[str, float], ...] = ()
-    """Bytes that each of their hosts' cards carries between them, in its busier direction."""
+    nics: tuple[tuple[str, float], ...] = ()
+    """Bytes that each of their hosts' NICs carries between them, in its busier direction."""
 
     @classmethod
     def of(cls, merged: MergedFc, placement: Placement, link: Link) -> FcTurn:
@@ -84,18 +84,18 @@ class FcTurn:
                 out[host] += exchange.out[host]
                 into[host] += exchange.into[host]
         messages = bool(told) + sum(exchange.messages for exchange in exchanges)
-        cards = tuple((host, max(out[host], into[host])) for host in dict.fromkeys(hosts))
+        nics = tuple((host, max(out[host], into[host])) for host in dict.fromkeys(hosts))
         return cls(
             merged.fc_s / size,
             told * merged.activation_bytes,
             sum(exchange.nbytes for exchange in exchanges),
             messages * link.alpha_s,
             merged.update_s / size,
-            cards,
+            nics,
         )
 
     def whole_s(self, link: Link) -> float:
-        """From the batch's turn to the next one's, where nobody else uses their cards."""
+        """From the batch's turn to the next one's, where nobody else uses their NICs."""
         return (self.tell_bytes + self.exchange_bytes) * link.byte_s + self.latency_s + self.compute_s + self.update_s
 
 
@@ -106,7 +106,7 @@ class _Exchange:
     messages: int
     """One after another."""
     nbytes: float
-    """By the busiest card of each message's, one after another."""
+    """By the busiest NIC of each message's, one after another."""
     out: defaultdict[str, float]
     into: defaultdict[str, float]
 

@@ -4,8 +4,8 @@ A group of k workers computes 1/k of the batch each, divides every bucket among 
 part with the model servers; so servers see one model a group and step, where the paper's machines each send and get a whole one.
 Buckets travel during the backward and the next forward (`zmqtrain.plan.overlapped`). Workers of one host add up in its memory.
 
-What all groups share are the servers' network cards and arithmetic, and a merged FC server; a group's own are its workers and their
-hosts' cards (`zmqtrain.plan.traffic`). Hosts of different speeds make a group as slow as its slowest worker, or, where parts of the
+What all groups share are the servers' NICs and arithmetic, and a merged FC server; a group's own are its workers and their
+hosts' NICs (`zmqtrain.plan.traffic`). Hosts of different speeds make a group as slow as its slowest worker, or, where parts of the
 batch follow the speeds, as fast as all of them together. Varying times cost a little more (`zmqtrain.plan.variation`).
 """
 
@@ -93,18 +93,18 @@ class OurRuntime:
         compute_s = _together([longest * sum(each.forward_s + each.backward_s for each in work.loads) for work in works])
         path_s = _together(_paths(works, longest))
         exposed_s = path_s - compute_s - (0.0 if turn is None else turn.compute_s)
-        cards = parameter_bytes(placement, nbytes, usual)
+        nics = parameter_bytes(placement, nbytes, usual)
         serving = {role.host for role in placement.server_roles}
-        shared = Shared(max(cards[host] for host in serving) * self.link.byte_s / groups / nbytes if nbytes else 0.0)
+        shared = Shared(max(nics[host] for host in serving) * self.link.byte_s / groups / nbytes if nbytes else 0.0)
         if merged is not None and turn is not None:
-            shared = self._with_fc(shared, placement, cards, merged.activation_bytes, turn)
+            shared = self._with_fc(shared, placement, nics, merged.activation_bytes, turn)
             serving |= {role.host for role in placement.fc_roles}
-        others = max((cards[host] for host in placement.hosts if host not in serving), default=0.0)
+        others = max((nics[host] for host in placement.hosts if host not in serving), default=0.0)
         stations = [
             Station("the workers' arithmetic", compute_s, shared=False),
-            Station("the servers' network cards", max((cards[host] for host in serving), default=0.0) * self.link.byte_s / groups),
+            Station("the servers' NICs", max((nics[host] for host in serving), default=0.0) * self.link.byte_s / groups),
             Station("the servers' arithmetic", nbytes / topology.servers * self.update_byte_s),
-            Station("the workers' network cards", others * self.link.byte_s, shared=False),
+            Station("the workers' NICs", others * self.link.byte_s, shared=False),
         ]
         if turn is not None:
             stations.append(Station(FC_SERVER, turn.whole_s(self.link)))
@@ -127,19 +127,19 @@ class OurRuntime:
             update_s=turn.update_s,
         )
 
-    def _with_fc(self, shared: Shared, placement: Placement, cards: dict[str, float], nbytes: float, turn: FcTurn) -> Shared:
-        """Activations on the cards beside parameters: added to ``cards``."""
+    def _with_fc(self, shared: Shared, placement: Placement, nics: dict[str, float], nbytes: float, turn: FcTurn) -> Shared:
+        """Activations on the NICs beside parameters: added to ``nics``."""
         first, there = placement.fc_roles[0].host, {role.host for role in placement.fc_roles}
         busiest = 0.0
         for group in range(placement.groups):
             carried = activation_bytes(placement, group, nbytes)
             for host, part in carried.items():
-                cards[host] += part
-            for host, part in turn.cards:
-                cards[host] += part
+                nics[host] += part
+            for host, part in turn.nics:
+                nics[host] += part
             busiest = max(busiest, carried.get(first, 0.0))
-        one_card = bool(there & {role.host for role in placement.server_roles})
-        return replace(shared, fc_card_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_card=one_card)
+        one_nic = bool(there & {role.host for role in placement.server_roles})
+        return replace(shared, fc_nic_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_nic=one_nic)
 
     def _wait_s(self, step: GroupStep, works: Sequence[Work], shared: Shared) -> float:
         """What others in the way add to the path."""

@@ -16,8 +16,8 @@ class Cost:
     """How often alpha is paid."""
     nbytes: float = 0.0
     """Bytes that the process sends over the network."""
-    card_bytes: float = 0.0
-    """Bytes that its host's network card sends meanwhile, for all of the host's processes: what takes the time."""
+    nic_bytes: float = 0.0
+    """Bytes that its host's NIC sends meanwhile, for all of the host's processes: what takes the time."""
     memory_bytes: float = 0.0
     """Bytes that its host's memory reads and writes instead, for all of the host's processes."""
 
@@ -30,13 +30,13 @@ class Cost:
         return Cost(
             self.messages + other.messages,
             self.nbytes + other.nbytes,
-            self.card_bytes + other.card_bytes,
+            self.nic_bytes + other.nic_bytes,
             self.memory_bytes + other.memory_bytes,
         )
 
     def times(self, factor: float) -> Cost:
         """So many of it."""
-        return Cost(self.messages * factor, self.nbytes * factor, self.card_bytes * factor, self.memory_bytes * factor)
+        return Cost(self.messages * factor, self.nbytes * factor, self.nic_bytes * factor, self.memory_bytes * factor)
 
 
 NOTHING = Cost()
@@ -49,7 +49,7 @@ class Link:
     alpha_s: float
     """Seconds a message takes, whatever its size."""
     byte_s: float
-    """Seconds a byte takes over a host's card; the paper's beta is that of a word."""
+    """Seconds a byte takes over a host's NIC; the paper's beta is that of a word."""
     memory_byte_s: float = 0.0
     """Seconds to read or write a byte in a host's memory."""
 
@@ -59,7 +59,7 @@ class Link:
 
     def volume_s(self, cost: Cost) -> float:
         """The part that bytes take."""
-        return cost.card_bytes * self.byte_s + cost.memory_bytes * self.memory_byte_s
+        return cost.nic_bytes * self.byte_s + cost.memory_bytes * self.memory_byte_s
 
     def seconds(self, cost: Cost) -> float:
         """Both."""

@@ -4,7 +4,7 @@ It differs in five ways. The collectives are those of `zmqtrain.collectives` and
 messages. Between model-parallel layers of one grid activations stay divided until the next product, are gathered for it after
 pooling, and their gradient is then only scattered: half of the all-reduce in the paper. Halos are the rows that really cross a cut,
 k - s of them, also at pools. Norms sum statistics. And processes of one host send each other nothing: they add up gradients in
-memory, and share the host's network card for the rest.
+memory, and share the host's NIC for the rest.
 
 Exact where shares are even, and a little more than the busiest process's where they are not. `zmqtrain.parallel.rehearsal` is exact
 for any model, at the price of running it without content.

@@ -1,4 +1,4 @@
-"""A little world of things that wait for each other, on a clock of its own: lines, and network cards that are shared evenly.
+"""A little world of things that wait for each other, on a clock of its own: lines, and NICs that are shared evenly.
 
 Who does something is a generator: it yields what it waits for, as a `Begin`, and is resumed when that is over.
 """
@@ -105,20 +105,20 @@ class Line:
             go_on()
 
 
-class Card:
-    """One direction of a network card. All who use it at the same time get the same share."""
+class Nic:
+    """One direction of a NIC. All who use it at the same time get the same share."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues, self._since, self._version = queues, 0.0, 0
         self._flows: list[_Flow] = []
 
-    def carry(self, nbytes: float, alone_byte_s: float, card_byte_s: float) -> Begin:
-        """``alone_byte_s``: a byte's time where nobody else uses it, by whatever is slowest on the way; ``card_byte_s``: on this
-        card."""
+    def carry(self, nbytes: float, alone_byte_s: float, nic_byte_s: float) -> Begin:
+        """``alone_byte_s``: a byte's time where nobody else uses it, by whatever is slowest on the way; ``nic_byte_s``: on this
+        NIC."""
 
         def begin(go_on: GoOn) -> None:
             self._advance()
-            self._flows.append(_Flow(nbytes, max(alone_byte_s, _LEAST_BYTE_S), card_byte_s, go_on))
+            self._flows.append(_Flow(nbytes, max(alone_byte_s, _LEAST_BYTE_S), nic_byte_s, go_on))
             self._plan()
 
         return begin
@@ -145,10 +145,10 @@ class Card:
 
 
 class _Flow:
-    __slots__ = ("alone_byte_s", "card_byte_s", "go_on", "left")
+    __slots__ = ("alone_byte_s", "go_on", "left", "nic_byte_s")
 
-    def __init__(self, left: float, alone_byte_s: float, card_byte_s: float, go_on: GoOn) -> None:
-        self.left, self.alone_byte_s, self.card_byte_s, self.go_on = left, alone_byte_s, card_byte_s, go_on
+    def __init__(self, left: float, alone_byte_s: float, nic_byte_s: float, go_on: GoOn) -> None:
+        self.left, self.alone_byte_s, self.nic_byte_s, self.go_on = left, alone_byte_s, nic_byte_s, go_on
 
     def byte_s(self, many: int) -> float:
-        return max(self.alone_byte_s, many * self.card_byte_s)
+        return max(self.alone_byte_s, many * self.nic_byte_s)

@@ -118,15 +118,15 @@ def hosts_of_group(topology: Topology, processes: int) -> tuple[str, ...]:
 
 
 def link_of(topology: Topology) -> Link:
-    """alpha and beta of ``[network]``, its slowest card; where it says nothing, of the slowest link that was measured between the
+    """alpha and beta of ``[network]``, its slowest NIC; where it says nothing, of the slowest link that was measured between the
     file's hosts (`zmqtrain profile --links`); where none was, of this runtime over a 10 Gbit/s link.
 
     Handing a message over takes time beside the network's, which the paper's pricing does not count; measured latencies have it.
     """
     model = links_of(topology)
-    cards = [card for host in topology.hosts if (card := model.host(host.name).bandwidth) is not None]
+    nics = [nic for host in topology.hosts if (nic := model.host(host.name).bandwidth) is not None]
     measured = measured_link(topology)
-    byte_s = 8 / min(cards) if cards else BETA_S if measured is None else 8 / measured.bandwidth
+    byte_s = 8 / min(nics) if nics else BETA_S if measured is None else 8 / measured.bandwidth
     if topology.network.latency is None and measured is not None:
         return Link(measured.latency_s, byte_s, MEMORY_BYTE_S)
     delay_s = max((model.host(host.name).latency for host in topology.hosts), default=0.0)
@@ -138,8 +138,8 @@ def link_of(topology: Topology) -> Link:
 
 def link_source(topology: Topology) -> str:
     """Where `link_of` has its figures from, in words."""
-    cards = any(links_of(topology).host(host.name).bandwidth is not None for host in topology.hosts)
-    known = (cards, topology.network.latency is not None)
+    nics = any(links_of(topology).host(host.name).bandwidth is not None for host in topology.hosts)
+    known = (nics, topology.network.latency is not None)
     if all(known):
         return "[network]"
     rest = "a usual 10 Gbit/s network" if measured_link(topology) is None else f"links measured in {topology.compute.profile}"

@@ -1,4 +1,4 @@
-"""What an exchange with model servers, and with an FC server, makes each host's network card carry; and a bucket's way through it.
+"""What an exchange with model servers, and with an FC server, makes each host's NIC carry; and a bucket's way through it.
 
 Bytes follow from the placement: nothing travels between processes of one host, whose workers add up in memory instead.
 """
@@ -56,7 +56,7 @@ class Traffic:
         return 2 * self.ring_out[host] + exchanged, 2 * self.ring_in[host] + exchanged
 
     def way(self, link: Link, update_byte_s: float, piece_bytes: float) -> BucketWay:
-        """A group's exchange, alone on the network. That a worker's card carries all of these limits throughput, not a bucket."""
+        """A group's exchange, alone on the network. That a worker's NIC carries all of these limits throughput, not a bucket."""
         ring = max([*self.ring_out.values(), *self.ring_in.values()], default=0.0)
         push = max([*self.push_out.values(), *self.push_in.values()], default=0.0)
         latency_s = 2 * (1 + self.hops) * link.alpha_s
@@ -70,23 +70,23 @@ def _reduce_scatter(size: int, rank: int, nbytes: float) -> list[Step]:
 
 
 def parameter_bytes(placement: Placement, nbytes: float, bucket_bytes: float) -> dict[str, float]:
-    """What each host's card carries of ``nbytes`` of parameters in a round of all groups, in its busier direction."""
+    """What each host's NIC carries of ``nbytes`` of parameters in a round of all groups, in its busier direction."""
     each = [Traffic.of(placement, group, bucket_bytes) for group in range(placement.groups)]
-    cards = {}
+    nics = {}
     for host in placement.hosts:
         ways = [traffic.both_ways(host) for traffic in each]
-        cards[host] = max(sum(sent for sent, _ in ways), sum(got for _, got in ways)) * nbytes
-    return cards
+        nics[host] = max(sum(sent for sent, _ in ways), sum(got for _, got in ways)) * nbytes
+    return nics
 
 
 def activation_bytes(placement: Placement, group: int, nbytes: float) -> dict[str, float]:
-    """What each host's card carries of a group's activations, ``nbytes``, on their way to the (first) FC server; as much comes
+    """What each host's NIC carries of a group's activations, ``nbytes``, on their way to the (first) FC server; as much comes
     back."""
-    cards: defaultdict[str, float] = defaultdict(float)
+    nics: defaultdict[str, float] = defaultdict(float)
     first = placement.fc_roles[0].host
     for peer in placement.group_members(group):
         host = placement.role(peer).host
         if host != first:
-            cards[host] += nbytes / placement.group_size
-            cards[first] += nbytes / placement.group_size
-    return dict(cards)
+            nics[host] += nbytes / placement.group_size
+            nics[first] += nbytes / placement.group_size
+    return dict(nics)

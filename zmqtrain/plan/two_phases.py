@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.errors import UsageError
+from zmqtrain.merged_fc.profile_phases import split_profile
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.parts import split_profile
 from zmqtrain.train.device.profile import Profile
 
 #: Layers in which every weight works on every sample many times: they belong to the convolution phase.

@@ -1,8 +1,8 @@
 """A model server as a coroutine: gradients come in, updates happen, parameters go out.
 
-What is decided stands in `intake` and `staleness`, what is computed in `shard`; here is the way of the messages::
+What is decided stands in `aggregator` and `staleness`, what is computed in `shard`; here is the way of the messages::
 
-    configure (worker 0) -> initial values -> [ push -> intake -> shard -> parameters ] ... -> left -> finished (all workers)
+    configure (worker 0) -> initial values -> [ push -> aggregator -> shard -> parameters ] ... -> left -> finished (all workers)
 
 On the way, and when all have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to group 0:
 those of one moment, between two updates.
@@ -24,6 +24,7 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.arithmetic import INLINE_BYTES
 from zmqtrain.exchange.server_messages import (
     Configuration,
     ReadMeta,
@@ -32,23 +33,20 @@ from zmqtrain.exchange.server_messages import (
     parameters_tag,
     shown_tag,
 )
-from zmqtrain.exchange.together import first_error, together
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.held import Held, Loan
-from zmqtrain.server.intake import Batch, Intake, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.momentum_sensor import Sensors
-from zmqtrain.server.norm import ServerSum, in_time
+from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
 from zmqtrain.server.shard import GroupSum, HeldPiece
 from zmqtrain.server.staleness import Policy, staleness_values
+from zmqtrain.waiting import in_time, task_group, together
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
-
-#: Below this size arithmetic costs less than handing it to the compute thread.
-INLINE_BYTES = 128 * 1024
 
 T = TypeVar("T")
 
@@ -134,7 +132,7 @@ class ModelServer:
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 self._background = Background(tasks)
                 self._refusals = Refusals(
                     self._endpoint, "refused", self._recorder, self._background, timeout_s=self._settings.request_s
@@ -143,8 +141,6 @@ class ModelServer:
                 await self._done
                 life.cancel()
                 self._background.end()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
         finally:
             self._ready = False
             pushes.close()
@@ -167,7 +163,7 @@ class ModelServer:
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
-        self._intake = Intake(
+        self._aggregator = Aggregator(
             list(self._held),
             policy,
             len(configuration.groups),
@@ -187,9 +183,9 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
-        make: Callable[..., Held] = (
-            PhantomPiece if configuration.phantom else partial(HeldPiece, arena=self._arena, horizon=configuration.horizon)
-        )
+        make: Callable[..., Held] = PhantomPiece
+        if not configuration.phantom:
+            make = partial(HeldPiece, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
@@ -204,7 +200,8 @@ class ModelServer:
         for held in self._held.values():
             source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            await in_time(wait, source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s)
+            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s):
+                await wait
         return 0
 
     # What comes in.
@@ -250,7 +247,7 @@ class ModelServer:
             return None
         async with self._lock:
             if ordered:
-                await self._carry_out(partial(self._intake.keep, step, show=show), 0)
+                await self._carry_out(partial(self._aggregator.keep, step, show=show), 0)
             else:
                 self._keep(Keep(step, show))
         return None
@@ -270,7 +267,7 @@ class ModelServer:
                 self._gone.add(group)
                 self._recorder.witness("left", group=group)
                 async with self._lock:
-                    await self._carry_out(partial(self._intake.left, group), 0)
+                    await self._carry_out(partial(self._aggregator.left, group), 0)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         if peer in self._settings.workers and peer not in self._finished and not self._done.done():
@@ -283,7 +280,7 @@ class ModelServer:
             try:
                 push = parse_push(sender, tag, payload, self._held, groups)
                 async with self._lock:
-                    await self._carry_out(partial(self._intake.pushed, push), payload.nbytes)
+                    await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
             del payload
@@ -298,7 +295,7 @@ class ModelServer:
                     self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
                     continue
             async with self._lock:
-                await self._carry_out(partial(self._intake.ordered, event), INLINE_BYTES)
+                await self._carry_out(partial(self._aggregator.ordered, event), INLINE_BYTES)
 
     # What is done about it. All under the lock.
 
@@ -332,14 +329,14 @@ class ModelServer:
                     self._answer(group, piece, parameters_tag(piece, step))
             if batch.keep is not None:
                 self._keep(batch.keep)
-        for event in self._intake.decided:
+        for event in self._aggregator.decided:
             for other in self._configured.result().servers[1:]:
                 try:
                     await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
                 except PeerLostError:
                     if event.kind != "left":  # of a leaving, a server that is done already need not know
                         raise
-        self._intake.decided.clear()
+        self._aggregator.decided.clear()
 
     def _apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         for update in updates:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from zmqtrain.errors import PeerTimeoutError, ProtocolError
+from zmqtrain.errors import ProtocolError
 from zmqtrain.exchange.server_messages import norm_tag
 from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.value import ValuePayload
-
-T = TypeVar("T")
 
 
 class ServerSum:
@@ -36,19 +33,8 @@ class ServerSum:
         return total
 
     async def _number(self, other: PeerId, call: int) -> float:
-        wait = self._endpoint.receive(other, norm_tag(call))
-        answer = (await in_time(wait, other, "its sum of squared gradients", self._wait_s)).meta
+        async with in_time(other, "its sum of squared gradients", self._wait_s):
+            answer = (await self._endpoint.receive(other, norm_tag(call))).meta
         if not isinstance(answer, float):
             raise ProtocolError(f"{other} sent {answer!r:.100} as its sum of squared gradients")
         return answer
-
-
-async def in_time(wait: Awaitable[T], peer: PeerId, what: str, limit_s: float) -> T:
-    """What ``wait`` gives. Raises `PeerTimeoutError` after ``limit_s``."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return await wait
-    except PeerTimeoutError:
-        raise
-    except TimeoutError:
-        raise PeerTimeoutError(peer, what, limit_s) from None

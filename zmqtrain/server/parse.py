@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from zmqtrain.errors import ProtocolError
 from zmqtrain.exchange.server_messages import PushMeta, parse_push_tag
 from zmqtrain.net.endpoint import PeerId, Tag
+from zmqtrain.server.aggregator import Push
 from zmqtrain.server.held import Held
-from zmqtrain.server.intake import Push
 from zmqtrain.wire.compress import decompress
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
@@ -16,7 +16,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 def parse_push(sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, Held], groups: Sequence[Sequence[PeerId]]) -> Push:
-    """The push, decompressed; whether its step is the group's next is the intake's to say. Raises `ProtocolError`."""
+    """The push, decompressed; whether its step is the group's next is the aggregator's to say. Raises `ProtocolError`."""
     index, step = parse_push_tag(tag)
     if index not in held:
         raise ProtocolError(f"piece {index} is not held here; those are {_some(list(held))}")

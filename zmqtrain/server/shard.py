@@ -16,6 +16,7 @@ from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.clip import squares_of
+from zmqtrain.exchange.look_ahead import risen
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.server.held import Loan
@@ -30,7 +31,7 @@ class HeldPiece:
 
     payload_type = TensorPayload
 
-    __slots__ = ("_base", "_loans", "_look_ahead", "_now", "_optimizer", "dtype", "piece", "values", "version")
+    __slots__ = ("_base", "_loans", "_look_ahead", "_now", "_optimizer", "_rise", "dtype", "piece", "values", "version")
 
     def __init__(
         self,
@@ -41,9 +42,10 @@ class HeldPiece:
         arena: Arena | None = None,
         *,
         horizon: float = 0.0,
+        rises: Sequence[float] = (),
     ) -> None:
         """The values lie in ``arena``, if there is one: workers of this host then read them there. ``horizon``: how many updates
-        they look ahead (`LookAhead`)."""
+        they look ahead (`LookAhead`). ``rises``: updates in which the rates of the parameter groups rise (`risen`)."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
@@ -53,6 +55,7 @@ class HeldPiece:
         self._optimizer = build_optimizer(OptimizerSpec(optimizer.name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
         self._look_ahead = LookAhead(horizon)
+        self._rise = rises[parameter_group] if rises else 0.0
 
     def memory(self) -> TensorPayload:
         return TensorPayload.of(self.values.detach())
@@ -77,7 +80,12 @@ class HeldPiece:
             set_hyperparameters(self._optimizer, [{**self._base, **(hyperparameters or {})}])
             self._now = hyperparameters
         self.values.grad = gradient
-        self._look_ahead.update(self.values, self._optimizer.step, self._optimizer.param_groups[0], self.version)
+        group = self._optimizer.param_groups[0]
+        lr = group["lr"]
+        if (part := risen(self.version, self._rise)) < 1:
+            group["lr"] = lr * part
+        self._look_ahead.update(self.values, self._optimizer.step, group, self.version)
+        group["lr"] = lr
         self.values.grad = None
         self.version += 1
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from zmqtrain.exchange.pieces import Piece
-from zmqtrain.launcher.record import Ending
+from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import Fault
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.device.memory import wrong_pieces
-from zmqtrain.train.device.parts import worker_profile
 from zmqtrain.wire.payload import Payload
 
 #: Findings beyond this say nothing new.

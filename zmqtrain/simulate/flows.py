@@ -1,6 +1,6 @@
 """Flows that share resources fairly: a fluid model of a network, without packets. Sans-IO.
 
-A resource carries so many bytes a second: a network card's sending side, its receiving side, a rack's uplink. A flow uses all
+A resource carries so many bytes a second: a NIC's sending side, its receiving side, a rack's uplink. A flow uses all
 resources on its way at one rate. Rates are *max-min fair*: no flow could be faster without slowing down one that is no faster.
 That is what TCP's flows come near to, and what each gets who has his own queue everywhere (Bertsekas and Gallager, Data Networks,
 section 6.5.2: progressive filling).

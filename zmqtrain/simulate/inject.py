@@ -117,8 +117,9 @@ class Injector:
         host = self._cluster.hosts.get(role.host)
         if self._plan.description.topology.elastic and role.kind == "worker" and host is not None and host.start_again(role):
             return
-        process = spawn(self._plan, peer, role.host)
-        life = process.run(asyncio.get_running_loop().create_task, be_role(self._plan, role, process), name=f"{peer} again")
+        process = spawn(self._cluster, peer, role.host)
+        again = be_role(self._plan, role, self._plan.environment(peer), process)
+        life = process.run(asyncio.get_running_loop().create_task, again, name=f"{peer} again")
         await asyncio.wait([life])
         if not life.cancelled():
             life.exception()

@@ -1,4 +1,4 @@
-"""The simulated network: endpoints whose messages take the time that cards, links and racks of the model need.
+"""The simulated network: endpoints whose messages take the time that NICs, links and racks of the model need.
 
 The whole endpoint above the transport is the real one. A message waits in the queue of its connection's lane, takes its fair share
 of every resource on its way (`zmqtrain.simulate.flows`), then travels for the latency. What is modelled of TCP and ZeroMQ:
@@ -99,14 +99,6 @@ class SimulatedNetwork:
     def corrupt(self, source: PeerId, target: PeerId | None = None) -> None:
         """A bit flips in the next message from ``source`` to ``target`` (to anybody)."""
         self._corrupt.append((source, target))
-
-    def set_bandwidth(self, host: str, factor: float) -> None:
-        """The host's card carries so many times what the model says."""
-        bandwidth = self.model.host(host).bandwidth
-        if bandwidth is not None:
-            for direction in ("out", "in"):
-                self.flows.resize(self._resource(direction, host, bandwidth), bandwidth * factor / 8)
-            self.rebalance()
 
     # For transports
 

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import SimulationError, ZmqTrainError
-from zmqtrain.launcher.agent import LOG
-from zmqtrain.launcher.preempted import PREEMPTED, Preemption
-from zmqtrain.launcher.record import Ending, ending_of
-from zmqtrain.launcher.report import report_of
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
-from zmqtrain.membership.description import RunDescription, serve_description
+from zmqtrain.membership.coordinator import EventCallback, ReportCallback
+from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import net_settings
-from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.run.assembly import Assembly, Listeners
+from zmqtrain.run.ending import Ending, ending_of
+from zmqtrain.run.report import LOG, report_of
 from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
@@ -42,7 +41,7 @@ from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Ladder
-from zmqtrain.train.checkpoint_collector import CheckpointCollector, OnEvent
+from zmqtrain.train.checkpoint.collector import OnEvent
 from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:
@@ -125,13 +124,10 @@ class Simulation:
     """A run, once. `run` it on a virtual loop."""
 
     def __init__(self, topology: Topology, options: Options) -> None:
-        if options.checkpoints is None:
-            topology = topology.model_copy(update={"job": topology.job.model_copy(update={"checkpoint_every": 0})})
         self._topology, self._options = topology, options
         self._placement = place(topology)
         self._ladder = Ladder.of(topology.job.timeout_s)
         self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
-        self._tasks: list[asyncio.Task[Any]] = []
 
     async def run(self) -> Result:
         """Raises what `simulate` does."""
@@ -147,10 +143,8 @@ class Simulation:
         faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
         injector = Injector(cluster, faults)
         try:
-            outcome = await self._live(cluster, injector)
-            ending = ending_of(outcome)
-            if ending.status == "done" and self._auditor.stopped_at is not None:
-                ending = Ending("preempted", PREEMPTED)
+            outcome = await self._live(loop, cluster, injector)
+            ending = ending_of(outcome, stopped=self._auditor.stopped_at is not None)
         except (SimulationError, asyncio.CancelledError):
             raise
         except (ZmqTrainError, ExceptionGroup) as error:
@@ -161,7 +155,7 @@ class Simulation:
         broken = self._auditor.verdict(ending, seconds, injector.done)
         return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken)
 
-    async def _live(self, cluster: Cluster, injector: Injector) -> Outcome:
+    async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: Injector) -> Outcome:
         topology, options = self._topology, self._options
         description = RunDescription(
             topology,
@@ -173,31 +167,20 @@ class Simulation:
         async with AsyncExitStack() as stack:
             endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._ladder, ""))
             stack.push_async_callback(endpoint.close)
-            serve_description(endpoint, description)
-            folder, left = options.checkpoints or Path("checkpoints"), options.checkpoints and options.checkpoints.parent
-            coordinator = Coordinator(
+            assembly = Assembly(
                 endpoint,
-                self._placement,
-                self._ladder,
-                elastic=topology.elastic,
-                on_event=self._event,
-                on_report=self._report,
+                description,
+                checkpoints=options.checkpoints,
+                model=None if options.checkpoints is None else options.checkpoints.parent,
+                listeners=Listeners(self._event, self._report, options.on_checkpoint, lambda text: self._log(COORDINATOR, text)),
             )
-            collector = CheckpointCollector.of(
-                endpoint,
-                folder,
-                topology,
-                self._placement,
-                resume=options.resume,
-                model=left,
-                members=lambda: coordinator.view.members,
-                on_event=options.on_checkpoint,
-            )
-            self._auditor.goes_on_at(collector.first_step)
+            self._auditor.goes_on_at(assembly.collector.first_step)
             if options.on_begin is not None:
-                options.on_begin(lambda reason: coordinator.halt({"kind": "interrupted", "message": reason}))
+                options.on_begin(assembly.halt)
+            if options.preempt_at_s is not None:
+                loop.call_later(options.preempt_at_s, assembly.preemption.ask)
             plan = Plan(
-                description=description,
+                description=assembly.description,
                 cluster=cluster,
                 token="",
                 coordinator=endpoint.address,
@@ -205,34 +188,22 @@ class Simulation:
                 make_device=_torch_device if topology.trains else None,
                 witness=self._hear(injector),
             )
-            collecting = asyncio.create_task(collector.run(), name="collect checkpoints")
             injecting = asyncio.create_task(injector.run(plan), name="inject faults")
-            preempting = asyncio.create_task(self._preempt(endpoint, coordinator, description), name="preemption")
-            self._tasks = [collecting, injecting, preempting]
+            agents: list[asyncio.Task[Any]] = []
             for host in topology.hosts:
                 if self._placement.of_host(host.name):
-                    agent = spawn(plan, f"agent/{host.name}", host.name)
-                    life = agent.run(asyncio.get_running_loop().create_task, SimulatedHost(plan, host.name).run())
+                    agent = spawn(cluster, f"agent/{host.name}", host.name)
+                    life = agent.run(loop.create_task, SimulatedHost(plan, host.name).run())
                     life.set_name(f"agent/{host.name}")
-                    self._tasks.append(life)
-            outcome = await coordinator.run()
-            await self._wait_for_agents(cluster)
-            background = (collecting, injecting, preempting)
-            for task in background:
-                task.cancel()
-            await asyncio.wait(background)
+                    agents.append(life)
+            outcome = await assembly.run()
+            await self._wait_for_agents(cluster, agents)
+            injecting.cancel()
+            await asyncio.wait([injecting])
             return outcome
 
-    async def _preempt(self, endpoint: Endpoint, coordinator: Coordinator, description: RunDescription) -> None:
-        if self._options.preempt_at_s is None:
-            return
-        preemption = Preemption()
-        asyncio.get_running_loop().call_later(self._options.preempt_at_s, preemption.ask)
-        await preemption.run(endpoint, coordinator, description, lambda text: self._log(COORDINATOR, text))
-
-    async def _wait_for_agents(self, cluster: Cluster) -> None:
+    async def _wait_for_agents(self, cluster: Cluster, agents: Sequence[asyncio.Task[Any]]) -> None:
         """As the launcher does: they end by themselves, or are ended after the grace time, with their roles."""
-        agents = self._tasks[3:]
         patience_s = self._ladder.grace_s + self._ladder.lost_s
         _, left = await asyncio.wait(agents, timeout=patience_s)
         for agent in (task.get_name() for task in agents if task in left):

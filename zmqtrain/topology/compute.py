@@ -43,13 +43,13 @@ class Noise(Section):
     """How a modelled device's times vary, drawn anew for each step of each worker, from the job's seed."""
 
     kind: Literal["constant", "normal", "exponential"] = Field(
-        default="constant", description="The distribution; its mean is what the profile says."
+        default="constant", description="The distribution; its mean is the profile's time."
     )
-    spread: float = Field(default=0.1, ge=0, le=10, description="normal: standard deviation, as a share of the mean.")
+    spread: float = Field(default=0.1, ge=0, le=10, description="normal: the standard deviation as a fraction of the mean.")
     straggler_chance: float = Field(
-        default=0.0, ge=0, le=1, description="Chance that a step takes `straggler_factor` times as long."
+        default=0.0, ge=0, le=1, description="Probability that a step takes `straggler_factor` times as long."
     )
-    straggler_factor: float = Field(default=3.0, ge=1, le=1000, description="How many times as long.")
+    straggler_factor: float = Field(default=3.0, ge=1, le=1000, description="How many times as long such a step takes.")
 
 
 class Compute(Section):
@@ -59,31 +59,34 @@ class Compute(Section):
         default=1,
         ge=1,
         le=65536,
-        description="Number of compute groups; each processes batches of its own. Left out, and `group_size` too: a worker on each "
-        "of the hosts' `devices`, else one on each host with all its slots as threads, all in one synchronous group (with gossip "
-        "and averaging each a group by itself). auto: `zmqtrain launch` finds it, with momentum and learning rate, before it "
-        "trains (see `[tune]`); `group_size` is then the number of all workers.",
+        description="Number of compute groups, each of which processes its own batches. If neither this nor `group_size` is "
+        "given: one worker on each of the hosts' `devices`, or else one worker on each host with all its slots as "
+        "threads, all in one synchronous group (with gossip and averaging, each worker is a group of its own). auto: "
+        "`zmqtrain launch` finds the number, together with momentum and learning rate, before it trains (see "
+        "`[tune]`); `group_size` is then the total number of workers.",
     )
-    auto_groups: bool = Field(default=False, description='What `groups = "auto"` sets, with one group to begin with.')
+    auto_groups: bool = Field(default=False, description='Set by `groups = "auto"`, which starts with one group.')
     group_size: Annotated[int, BeforeValidator(_not_auto), WithJsonSchema({"type": "integer", "minimum": 1})] = Field(
         default=1,
         ge=1,
         le=65536,
-        description="Workers in a group; together they process one batch, synchronously. They are spread over all hosts, evenly "
-        "by slots; where there are at least as many groups as hosts, a group keeps to one host as long as one has room.",
+        description="Workers in a group; together they process one batch synchronously. Workers are spread evenly over the slots "
+        "of all hosts. If there are at least as many groups as hosts, a group stays on one host as long as one has "
+        "room for it.",
     )
     batch_size: int = Field(
         default=64,
         ge=1,
         le=2**31,
-        description="Samples per group and step, over the group's workers. Parts may be uneven; each counts by its samples.",
+        description="Samples per step of a group, divided among its workers. The parts may be unequal; each counts in proportion "
+        "to its samples.",
     )
     pipeline: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Groups that share their slots and take turns there, with merged_fc: one computes while the FC server has "
-        "another's batch. The number of groups is a multiple of it.",
+        description="With `merged_fc`: number of groups that share their slots and take turns, so that one computes while the FC "
+        "server works on another's batch. The number of groups must be a multiple of it.",
     )
     parts: Annotated[
         Annotated[Literal["even", "measured"], Tag("word")]
@@ -92,57 +95,66 @@ class Compute(Section):
         BeforeValidator(_parts),
     ] = Field(
         default="even",
-        description="How workers that wait for each other (a group; with allreduce and synchronous model servers all groups) "
-        "divide the batch. measured: by how fast each was, decided anew every `rebalance_every` steps. Or weights, like `[2, 1]`, "
-        "one for each worker of a group or of all groups. Each sample counts alike whatever the parts are. Left out, where nothing "
-        "is said of groups either and hosts differ: by their slots (measured, where only some have devices).",
+        description="How workers that wait for each other (those of a group; with allreduce and synchronous model servers, those "
+        "of all groups) divide the batch. even: equally. measured: in proportion to their measured speeds, updated "
+        "every `rebalance_every` steps. Or a list of weights such as `[2, 1]`, one for each worker of a group or of "
+        "all groups. However the batch is divided, every sample counts the same. Default if the file does not "
+        "mention groups and hosts differ: in proportion to their slots (measured, if only some hosts have devices).",
     )
     rebalance_every: int = Field(
-        default=50, ge=1, le=2**31, description="Steps between decisions about measured parts; the first ones come earlier."
+        default=50,
+        ge=1,
+        le=2**31,
+        description='With `parts = "measured"`: steps between updates of the parts; the first ones come earlier.',
     )
     grid: Annotated[str, BeforeValidator(_grid)] | None = Field(
         default=None,
-        description="The group's shape Pr x Pc: Pr divides the model, or the images, as `[parallel]` says; Pc divides the batch. "
-        "Left out: 1xN, N the group's size (data parallelism). auto: the grid and the plan that `zmqtrain plan` finds.",
+        description="The group's shape, Pr x Pc: Pr divides the model or the images, as `[parallel]` says; Pc divides the batch. "
+        "Default: 1xN for a group of N workers (data parallelism). auto: the grid and plan that `zmqtrain plan` "
+        "finds.",
     )
     device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
         default="auto",
-        description="Where workers compute. auto: the host's devices in turn, else CUDA where the machine has it, else the CPU. "
-        'modelled: no arithmetic, but the time that `profile` gives; with a task and `[simulation] payload = "real"` arithmetic, '
-        "too, in that time (on this CPU: emulate with a dilation that leaves enough time for it).",
+        description="Where workers compute. auto: the host's devices in turn; or else CUDA where the machine has it; or else the "
+        "CPU. modelled: no arithmetic, only the time that `profile` gives. With a task and `[simulation] payload = "
+        '"real"`, a modelled device does the arithmetic as well, within that time (it runs on this CPU, so emulate '
+        "with enough dilation).",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Type of the arithmetic (by autocast); parameters keep the model's own. float16: losses are scaled as torch's "
-        "GradScaler does it, and steps whose gradients overflow are passed over by all workers that update together; not with a "
-        "`grid` that divides the model, nor with `merged_fc`.",
+        description="Type of the arithmetic (by autocast); parameters keep the model's own type. float16: losses are scaled as "
+        "torch's GradScaler does it, and all workers that update together skip a step whose gradients overflow. "
+        "float16 cannot be combined with a `grid` that divides the model, nor with `merged_fc`.",
     )
     accumulate: int = Field(
-        default=1, ge=1, le=65536, description="Micro-batches that a worker's part of the batch is cut into, to save memory."
+        default=1,
+        ge=1,
+        le=65536,
+        description="Number of micro-batches into which a worker cuts its part of the batch, to save memory.",
     )
-    bucket_size: ByteSize = Field(default=4 * 2**20, description="Parameters travel in buckets of about this size.")
+    bucket_size: ByteSize = Field(default=4 * 2**20, description="Approximate size of the buckets in which parameters travel.")
     overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
     shared_memory: bool = Field(
         default=True,
-        description="Workers of one host add up their gradients in memory that they share, rather than over the network.",
+        description="Workers of one host sum their gradients in shared memory instead of sending them over the network.",
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker; 0: an even share of the host's slots.")
+    threads: int = Field(default=0, ge=0, le=1024, description="Threads of each worker. 0: an equal share of the host's slots.")
     channels_last: bool = Field(
         default=False,
-        description="Give images to the model with their channels last in memory, which many layers compute faster on CPUs (see "
-        "`zmqtrain profile`). A model that uses `view` on images may need `reshape` instead.",
+        description="Pass images to the model in channels-last memory format, which many layers compute faster on CPUs (see "
+        "`zmqtrain profile`). A model that calls `view` on images may need `reshape` instead.",
     )
     keep_memory: bool = Field(
         default=True,
-        description="Workers on CPUs keep the memory that a step has freed for the next one, rather than give it back and ask for "
-        "it again page by page.",
+        description="Workers on CPUs keep the memory that a step has freed for the next step, instead of returning it to the "
+        "system and asking for it again page by page.",
     )
     profile: str | None = Field(
         default=None,
         min_length=1,
-        description="Layer times of modelled devices: a JSON file, or the name of a shipped one, like `resnet50`.",
+        description="Layer times of modelled devices: a JSON file, or the name of a shipped profile such as `resnet50`.",
     )
-    noise: Noise = Field(default_factory=Noise, description="How a modelled device's times vary.")
+    noise: Noise = Field(default_factory=Noise, description="How the times of a modelled device vary.")
 
     @model_validator(mode="before")
     @classmethod

@@ -28,9 +28,10 @@ class ExchangeSection(Section):
 
     kind: Literal["allreduce", "model_server", "gossip", "averaging"] = Field(
         default="allreduce",
-        description="allreduce: all groups in step, gradients averaged. model_server: servers hold the parameters and optimize. "
-        "gossip: each step every group averages with one other. averaging: groups train alone and average their models every "
-        "`every` steps. Default: allreduce for one group (so also where nothing is said of groups), else model_server.",
+        description="allreduce: all groups work in step, and gradients are averaged. model_server: servers hold the parameters "
+        "and run the optimizer. gossip: at each step every group averages with one other. averaging: groups train "
+        "alone and average their models every `every` steps. Default: allreduce for one group (or if the file does "
+        "not mention groups), otherwise model_server.",
     )
     staleness: Annotated[
         Annotated[Literal["async", "sync"], Tag("word")] | Annotated[Bound, Tag("table")],
@@ -38,19 +39,26 @@ class ExchangeSection(Section):
         BeforeValidator(_staleness),
     ] = Field(
         default="async",
-        description="For model servers. async: each group's gradient is applied when it arrives. sync: once all groups' are there. "
-        "{ bound = n }: on arrival, but no group gets more than n steps ahead of the slowest.",
+        description="For model servers. async: a group's gradient is applied as soon as it arrives. sync: gradients are applied "
+        "once those of all groups have arrived. { bound = n }: as for async, but no group gets more than n steps "
+        "ahead of the slowest.",
     )
-    shards: int = Field(default=1, ge=1, le=4096, description="Model servers; each holds a part of the model, even by bytes.")
-    snapshot: bool = Field(default=False, description="Every read of the parameters is of one version throughout.")
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Number of model servers. Each holds a part of the model; the parts are equal in bytes.",
+    )
+    snapshot: bool = Field(default=False, description="Every read of the parameters returns a single version of the whole model.")
     every: Annotated[int, Field(ge=1, le=MOST)] | Literal["log p"] = Field(
         default=1,
-        description="averaging: steps between averagings. allreduce: steps whose gradients are added up before they are exchanged "
-        "and the optimizer runs. `log p`: the logarithm (base 2, rounded up) of the number of groups.",
+        description="averaging: steps from one averaging to the next. allreduce: steps whose gradients are accumulated before "
+        "they are exchanged and the optimizer runs. `log p`: the logarithm of the number of groups (base 2, rounded "
+        "up).",
     )
-    averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone come together.")
+    averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone combine their models.")
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
-    split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are cut into pieces of at most this size.")
+    split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are split into pieces of at most this size.")
     compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
         default="none", description="For model servers: how gradients are compressed on the wire."
     )
@@ -58,24 +66,26 @@ class ExchangeSection(Section):
         default=0.01,
         gt=0,
         le=1,
-        description="For topk: the share of a gradient's elements that is sent; the others wait.",
+        description="topk: the fraction of a gradient's elements that is sent; the others are carried over to later steps.",
     )
     merged_fc: bool = Field(
         default=False,
-        description="For model servers. One FC server holds the fully connected layers and computes them for all groups: workers "
-        "send it activations, and get their gradients. The other layers stay on the model servers.",
+        description="For model servers: one FC server holds the fully connected layers and computes them for all groups. Workers "
+        "send it activations and receive the gradients of those. The other layers stay on the model servers.",
     )
     split: str | None = Field(
         default=None,
         min_length=1,
-        description="merged_fc: the module of the model (or layer of the profile) with which the FC server's part begins. Default: "
-        "the first linear layer behind the last convolution; behind recurrent layers or attention, the last linear layer.",
+        description="merged_fc: the module of the model (or layer of the profile) at which the FC server's part begins. Default: "
+        "the first linear layer after the last convolution; after recurrent layers or attention, the last linear "
+        "layer.",
     )
     fc_servers: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="merged_fc: processes of the FC server. Several divide its layers among them, each layer by its outputs.",
+        description="merged_fc: number of FC server processes. If there are several, each layer is divided among them by its "
+        "outputs.",
     )
 
     @property

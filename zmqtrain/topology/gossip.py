@@ -14,31 +14,32 @@ class Gossip(Section):
 
     topology: Literal["dissemination", "hypercube", "random", "ring"] = Field(
         default="dissemination",
-        description="Who talks to whom. dissemination: at distances 1, 2, 4, ... in turn, so that all have heard of all in log2 p "
-        "steps. hypercube: the same in pairs, for a power of two. random: anybody. ring: always the neighbours.",
+        description="Who exchanges with whom. dissemination: groups at distances 1, 2, 4, ... in turn, so that information "
+        "reaches all groups within log2 p steps. hypercube: the same in pairs, for a number of groups that is a "
+        "power of two. random: any group. ring: always the neighbours.",
     )
     rotation: bool = Field(
         default=True,
-        description="Put the groups in another order after every log2 p steps. All pairs meet within p log2 p steps, whatever the "
-        "seed. (Random partners need no rotation, and promise nothing.)",
+        description="Permute the groups after every log2 p steps. All pairs meet within p log2 p steps, whatever the seed. "
+        "(Random partners need no rotation, and nothing is promised for them.)",
     )
     balanced: bool = Field(
         default=True,
-        description="random: everybody receives from exactly one. false: each group chooses for itself, so that some receive from "
-        "several and some from none, and the groups' mean is not kept.",
+        description="random: every group receives from exactly one other. false: each group chooses by itself, so that some "
+        "receive from several and some from none, and the mean of the groups is not preserved.",
     )
     exchange: Literal["weights", "gradients"] = Field(
         default="weights",
-        description="weights: after the local update, averaged with the partner's. gradients: before it; the groups' weights drift "
-        "apart for ever.",
+        description="weights: averaged with the partner's after the local update. gradients: averaged before it; the groups' "
+        "weights then drift apart without limit.",
     )
     granularity: Literal["bucket", "batch"] = Field(
         default="bucket",
-        description="bucket: each bucket is updated and exchanged as soon as backward has its gradient. batch: all of them after "
-        "backward.",
+        description="bucket: each bucket is updated and exchanged as soon as backward has computed its gradient. batch: all "
+        "buckets after backward.",
     )
     average_evaluations: bool = Field(
         default=False,
-        description="Evaluate the exact average of all groups' models, made for the occasion. false: each worker evaluates its own "
-        "on its share of the data. The final model is always the average.",
+        description="Evaluate the exact mean of all groups' models, computed for each evaluation. false: each worker evaluates "
+        "its own model on its share of the data. The final model is the mean in either case.",
     )

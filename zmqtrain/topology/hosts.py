@@ -77,45 +77,48 @@ class Host(Section):
 
     name: Annotated[str, AfterValidator(_name)] = Field(
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._\[\]-]{0,127}$",
-        description="A name of your choice, unique in the file; it labels logs. A range, like `node[01-16]`, is as many hosts.",
+        description="A name of your choice, unique in the file, which labels logs. A range such as `node[01-16]` stands for that "
+        "many hosts.",
     )
     address: Annotated[str, AfterValidator(_address)] = Field(
         default="127.0.0.1",
         pattern=r"^\S{1,255}$",
-        description="IP address or name under which the other hosts reach this one. A range of hosts has a range as long, like "
-        "`10.0.0.[1-16]`, or one address for all, where they are process sets on one machine.",
+        description="IP address or name under which the other hosts reach this one. A range of hosts takes a range of the same "
+        "length, such as `10.0.0.[1-16]`, or one address for all if they are sets of processes on one machine.",
     )
     slots: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="Workers that may compute here at once; each gets an even share of the slots as threads. Left out or 0: the "
-        "processors that may be used there, by affinity and the cgroup's quota (this machine, hosts to log in to, and hosts that "
-        "come by themselves; one for each device at least). Model servers wait for the network most of the time and take no slot.",
+        description="How many workers may compute here at the same time; each gets an equal share of the slots as threads. "
+        "Default, or 0: the processors that may be used there, by CPU affinity and the cgroup's quota (on this "
+        "machine, on hosts reached by ssh, and on hosts that join by themselves), and at least one for each device. "
+        "Model servers mostly wait for the network and take no slot.",
     )
     devices: Annotated[Texts, AfterValidator(_devices)] = Field(
         default=(),
-        description="Accelerators that workers here take in turn, like `cuda:0`; where the file says nothing of groups, each has a "
-        "worker. Empty: as `[compute] device` says.",
+        description="Accelerators that workers on this host use in turn, such as `cuda:0`; if the file does not mention groups, "
+        "each device gets a worker. Empty: see `[compute] device`.",
     )
     bind: Annotated[str, AfterValidator(_bind)] | None = Field(
         default=None,
-        description="Address that this host's processes listen at. Left out: `address`, or all of the host's where that is a name. "
-        'Where `address` is translated on the way (NAT): `"0.0.0.0"`, or `"::"`.',
+        description="Address on which this host's processes listen. Default: `address`, or all addresses of the host if "
+        '`address` is a name. Use `"0.0.0.0"` or `"::"` if `address` is translated on the way (NAT).',
     )
     python: Annotated[str, AfterValidator(_path)] | None = Field(
         default=None,
-        description="The Python of this host that has zmqtrain and torch. Left out: the path of the one that launches.",
+        description="The Python interpreter on this host that has zmqtrain and torch. Default: the path of the interpreter that "
+        "launches.",
     )
     folder: Annotated[str, AfterValidator(_path)] | None = Field(
         default=None,
-        description="The folder on this host that relative paths begin at, where it is there already. Left out: the same path as "
-        "that of the folder one launches in, or, with `[engine] sync`, its copy.",
+        description="The folder on this host to which relative paths refer; it must exist there. Default: the path of the folder "
+        "in which you launch or, with `[engine] sync`, the copy of that folder.",
     )
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict, description="Environment variables for all processes on this host."
     )
-    ssh: SshLogin = Field(default_factory=SshLogin, description='How to log in to the host, with `[engine] kind = "ssh"`.')
+    ssh: SshLogin = Field(default_factory=SshLogin, description='How to log in to the host, for `[engine] kind = "ssh"`.')
 
     @model_validator(mode="after")
     def _slots_of_this_machine(self) -> Host:

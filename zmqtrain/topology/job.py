@@ -49,9 +49,10 @@ def _finite(value: float) -> float:
 class Until(Section):
     """Train until an evaluation metric is good enough."""
 
-    metric: str = Field(min_length=1, description="Name of the evaluation metric to watch, like `eval_accuracy`.")
+    metric: str = Field(min_length=1, description="Name of the evaluation metric to watch, such as `eval_accuracy`.")
     reaches: Annotated[float, AfterValidator(_finite)] = Field(
-        description="Training ends at the first evaluation where the metric is at least this (at most, if `loss` is in its name)."
+        description="Training ends at the first evaluation at which the metric is at least this value (at most, if its name "
+        "contains `loss`)."
     )
     max_steps: int | None = Field(default=None, ge=1, le=MOST, description="Give up after this many steps of a group.")
 
@@ -62,69 +63,73 @@ class Job(Section):
     name: str = Field(
         default="job",
         pattern=NAME_PATTERN,
-        description="Name of the run's directory, `runs/NAME-NNN`. Default: the topology file's name without its ending.",
+        description="Name of the run directory, `runs/NAME-NNN`. Default: the topology file's name without its extension.",
     )
     task: Annotated[str, AfterValidator(_task)] | None = Field(
         default=None,
-        description="A function that returns a `zmqtrain.Task`: `package.module:function` or `path/file.py:function`; "
-        "without `:function` it is called `task`. "
-        "Left out when a script of your own is launched.",
+        description="A function that returns a `zmqtrain.Task`, written `package.module:function` or `path/file.py:function`; "
+        "without `:function`, the function is called `task`. Leave it out when you launch a script of your own.",
     )
     args: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
         default_factory=dict, description="Keyword arguments for the task function."
     )
-    python_path: Texts = Field(default=(), description="Folders to put in front of Python's search path in every process.")
+    python_path: Texts = Field(default=(), description="Folders to put at the front of Python's search path in every process.")
     seed: int = Field(
-        default=1, ge=0, lt=2**63, description="Fixes initial weights, data order and every other random choice of the run."
+        default=1,
+        ge=0,
+        lt=2**63,
+        description="Fixes the initial weights, the order of the data and every other random choice of the run.",
     )
-    steps: int | None = Field(default=None, ge=1, le=MOST, description="Train this many steps of each group.")
+    steps: int | None = Field(default=None, ge=1, le=MOST, description="Train for this many steps of each group.")
     epochs: int | None = Field(
         default=None,
         ge=1,
         le=MOST,
-        description="Train this many passes over the training data. One pass if none of the three is given.",
+        description="Train for this many passes over the training data. If none of `steps`, `epochs` and `until` is given: one "
+        "pass.",
     )
     until: Until | None = Field(default=None, description="Train until a metric is reached.")
     weights: str | None = Field(
         default=None,
         min_length=1,
-        description="A run, its `model.safetensors` (or any such file), a checkpoint or a folder with checkpoints: begin with its "
-        "model's parameters instead of new ones, and with nothing else of it. The run may have another shape than the one that "
-        "wrote it.",
+        description="Start from the parameters of a trained model instead of new ones: a run, its `model.safetensors` (or any "
+        "such file), a checkpoint, or a folder of checkpoints. Only the model is read, so the run may have a "
+        "different shape from the one that wrote it.",
     )
-    eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations; 0: only at the end.")
+    eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations. 0: only at the end.")
     checkpoint_every: Annotated[Every, AfterValidator(_steps_or_time)] = Field(
         default="10 min",
-        description="Steps between checkpoints, or the time between them. The end of a run is a checkpoint, too. 0: none; then the "
-        "run leaves its model, but cannot be resumed.",
+        description="Steps between checkpoints, or the time between them. The end of a run is a checkpoint, too. 0: no "
+        "checkpoints; the run still leaves its model, but cannot be resumed.",
     )
-    keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints stay on disk.")
+    keep_checkpoints: int = Field(default=2, ge=1, le=MOST, description="How many of the latest checkpoints to keep on disk.")
     timeout: Timeout = Field(
         default=60.0,
-        description="The one number that all time-outs derive from, in seconds or with a unit; `zmqtrain check` prints the ladder.",
+        description="The one number from which all time-outs are derived, in seconds or with a unit. `zmqtrain check` prints them.",
     )
     on_nan: Literal["stop", "continue"] = Field(
-        default="stop", description="A loss that is NaN or infinite stops the run with a checkpoint of the last good step, or not."
+        default="stop",
+        description="What to do when a loss is NaN or infinite: stop with a checkpoint of the last good step, or carry on.",
     )
     elastic: bool | None = Field(
         default=None,
-        description="Go on without workers that are lost (killed, or with their host), and let others come in their place. "
-        "Default: with gossip among groups of one worker.",
+        description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
+        "Default: true for gossip among groups of one worker.",
     )
     restarts: int = Field(
-        default=0, ge=0, le=1000, description="How often each worker of an elastic run is started again after it was lost."
+        default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."
     )
-    port: int = Field(default=0, ge=0, le=65535, description="The coordinator's TCP port; 0: any free one.")
+    port: int = Field(default=0, ge=0, le=65535, description="TCP port of the coordinator. 0: any free port.")
     ports: Annotated[str, AfterValidator(_ports)] | None = Field(
         default=None,
-        description="The TCP ports that all processes of the run listen at, like `29400-29500`, for firewalls: each takes two. "
-        "Left out: any free ones.",
+        description="Range of TCP ports on which all processes of the run listen, such as `29400-29500`, for firewalls. Each "
+        "process takes two. Default: any free ports.",
     )
     transport_encryption: Literal["auto", "required", "disabled"] = Field(
         default="auto",
-        description="Encrypt what goes over the network, and let in only who belongs to the run. auto: as soon as a host's address "
-        "is not this machine's own; emulated hosts are on this machine. required: always, also among processes of one machine "
-        "(never over shared memory). disabled: never, on a network that you trust.",
+        description="Encrypt network traffic, and admit only processes that belong to the run. auto: as soon as a host's address "
+        "is not this machine's own (emulated hosts are on this machine). required: always, even among processes of "
+        "one machine (shared memory is never encrypted). disabled: never; for a network that you trust.",
     )
     oversubscribe: bool = Field(default=False, description="Allow more workers than slots; they then share the processors.")
 

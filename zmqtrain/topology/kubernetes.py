@@ -22,24 +22,30 @@ class KubernetesSection(Section):
     image: str | None = Field(
         default=None,
         pattern=r"^\S{1,512}$",
-        description="The container image: it has zmqtrain, torch, and the task. Needed.",
+        description="The container image, with zmqtrain, torch and the task. Required for Kubernetes.",
     )
-    namespace: str | None = Field(default=None, pattern=_NAME, description="Left out: that of whoever applies the manifest.")
+    namespace: str | None = Field(
+        default=None, pattern=_NAME, description="Namespace of the run. Default: that of whoever applies the manifest."
+    )
     folder: str = Field(
         default="/workspace",
         pattern=r"^/\S*$",
-        description="The folder in the image where the task is; relative paths begin there.",
+        description="The folder in the image that contains the task, and to which relative paths refer.",
     )
     claim: str | None = Field(
         default=None,
         pattern=_NAME,
-        description="A persistent volume claim for the launcher's run directory. With it a run that is restarted goes on from its "
-        "last checkpoint; without it begins anew.",
+        description="A persistent volume claim for the launcher's run directory. With it, a restarted run continues from its "
+        "last checkpoint; without it, the run starts over.",
     )
     restarts: int = Field(
-        default=3, ge=0, le=1000, description="How often the whole run is started again after what another try may mend."
+        default=3,
+        ge=0,
+        le=1000,
+        description="How many times the whole run is restarted after a failure that another attempt may cure.",
     )
-    memory: PodMemory | None = Field(default=None, description="Memory of each pod but the launcher's. Left out: no limit.")
+    memory: PodMemory | None = Field(default=None, description="Memory of each pod except the launcher's. Default: no limit.")
     shared_memory: PodMemory = Field(
-        default=1024**3, description="`/dev/shm` of each pod, where its workers share gradients: as much as those take, twice."
+        default=1024**3,
+        description="Size of `/dev/shm` in each pod, where its workers share gradients: allow twice the size of the gradients.",
     )

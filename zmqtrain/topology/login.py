@@ -40,14 +40,14 @@ class SshLogin(Section):
 
     host: Annotated[str, AfterValidator(_host)] | None = Field(
         default=None,
-        description="Where ssh connects to, or its name in `~/.ssh/config`, where that is not `address`. May be a range.",
+        description="Where ssh connects to, or the host's name in `~/.ssh/config`, if that is not `address`. May be a range.",
     )
     user: Annotated[str, AfterValidator(_word)] | None = Field(default=None, description="The login name.")
-    port: int | None = Field(default=None, ge=1, le=65535, description="Where sshd listens.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="The port of sshd.")
     jump: Annotated[str, AfterValidator(_word)] | None = Field(
         default=None,
-        description="Machines to go through, like `me@gate` or `gate1,gate2:2222` (`ProxyJump`).",
+        description="Machines to connect through, such as `me@gate` or `gate1,gate2:2222` (`ProxyJump`).",
     )
     options: Annotated[dict[str, str], AfterValidator(_options)] = Field(
-        default_factory=dict, description='Options as in `~/.ssh/config`, and before those: `{ IdentityFile = "~/.ssh/lab" }`.'
+        default_factory=dict, description='Options as in `~/.ssh/config`, which they override: `{ IdentityFile = "~/.ssh/lab" }`.'
     )

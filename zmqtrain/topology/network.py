@@ -27,11 +27,13 @@ HostNames = Annotated[tuple[HostName, ...], BeforeValidator(_tuple)]
 class NetworkHost(Section):
     """What is different about one host, or a range of them."""
 
-    name: HostName = Field(min_length=1, description="A host of the file, or a range of them.")
-    bandwidth: Bandwidth | None = Field(default=None, description="Of its network card, instead of `[network] bandwidth`.")
-    latency: Latency | None = Field(default=None, description="Added to each message that it sends or gets, one way.")
+    name: HostName = Field(min_length=1, description="A host of the file, or a range of hosts.")
+    bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of the host's NIC, instead of `[network] bandwidth`.")
+    latency: Latency | None = Field(
+        default=None, description="Additional one-way delay of each message that the host sends or receives."
+    )
     slowdown: float = Field(
-        default=1.0, ge=0.001, le=1000, description="Modelled devices of this host take so many times as long for the same work."
+        default=1.0, ge=0.001, le=1000, description="Modelled devices of this host take this many times as long for the same work."
     )
 
 
@@ -39,23 +41,23 @@ class Rack(Section):
     """Hosts that share an uplink."""
 
     name: str = Field(min_length=1, max_length=64, description="A name of your choice.")
-    hosts: HostNames = Field(min_length=1, description="The hosts in it; ranges like `node[01-16]` may be among them.")
+    hosts: HostNames = Field(min_length=1, description="The hosts in the rack; may contain ranges such as `node[01-16]`.")
     uplink: Bandwidth = Field(
-        description="Shared by all that leaves the rack, and the same by all that enters it. Less than the hosts' cards together: "
-        "the rack is oversubscribed."
+        description="Bandwidth shared by all traffic that leaves the rack, and as much again for all traffic that enters it. If "
+        "it is less than the sum of the hosts' NICs, the rack is oversubscribed."
     )
-    latency: Latency = Field(default=0.0, description="Added to each message that leaves or enters the rack.")
+    latency: Latency = Field(default=0.0, description="Additional delay of each message that leaves or enters the rack.")
 
 
 class LinkRule(Section):
     """What is different about the way from some hosts to others. One way; of two rules for one way the later wins."""
 
     source: HostName = Field(alias="from", min_length=1, description="Where messages come from: a host, a range, or `*`.")
-    target: HostName = Field(alias="to", min_length=1, description="Where they go to: a host, a range, or `*`.")
-    latency: Latency | None = Field(default=None, description="Instead of `[network] latency`.")
-    bandwidth: Bandwidth | None = Field(default=None, description="Of this way alone, shared by what goes over it.")
-    jitter: Latency | None = Field(default=None, description="Instead of `[network] jitter`.")
-    loss: float | None = Field(default=None, ge=0, le=0.5, description="Instead of `[network] loss`.")
+    target: HostName = Field(alias="to", min_length=1, description="Where messages go: a host, a range, or `*`.")
+    latency: Latency | None = Field(default=None, description="Latency of this link, instead of `[network] latency`.")
+    bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of this link alone, shared by all its traffic.")
+    jitter: Latency | None = Field(default=None, description="Jitter of this link, instead of `[network] jitter`.")
+    loss: float | None = Field(default=None, ge=0, le=0.5, description="Loss of this link, instead of `[network] loss`.")
     down: bool = Field(default=False, description="Nothing gets through.")
 
 
@@ -63,36 +65,36 @@ class Network(Section):
     """The network between hosts, in emulated and simulated worlds."""
 
     bandwidth: Bandwidth | None = Field(
-        default=None, description="Of each host's network card, in each direction at once. Left out: no limit."
+        default=None, description="Bandwidth of each host's NIC, in each direction. Default: unlimited."
     )
-    latency: Latency | None = Field(default=None, description="One-way delay between two hosts. Left out: none.")
+    latency: Latency | None = Field(default=None, description="One-way delay between two hosts. Default: none.")
     jitter: Latency = Field(
-        default=0.0, description="Mean of a further, exponentially distributed delay of each message. Simulation only."
+        default=0.0, description="Mean of an additional, exponentially distributed delay of each message. Simulation only."
     )
     loss: float = Field(
         default=0.0,
         ge=0,
         le=0.5,
-        description="Chance that a message breaks its connection; what is on the way is lost with it. Simulation only.",
+        description="Probability that a message breaks its connection; whatever is in flight on it is lost as well. Simulation "
+        "only.",
     )
-    reconnect: Latency = Field(default=0.05, description="How long a connection that broke stays down. Simulation only.")
-    local_bandwidth: Bandwidth = Field(default=24e9, description="Between processes of one host. Simulation only.")
-    local_latency: Latency = Field(default=50e-6, description="The same one way. Simulation only.")
+    reconnect: Latency = Field(default=0.05, description="How long a broken connection stays down. Simulation only.")
+    local_bandwidth: Bandwidth = Field(default=24e9, description="Bandwidth between processes of one host. Simulation only.")
+    local_latency: Latency = Field(default=50e-6, description="One-way delay between processes of one host. Simulation only.")
     dilation: float = Field(
         default=1.0,
         ge=1,
         le=1000,
-        description="Emulation runs so many times as slowly, and divides all times that it reports: for clusters that this machine "
-        "is too small for.",
+        description="Emulation runs this many times more slowly, and all reported times are divided by it: for clusters that are "
+        "too large for this machine.",
     )
     hosts: Annotated[tuple[NetworkHost, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="What is different about some hosts."
+        default=(), description="Hosts that differ from the rest."
     )
     racks: Annotated[tuple[Rack, ...], BeforeValidator(_tuple)] = Field(default=(), description="Hosts that share an uplink.")
     links: Annotated[tuple[LinkRule, ...], BeforeValidator(_tuple)] = Field(
         default=(),
-        description="What is different about the ways from some hosts to others. Each is one way; where two speak of the same way, "
-        "the later wins.",
+        description="Links that differ from the rest. Each is one way; if two rules apply to the same link, the later one wins.",
     )
 
     def slowdowns(self) -> dict[str, float]:

@@ -13,12 +13,14 @@ from zmqtrain.topology.section import Section, Texts, _tuple
 class LayerChoice(Section):
     """How one layer is divided."""
 
-    layer: str = Field(min_length=1, description="Its name in the model, like `features.3`.")
+    layer: str = Field(min_length=1, description="The layer's name in the model, such as `features.3`.")
     choice: Literal["model", "domain", "batch", "whole"] = Field(
-        description="model: its outputs over the rows. domain: the height of its images over the rows. batch: samples over all "
-        "workers. whole: every worker of a column computes all of it."
+        description="model: outputs are divided over the rows. domain: the height of the images is divided over the rows. batch: "
+        "samples are divided over all workers. whole: every worker of a column computes the whole layer."
     )
-    grid: Annotated[str, Field(pattern=GRID)] = Field(description="Pr x Pc, like `2x4`, of as many workers as the group has.")
+    grid: Annotated[str, Field(pattern=GRID)] = Field(
+        description="Pr x Pc, such as `2x4`; the product is the group's number of workers."
+    )
 
 
 class Parallel(Section):
@@ -27,19 +29,19 @@ class Parallel(Section):
     plan: str | None = Field(
         default=None,
         min_length=1,
-        description="A JSON file that says how each layer is divided, as `zmqtrain plan --save` writes it.",
+        description="A JSON file that says how each layer is divided, as written by `zmqtrain plan --save`.",
     )
     layers: Annotated[tuple[LayerChoice, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="The same, here. Layers that are not named follow those before them."
+        default=(), description="The same, in this file. A layer that is not listed is divided like the one before it."
     )
-    whole: Texts = Field(default=(), description="Names of modules that are left whole, and whose forward is not looked into.")
+    whole: Texts = Field(default=(), description="Names of modules that are computed whole; their forward is not examined.")
     statistics: Literal["whole", "local"] | None = Field(
         default=None,
-        description="Batch norm's: `whole`, of the group's whole batch, as one process has them, or `local`, of what each worker "
-        "has of it. Left out: whole where the model is divided, else local.",
+        description="Statistics of batch norm. whole: over the group's whole batch, as in one process. local: over each worker's "
+        "part of it. Default: whole if the model is divided, otherwise local.",
     )
     strict: bool = Field(
-        default=False, description="Whether a layer that cannot be divided as planned ends the run; otherwise it is left whole."
+        default=False, description="Whether a layer that cannot be divided as planned ends the run; otherwise it is computed whole."
     )
 
     def sizes(self) -> set[int]:

@@ -31,45 +31,41 @@ class PlanSection(Section):
         default=None,
         min_length=1,
         description="Plan for a shipped table of layers instead of the task's model or the profile: `alexnet` or "
-        "`alexnet-grouped`, with `-224` or `-224-padded` behind it for images of 224.",
+        "`alexnet-grouped`, with the suffix `-224` or `-224-padded` for images of 224 pixels.",
     )
     pricing: Literal["ours", "paper"] = Field(
         default="ours",
-        description="ours: the messages and bytes that this runtime sends, sums in memory within a host. paper: Eq. 3 to 9 of "
-        "Gholami et al.",
+        description="ours: the messages and bytes that this runtime sends, with sums in memory within a host. paper: equations 3 "
+        "to 9 of Gholami et al.",
     )
     overlap: Annotated[Literal["none", "perfect"] | float, BeforeValidator(_overlap)] = Field(
         default="none",
-        description="How much communication goes on beside compute: `none`, `perfect`, or the share (0 to 1) of the compute time "
-        "that was measured to hide any.",
+        description="How much communication is hidden behind compute: `none`, `perfect`, or the fraction (0 to 1) of the compute "
+        "time that was measured to hide communication.",
     )
-    word_bytes: int = Field(default=4, ge=1, le=16, description="Bytes of a weight, and of an element of activations.")
-    memory: Memory | None = Field(default=None, description="The most that a process may need. Left out: no limit.")
+    word_bytes: int = Field(default=4, ge=1, le=16, description="Bytes per weight, and per element of activations.")
+    memory: Memory | None = Field(default=None, description="The most memory that a process may need. Default: no limit.")
     optimizer_words: int = Field(
-        default=1, ge=0, le=16, description="Numbers that the optimizer keeps for each weight: 1 for momentum, 2 for Adam."
+        default=1, ge=0, le=16, description="Numbers that the optimizer keeps per weight: 1 for momentum, 2 for Adam."
     )
     flops: float = Field(
         default=20e9,
         ge=0,
         le=1e18,
-        description="Multiplications and additions a second of a process, for layers that no profile gives a time. 0: these take "
-        "no time, so that communication alone is compared.",
+        description="Multiplications and additions per second of a process, for layers without a profiled time. 0: these layers "
+        "take no time, so that communication alone is compared.",
     )
     activations: Literal["after_pooling", "before_pooling"] = Field(
         default="after_pooling",
-        description="A table of layers: whether outputs travel as they are after pooling, or before.",
+        description="For a table of layers: whether outputs travel after pooling or before it.",
     )
-    biases: bool = Field(default=False, description="A table of layers: whether biases count as weights.")
+    biases: bool = Field(default=False, description="For a table of layers: whether biases count as weights.")
     dx: bool = Field(
         default=True,
-        description="pricing = paper: whether the sums of input gradients are counted, as the equations have them.",
+        description="pricing = paper: whether to count the sums of input gradients, as the equations do.",
     )
     processes: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="Group sizes to plan for, one after another. Empty: `[compute] group_size`."
-    )
-    study: bool = Field(
-        default=False,
-        description="Compare the rules that Gholami et al. study for AlexNet, and readings of their equations, with their figures.",
+        default=(), description="Group sizes to plan for, one after another. Default: `[compute] group_size`."
     )
 
     @property

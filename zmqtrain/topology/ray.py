@@ -16,15 +16,15 @@ class RaySection(Section):
     address: str | None = Field(
         default=None,
         pattern=r"^\S{1,255}$",
-        description="The cluster, like `10.0.0.1:6379`, or `auto`: the one that this machine is part of. Left out: as RAY_ADDRESS "
-        "says, else a new one on this machine.",
+        description="The cluster: an address such as `10.0.0.1:6379`, or `auto` for the one that this machine is part of. "
+        "Default: RAY_ADDRESS, or else a new cluster on this machine.",
     )
-    nodes: int = Field(default=1, ge=1, le=65_536, description="How many hosts, where `[[hosts]]` lists none.")
+    nodes: int = Field(default=1, ge=1, le=65_536, description="Number of hosts, if the file has no `[[hosts]]`.")
     cpus: int | None = Field(
-        default=None, ge=1, le=4096, description="Processors of each then. Left out: one for each thread of the workers."
+        default=None, ge=1, le=4096, description="Processors of each of these hosts. Default: one for each thread of the workers."
     )
-    gpus: int = Field(default=0, ge=0, le=1024, description="GPUs of each then.")
+    gpus: int = Field(default=0, ge=0, le=1024, description="GPUs of each of these hosts.")
     spread: Literal["strict", "soft"] = Field(
         default="strict",
-        description="strict: each host is another node of the cluster. soft: where there are enough (not with fewer nodes).",
+        description="strict: each host is a different node of the cluster. soft: preferably; with fewer nodes, hosts share them.",
     )

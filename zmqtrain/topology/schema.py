@@ -40,24 +40,24 @@ class Topology(Section):
     hosts: Hosts = Field(
         default=(),
         validate_default=True,
-        description="The machines. None given: this machine, with all its processors; under Slurm the nodes of the allocation.",
+        description="The machines. Default: this machine with all its processors; under Slurm, the nodes of the allocation.",
     )
     compute: Compute = Field(default_factory=Compute, description="Workers, groups and the step.")
     exchange: ExchangeSection = Field(default_factory=ExchangeSection, description="How groups agree on parameters.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="What the job adds to the task's own optimizer.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Changes to the task's own optimizer.")
     data: Data = Field(default_factory=Data, description="The training data.")
-    engine: EngineSection = Field(default_factory=EngineSection, description="What starts the agents.")
+    engine: EngineSection = Field(default_factory=EngineSection, description="How agents are started.")
     network: Network = Field(
         default_factory=Network,
-        description="The network between hosts: `zmqtrain simulate` models it, `zmqtrain launch --emulate` shapes it. A plain "
-        "launch has the network that is there.",
+        description="The network between hosts: `zmqtrain simulate` models it, and `zmqtrain launch --emulate` shapes traffic "
+        "accordingly. A plain launch uses the network as it is.",
     )
     simulation: Simulation = Field(default_factory=Simulation, description="How `zmqtrain simulate` runs the job.")
     faults: Annotated[tuple[Fault, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="What goes wrong in a simulated run, and when. Each has a `kind`, and either `at` or `step`."
+        default=(), description="Faults to inject into a simulated run, and when. Each has a `kind`, and either `at` or `step`."
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
-    tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much it may spend.")
+    tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much time it may spend.")
     parallel: Parallel = Field(default_factory=Parallel, description="How the model is divided over the rows of `[compute] grid`.")
     plan: PlanSection = Field(default_factory=PlanSection, description="What `zmqtrain plan` takes into account.")
 

@@ -44,30 +44,34 @@ def _sides(value: Any) -> Any:
 class Fault(Section):
     """Something that goes wrong in a simulated run."""
 
-    at: VirtualTime | None = Field(default=None, description="When: virtual time since the run began.")
+    at: VirtualTime | None = Field(default=None, description="When: virtual time since the start of the run.")
     step: int | None = Field(
-        default=None, ge=0, le=MOST, description="Or when the target begins this step (worker 0, where the target is no worker)."
+        default=None,
+        ge=0,
+        le=MOST,
+        description="Or the step that the target is about to begin (worker 0's, if the target is not a worker).",
     )
     kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"] = Field(
-        description="kill: dies without a word. restart: dies, and another process comes in its name. pause: stands still for a "
-        "while. partition: hosts cannot reach each other; heal: all partitions end. slow: modelled compute takes `factor` times as "
-        "long. corrupt: a bit of the next message flips. drop: connections break, with what is on them, and come back."
+        description="kill: the target dies without a word. restart: it dies, and a new process takes its name. pause: it stands "
+        "still for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
+        "modelled compute takes `factor` times as long. corrupt: a bit of the next message flips. drop: connections "
+        "break, lose what is in flight, and come back."
     )
     target: str | None = Field(
-        default=None, min_length=1, description="A role, like `worker/1` or `server/0`, or a host: all its processes."
+        default=None,
+        min_length=1,
+        description="A role such as `worker/1` or `server/0`, or a host, which stands for all its processes.",
     )
-    to: str | None = Field(
-        default=None, min_length=1, description="corrupt, drop: only what goes between the target and this role."
-    )
+    to: str | None = Field(default=None, min_length=1, description="corrupt, drop: only traffic between the target and this role.")
     sides: Annotated[tuple[HostNames, ...], BeforeValidator(_sides)] = Field(
-        default=(), description='partition: sets of hosts, like `[["alpha"], ["beta", "gamma"]]`.'
+        default=(), description='partition: the sets of hosts, such as `[["alpha"], ["beta", "gamma"]]`.'
     )
     one_way: bool = Field(default=False, description="partition: only what the first side sends is lost.")
     factor: float = Field(default=2.0, ge=0.001, le=1e6, description="slow: how many times as long.")
     lasts: VirtualTime | None = Field(
         default=None,
-        description="pause, partition, slow: until it is over by itself. restart: until the new process comes. Left out: for ever "
-        "(restart: 1 s).",
+        description="pause, partition, slow: duration. restart: time until the new process starts. Default: for ever (restart: 1 "
+        "s).",
     )
 
     @property
@@ -85,8 +89,8 @@ class Simulation(Section):
 
     payload: Literal["phantom", "small", "real"] | None = Field(
         default=None,
-        description="phantom: only sizes travel. small: a few numbers a layer travel, and are checked at the end. real: all; "
-        "where the job has a task it is trained, in the time that the profile gives. Default: real for a task, phantom for a "
-        "modelled device.",
+        description="phantom: only sizes travel. small: a few numbers per layer travel and are checked at the end. real: "
+        "everything travels; a job with a task is really trained, in the time that the profile gives. Default: real "
+        "for a task, phantom for a modelled device.",
     )
-    time_limit: VirtualTime = Field(default=86_400.0, description="Virtual time after which a run that is not through is given up.")
+    time_limit: VirtualTime = Field(default=86_400.0, description="Virtual time after which an unfinished run is abandoned.")

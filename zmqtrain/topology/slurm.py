@@ -46,19 +46,21 @@ class SlurmSection(Section):
     """What a job asks Slurm for. An allocation that is there already is taken as it is."""
 
     nodes: int = Field(
-        default=1, ge=1, le=65_536, description="How many nodes. With `[[hosts]]` in the file it is their number that counts."
+        default=1, ge=1, le=65_536, description="Number of nodes. If the file has `[[hosts]]`, their number is used instead."
     )
     cpus: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Processors on each node. Left out: the largest `slots` of `[[hosts]]`, or one for each thread of the workers.",
+        description="Processors on each node. Default: the largest `slots` of `[[hosts]]`, or one for each thread of the workers.",
     )
     gpus: int = Field(default=0, ge=0, le=1024, description="GPUs on each node.")
-    memory: Memory | None = Field(default=None, description="Memory on each node. Left out: what Slurm gives.")
-    time: WallTime | None = Field(default=None, description="How long the job may run. Left out: as long as the partition allows.")
-    partition: Annotated[str, AfterValidator(_word)] | None = Field(default=None, min_length=1, description="Where it queues.")
-    account: Annotated[str, AfterValidator(_word)] | None = Field(default=None, min_length=1, description="Who pays.")
+    memory: Memory | None = Field(default=None, description="Memory on each node. Default: Slurm's.")
+    time: WallTime | None = Field(default=None, description="Time limit of the job. Default: the partition's.")
+    partition: Annotated[str, AfterValidator(_word)] | None = Field(
+        default=None, min_length=1, description="Partition to submit to."
+    )
+    account: Annotated[str, AfterValidator(_word)] | None = Field(default=None, min_length=1, description="Account to charge.")
     options: Annotated[dict[str, str], AfterValidator(_options)] = Field(
         default_factory=dict,
         description='Further options of `sbatch`, by their long names: `{ constraint = "ib", exclusive = "" }`.',

@@ -20,7 +20,7 @@ class Rung:
 
 _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
-    "drain_s": "an endpoint that closes sends what is still queued",
+    "flush_s": "an endpoint that closes sends what is still queued",
     "grace_s": "roles end by themselves after being told to stop; then they are killed",
     "connect_s": "a peer is reached for the first time",
     "lost_s": "silence of a host's agent, or of a link, after which it counts as lost",
@@ -35,7 +35,7 @@ class Ladder:
     """Time-outs in seconds, from the shortest to the longest."""
 
     heartbeat_s: float
-    drain_s: float
+    flush_s: float
     grace_s: float
     connect_s: float
     lost_s: float
@@ -48,7 +48,7 @@ class Ladder:
         """The ladder for ``[job] timeout``."""
         return cls(
             heartbeat_s=min(1.0, timeout_s / 20),
-            drain_s=min(5.0, timeout_s / 12),
+            flush_s=min(5.0, timeout_s / 12),
             grace_s=min(10.0, timeout_s / 6),
             connect_s=timeout_s / 3,
             lost_s=timeout_s / 2,

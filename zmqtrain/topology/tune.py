@@ -19,7 +19,7 @@ class Tune(Section):
     target_loss: float | None = Field(
         default=None, ge=-1e30, lt=1e30, description="Done when the training loss, smoothed over `smooth` updates, is at most this."
     )
-    smooth: int = Field(default=20, ge=1, le=MOST, description="Updates over which the loss is smoothed before it counts.")
+    smooth: int = Field(default=20, ge=1, le=MOST, description="Updates over which the loss is smoothed before it is compared.")
     time_limit: VirtualTime | None = Field(
         default=None,
         description="Search and training together, in the time of the run's world. Left out: an hour; in a launch with "
@@ -29,15 +29,19 @@ class Tune(Section):
         default=(0.0, 0.3, 0.6, 0.9), min_length=1, description="The optimizer's own momenta to choose from."
     )
     learning_rates: Annotated[tuple[Rate, ...], BeforeValidator(_tuple)] = Field(
-        default=(1e-4, 1e-3, 1e-2, 1e-1), min_length=1, description="Of the first sweep; later ones try the best and a tenth of it."
+        default=(1e-4, 1e-3, 1e-2, 1e-1),
+        min_length=1,
+        description="Learning rates of the first sweep; later sweeps try the best one and a tenth of it.",
     )
     probe: int = Field(default=60, ge=1, le=MOST, description="Updates of a probe with the most groups; others take as long.")
     period: int = Field(default=2000, ge=1, le=MOST, description="Updates of training between two searches, at least.")
     cold: int = Field(
         default=200, ge=0, le=MOST, description="Updates of training after the first, rough search, where there is no target_loss."
     )
-    share: float = Field(default=0.1, gt=0, lt=1, description="The most of all time that may be searched.")
+    share: float = Field(default=0.1, gt=0, lt=1, description="The largest share of all time that may be spent on searching.")
     beyond: float = Field(
         default=4.0, ge=1, le=1e6, description="--curves: a run is ended that has taken so many times as long as the best so far."
     )
-    bayesian_trials: int = Field(default=24, ge=1, le=10_000, description="Trials of the Bayesian baseline, whatever they take.")
+    bayesian_trials: int = Field(
+        default=24, ge=1, le=10_000, description="Trials of the Bayesian baseline, however long they take."
+    )

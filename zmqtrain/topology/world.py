@@ -26,31 +26,35 @@ class Optimizer(Section):
 
     scale_lr: Literal["none", "sqrt", "linear"] = Field(
         default="none",
-        description="Multiply the task's learning rates by the square root of the number of groups (Daily et al. 2018), or by the "
-        "number itself, since a step of all takes so many more samples.",
+        description="Multiply the task's learning rates by the number of groups, since a step of all groups takes that many more "
+        "samples, or by its square root (Daily et al. 2018).",
     )
     lr: float | None = Field(
         default=None,
         gt=0,
         lt=1e30,
-        description="Replaces the task's learning rate, and its schedule. Of several parameter groups the others keep their ratios "
-        "to the first. Without momentum it is each update's, and not fitted (`look_ahead`).",
+        description="Replaces the task's learning rate and its schedule. With several parameter groups, the others keep their "
+        "ratio to the first. Without momentum this is the rate of a single update and is not adapted to the number "
+        "of groups (see `look_ahead`).",
     )
     momentum: Annotated[Literal["auto", "task"] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_momentum)] = Field(
         default="auto",
-        description="auto: the task names the momentum in all (SGD's `momentum`, Adam's first beta); where groups meet at model "
-        "servers without waiting for each other, the optimizer's own is such that an update of each group has it, and the learning "
-        "rate fits (with `look_ahead`), or it is lowered by what asynchrony acts like (1 - 1/g for g groups). task: momentum and "
-        "rate as the task has them. A number: this, instead of the task's, and the rate as it is.",
+        description="auto: the task's momentum (SGD's `momentum`, Adam's first beta) is the total. Where groups meet at model "
+        "servers without waiting for each other, it is kept per round of one update from each group, with a learning "
+        "rate that fits (with `look_ahead`); without `look_ahead` it is lowered by the implicit momentum of "
+        "asynchrony (1 - 1/g for g groups). task: momentum and learning rate exactly as in the task. A number: this "
+        "instead of the task's momentum, and the learning rate as it is.",
     )
     look_ahead: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: model servers whose groups do not wait for each other keep the parameters where the momentum will have "
-        'taken them when a gradient of them arrives, so that old gradients do no harm; with `momentum = "auto"` they fit '
-        "momentum and learning rate to that. Without momentum nothing is looked ahead, but a learning rate of the task's is fitted "
-        "(SGD's is divided by the number of groups). none: none of this.",
+        description="auto: model servers whose groups do not wait for each other publish the parameters where the momentum will "
+        "have taken them by the time a gradient arrives, so that stale gradients do no harm; with `momentum = "
+        '"auto"` they adapt momentum and learning rate to it, and raise the rate over the first updates of a run. '
+        "Without momentum there is nothing to look ahead to, "
+        "but the task's learning rate is still adapted (SGD's is divided by the number of groups). none: none of "
+        "this.",
     )
-    clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm; 0: do not.")
+    clip_norm: float = Field(default=0.0, ge=0, lt=1e30, description="Clip the gradient to this norm. 0: no clipping.")
 
     @property
     def explicit_momentum(self) -> float | None:
@@ -67,19 +71,19 @@ class Data(Section):
 
     shuffle: Literal["global", "none", "ring"] = Field(
         default="global",
-        description="global: a new order of all samples each epoch, from the seed. none: as they lie. ring: each group has a part, "
-        "whose samples go on to the next group when they are used.",
+        description="global: a new order of all samples in each epoch, from the seed. none: in the order of the dataset. ring: "
+        "each group holds a part of the samples and passes them on to the next group after using them.",
     )
     ring: Literal["indices", "tensors"] = Field(
         default="indices",
-        description="ring: what travels. indices: nothing but the knowledge of which samples are whose; every host can read the "
-        "data. tensors: the samples themselves; a host reads its own part, once.",
+        description="ring: what travels. indices: only the knowledge of which group has which samples; every host can read all "
+        "data. tensors: the samples themselves; each host reads its own part, once.",
     )
     sample_size: ByteSize | None = Field(
-        default=None, description="ring, with modelled devices: how much a sample takes on the network."
+        default=None, description="ring, with modelled devices: the size of a sample on the network."
     )
     path: str | None = Field(
-        default=None, min_length=1, description="Where the task finds its data; `--data` and ZMQTRAIN_DATA go before this."
+        default=None, min_length=1, description="Where the task finds its data. `--data` and ZMQTRAIN_DATA take precedence."
     )
 
 
@@ -100,43 +104,44 @@ class EngineSection(Section):
     kind: str = Field(
         default="local",
         pattern=r"^[a-z][a-z0-9_.-]{0,63}$",
-        description="local: all hosts of the file are process sets on this machine. ssh: they are machines to log in to. slurm: "
-        "they are the nodes of the allocation that one launches in, or that `--submit` asks for. environment: a scheduler starts "
-        "`zmqtrain agent` on them, which come by themselves; kubernetes: so do its pods. ray: Ray gives the machines. Any other: "
-        "the engine of that name that a package brings ([engines.md](engines.md)).",
+        description="local: all hosts of the file are sets of processes on this machine. ssh: hosts are machines to log in to. "
+        "slurm: hosts are the nodes of the current allocation, or of the one that `--submit` requests. environment: "
+        "a scheduler starts `zmqtrain agent` on the hosts, which join by themselves; kubernetes: the same with pods. "
+        "ray: Ray provides the machines. Anything else: an engine of that name from an installed package "
+        "([engines.md](engines.md)).",
     )
     options: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
-        default_factory=dict, description="Settings of an engine that a package brings: see there."
+        default_factory=dict, description="Settings of an engine from another package; see its documentation."
     )
     wait: Timeout = Field(
         default=600.0,
-        description="environment, kubernetes, ray: how long the launcher waits until all hosts are there, which may have to be "
-        "bought, or their images fetched. Agents wait for the launcher as long as ZMQTRAIN_WAIT says, in seconds.",
+        description="environment, kubernetes, ray: how long the launcher waits for all hosts to join; machines may have to be "
+        "allocated and images fetched first. Agents wait for the launcher as long as ZMQTRAIN_WAIT says, in seconds.",
     )
     client: Literal["auto", "asyncssh", "system"] = Field(
         default="auto",
-        description="ssh: what logs in. asyncssh: the library (`pip install zmqtrain[ssh]`). system: the `ssh` command. auto: the "
-        "library where it is installed.",
+        description="ssh: how to log in. asyncssh: with the library (`pip install zmqtrain[ssh]`). system: with the `ssh` "
+        "command. auto: with the library if it is installed.",
     )
     sync: bool = Field(
         default=False,
-        description="ssh, slurm: copy the folder that one launches in to every host, but for runs, caches, virtual environments "
-        "and what git keeps for itself.",
+        description="ssh, slurm: copy the folder in which you launch to every host, without runs, caches, virtual environments "
+        "and git's own files.",
     )
     sync_limit: ByteSize = Field(default=64 * 2**20, description="The most that `sync` copies to a host, before compression.")
     address: str | None = Field(
         default=None,
         pattern=r"^\S{1,255}$",
-        description="ssh, slurm: IP address or name under which hosts reach the machine that launches. Left out: the one by which "
-        "it reaches each of them.",
+        description="ssh, slurm: IP address or name under which hosts reach the launching machine. Default: the address from "
+        "which it reaches each of them.",
     )
-    slurm: SlurmSection = Field(default_factory=SlurmSection, description="What `--submit` asks Slurm for.")
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="What `--submit` requests from Slurm.")
 
     kubernetes: KubernetesSection = Field(
-        default_factory=KubernetesSection, description="What the pods of a run are: `zmqtrain render kubernetes FILE` writes them."
+        default_factory=KubernetesSection, description="The pods of a run; `zmqtrain render kubernetes FILE` writes their manifest."
     )
 
-    ray: RaySection = Field(default_factory=RaySection, description="What a run asks a Ray cluster for.")
+    ray: RaySection = Field(default_factory=RaySection, description="What a run requests from a Ray cluster.")
 
     @property
     def gathers(self) -> bool:
@@ -147,5 +152,5 @@ class EngineSection(Section):
 class Observe(Section):
     """What is recorded and shown."""
 
-    trace_steps: int = Field(default=20, ge=0, le=MOST, description="Steps of each worker that go into `trace.json`.")
-    progress_every: int = Field(default=0, ge=0, le=MOST, description="Steps between progress lines; 0: about one a second.")
+    trace_steps: int = Field(default=20, ge=0, le=MOST, description="Steps of each worker to record in `trace.json`.")
+    progress_every: int = Field(default=0, ge=0, le=MOST, description="Steps between progress lines. 0: about one line a second.")

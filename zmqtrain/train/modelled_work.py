@@ -21,8 +21,8 @@ from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, Tempo
 from zmqtrain.train.device.noise import Noise
-from zmqtrain.train.device.parts import worker_profile
-from zmqtrain.train.modelled_behind import BehindWorker
+from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.remote_layers import ModelledRemoteLayers
 from zmqtrain.train.shares import Shares
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import ModelState, StepResult
@@ -35,13 +35,15 @@ class ModelledWork:
     Payloads are what ``[simulation] payload`` says, and real where it says nothing: whoever simulates decides before.
     """
 
-    def __init__(self, context: RoleContext, members: Members) -> None:
+    def __init__(
+        self, context: RoleContext, members: Members, profile: Profile, remote: ModelledRemoteLayers | None = None
+    ) -> None:
+        """``profile``: of the layers that this worker computes. ``remote``: those behind them, where another process has them."""
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
         self._context = context
-        self._profile = worker_profile(topology)
+        self._profile, self._remote = profile, remote
         self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
-        self._behind = BehindWorker.of(context, self._profile) if topology.fc_servers else None
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,
@@ -51,7 +53,7 @@ class ModelledWork:
             recorder=context.recorder,
             memory=self._memory,
             tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
-            behind=self._behind,
+            behind=remote,
             slot=Slot.of(context),
         )
         self._partition = Partition(self._profile.samples, placement.groups, placement.group_size, compute.batch_size, seed, "none")
@@ -150,8 +152,8 @@ class ModelledWork:
         return spread
 
     async def close(self, timeout_s: float) -> None:
-        if self._behind is not None:
-            await self._behind.client.finish()
+        if self._remote is not None:
+            await self._remote.close()
         if self._ring is not None:
             await self._ring.close(timeout_s)
 

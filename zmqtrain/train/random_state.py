@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from zmqtrain.train.device.accelerator import accelerator_of
+
+#: Roles that run in one process share torch's random state; each seeds and builds its model undisturbed.
+BUILDING = threading.Lock()
 
 
 def seed_everything(seed: int, rank: int | None = None) -> None:

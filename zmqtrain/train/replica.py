@@ -7,9 +7,9 @@ Parameters and gradients move into one run of memory a bucket; the model's own t
     begin_backward(last=True); loss.backward()     complete buckets are handed over, in order, as backward goes on
     end_backward()                                 those with unused parameters follow, with zeros for gradients
 
-A bucket is handed over only after all buckets before it, so every worker of a group hands over in the same order. The local
-optimizer runs on all parameters at once (`TorchReplica.update`), or bucket by bucket in the compute thread: before the bucket is
-handed over, or when it is taken back (`optimize`).
+`zmqtrain.train.bucket_machine` decides when a bucket is handed over, and what happens to it before and when it is taken back; here
+that is carried out. The local optimizer runs on all parameters at once (`TorchReplica.update`), or bucket by bucket in the compute
+thread: before the bucket is handed over, or when it is taken back (`optimize`).
 
 An unused parameter counts as one with a zero gradient: momentum and weight decay go on for it. (torch alone would skip it. Skipping
 needs all workers to agree on what was unused.)
@@ -18,8 +18,8 @@ needs all workers to agree on what was unused.)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,19 +27,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.errors import CheckpointError, TaskError
+from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.parallel.shard import Shard
+from zmqtrain.train.bucket_machine import BucketMachine, Do, State
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
 from zmqtrain.train.device.base import Device
-from zmqtrain.train.gates import Gate, Gates
-from zmqtrain.train.held_bucket import HeldBucket, hold, views_of
+from zmqtrain.train.gates import Gates
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.loss_scale import LossScale
+from zmqtrain.train.replica_memory import ReplicaMemory, nothing, views_of
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
@@ -92,9 +93,12 @@ class TorchReplica:
             )
             for name, p in named.items()
         ]
-        self._named = named
+        self.named: Mapping[str, nn.Parameter] = named
+        """The parameters by name, in the model's order."""
         self.parameters = list(named.values())
-        self._held = [hold(plan, named, device, allocate) for plan in plan_buckets(infos, settings.bucket_bytes)]
+        self.memory = ReplicaMemory(plan_buckets(infos, settings.bucket_bytes), named, device, allocate)
+        """Parameters and gradients in their buckets, for a caller who sees to gradients himself, in the compute thread."""
+        self._held = self.memory.buckets
         self._buckets = tuple(
             Bucket(
                 index,
@@ -106,7 +110,8 @@ class TorchReplica:
             )
             for index, h in enumerate(self._held)
         )
-        self.gates = Gates(len(self._held), settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
+        self._machine = BucketMachine([held.plan.names for held in self._held], overlap=settings.overlap)
+        self._gates = Gates(self._machine, settings.gate_timeout_s, condition=device.condition(), clock=device.clock)
         places = {}
         self._undo: list[Callable[[], None]] = []
         for index, held in enumerate(self._held):
@@ -126,22 +131,17 @@ class TorchReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[Bucket], None] | None = None
         self._step = 0
-        self._last = False  # whether the backward that runs is the step's last
-        self._next = 0  # the bucket to hand over next
-        self._handed_over: set[int] = set()  # buckets, since they were taken last
-        self._backward_s = 0.0  # when backward began with that bucket
-        self._when = Optimize.APART
+        self._backward_s = 0.0  # when backward began with the bucket that is handed over next
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
-        self._added_before: dict[str, Tensor] = {}
         self._also_abort: list[Callable[[BaseException], None]] = []
         self.divisor = 1.0
         """By what gradients are divided when they are handed over."""
         self.loss_scale: LossScale | None = None
         """Where losses are scaled so that it depends on gradients: who judges them, and passes over updates by bad ones."""
         self.holding = False
-        """Gradients are the caller's own tensors, which he copies into the buckets (`fill_gradients`) before they are handed over;
-        backward leaves the buckets alone."""
+        """Gradients are the caller's own tensors, which he copies into the buckets (`ReplicaMemory.fill_gradients`) before they are
+        handed over; backward leaves the buckets alone."""
         self.clears = True
         """Whether a bucket's gradients are forgotten when it is taken back; otherwise the caller sees to that."""
         self.without: frozenset[str] = frozenset()
@@ -172,10 +172,10 @@ class TorchReplica:
         self._on_ready = on_ready
 
     def optimize(self, when: Optimize) -> None:
-        self._when = when
+        self._machine.when = when
         if when is not Optimize.APART:
             self._optimizers = BucketOptimizers(
-                self.optimizer, [[self._named[name] for name in held.plan.names] for held in self._held]
+                self.optimizer, [[self.named[name] for name in held.plan.names] for held in self._held]
             )
 
     def share(self, sharing: Sharing) -> None:
@@ -184,18 +184,18 @@ class TorchReplica:
             assert isinstance(sums, TensorPayload)
             held.host_sums = sums.tensor
             if self._device.staging is None:
-                held.sums = views_of(held.plan, sums.tensor, self._named)
+                held.sums = views_of(held.plan, sums.tensor, self.named)
             else:
                 self._device.staging.pin(sums.tensor)
 
     def parameters_ready(self, bucket: Bucket) -> None:
         held, staging = self._held[bucket.index], self._device.staging
         if staging is not None:  # it is copied while backward goes on with other buckets
-            if held.due:
+            if self._machine.due(bucket.index):
                 held.arrive = staging.to_device(held.host_sums, held.gradients, partial(self._read, bucket.index))
             else:
-                held.arrive = staging.to_device(held.host_parameters, held.parameters, _nothing)
-        self.gates.arrive(bucket.index)
+                held.arrive = staging.to_device(held.host_parameters, held.parameters, nothing)
+        self._gates.answered(bucket.index)
 
     def judged(self, finite: bool, step: int) -> bool:
         """Whether the gradient of ``step``, that of all who update together, is finite. Returns it."""
@@ -208,8 +208,7 @@ class TorchReplica:
         """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
         await self._device.run(lambda: self._timed_update(gradient_scale, clip))
         if not hold:
-            for index in range(len(self._held)):
-                self.gates.arrive(index)
+            self._gates.all_answered()
 
     def also_abort(self, abort: Callable[[BaseException], None]) -> None:
         """Call ``abort(error)`` whenever the replica is aborted: something else that the compute thread waits for."""
@@ -217,7 +216,7 @@ class TorchReplica:
 
     def abort(self, error: BaseException) -> None:
         """Every wait for parameters, now and later, raises ``error`` in the compute thread."""
-        self.gates.abort(error)
+        self._gates.abort(error)
         for abort in self._also_abort:
             abort(error)
 
@@ -246,147 +245,55 @@ class TorchReplica:
                 start = self._device.clock()
                 self._sharing.wait_writable()
                 self.waited_s += self._device.clock() - start
-        if self._added_before:
-            self._go_on_adding()
-        self._last, self._next, self._backward_s = last, 0, self._device.clock()
-        for held in self._held:
-            held.missing = set(range(len(held.views)))
+        self.memory.before_backward()
+        self._backward_s = self._device.clock()
+        self._machine.begin_backward(last=last)
 
     def end_backward(self) -> None:
         """The backward has ended. After the last one all buckets are handed over."""
-        if self._last:
-            self.unreached = tuple(
-                held.plan.names[place] for held in self._held for place in sorted(held.missing) if self._restart(held, place)
-            )
-            self._hand_over(len(self._held))
-            self._last = False
+        if self._machine.last:
+            self.unreached = tuple(self.missing())
+            views = self.memory.gradient_views() if self.unreached else {}
+            for name in self.unreached:
+                self.named[name].grad = views[name].zero_()
+            self._machine.end_backward()
+            self._hand_over()
 
     def take_back(self) -> None:
         """What the step has computed is not sound, so nothing of it was handed over: the parameters are as they were before it."""
-        self._last = False
-        for index, held in enumerate(self._held):
-            self.gates.arrive(index)
-            held.due = False
+        self._machine.take_back()
 
     def take_all(self) -> None:
         """Wait until the parameters of all buckets are there, what is due to them is done, and the network sees them."""
         for index in range(len(self._held)):
             self._take(index)
-        if self._when is Optimize.AFTER and self._sharing is not None:
-            self.publish()
-        elif self._device.staging is not None:
-            self._device.staging.synchronize()  # they may still be on their way to the host
+        if self._machine.when is Optimize.AFTER and self._sharing is not None:
+            self.memory.publish()
+        else:
+            self.memory.synchronize()  # they may still be on their way to the host
 
     def take_copies(self) -> None:
         """What was given back so far is in the model's memory, also in a run that has been halted, where `take_all` only raises."""
-        for held in self._held:
-            if held.arrive is not None:
-                held.arrive()
-                held.arrive = None
-        if self._device.staging is not None:
-            self._device.staging.synchronize()
-
-    def added_up(self) -> dict[str, Tensor]:
-        """The gradients of steps since the last exchange, by parameter: none right after one. `take_all` comes first. They are the
-        replica's own memory."""
-        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
-
-    def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
-        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
-        for name, gradient in gradients.items():
-            parameter = self._named.get(name)
-            if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
-                own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
-                raise CheckpointError(
-                    f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
-                    "resume with the model and the grid that it was made with"
-                )
-        self._added_before = dict(gradients)
-
-    def _go_on_adding(self) -> None:
-        for held in self._held:
-            for name, view in zip(held.plan.names, held.views, strict=True):
-                if name in self._added_before:
-                    with torch.no_grad():
-                        view.copy_(self._added_before[name])
-                    self._named[name].grad = view
-        self._added_before.clear()
-
-    def publish(self) -> None:
-        """The model's parameters were changed from outside (restored): let the network see them, too."""
-        staging = self._device.staging
-        if staging is None:
-            return
-        for held in self._held:
-            staging.to_host(held.parameters, held.host_parameters, _nothing)
-        staging.synchronize()
-
-    # For a caller who sees to gradients himself, in the compute thread.
-
-    @property
-    def named(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by name, in the model's order."""
-        return self._named
-
-    def gradient_views(self) -> dict[str, Tensor]:
-        """Where the gradient of each parameter lies in its bucket."""
-        return {name: view for held in self._held for name, view in zip(held.plan.names, held.views, strict=True)}
+        for index in range(len(self._held)):
+            self.memory.fetch(index)
+        self.memory.synchronize()
 
     def missing(self) -> list[str]:
         """Parameters that no backward of this step has reached."""
-        return [name for held in self._held for place in held.missing if self._named[name := held.plan.names[place]].grad is None]
-
-    def fill_gradients(self, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Copy gradients, times ``factor``, to where the network sees them; zeros where there are none."""
-        staging = self._device.staging
-        for held in self._held:
-            for name, view in zip(held.plan.names, held.views, strict=True):
-                gradient = gradients.get(name)
-                if gradient is None:
-                    view.zero_()
-                else:
-                    view.copy_(gradient)
-            if factor != 1.0:
-                held.gradients.mul_(factor)
-            if staging is not None:
-                staging.to_host(held.gradients, held.host_gradients, _nothing)
-        if staging is not None:
-            staging.synchronize()
-
-    def fetch_gradients(self, factor: float = 1.0) -> None:
-        """The network has changed the gradients: have them, times ``factor``, in `gradient_views`."""
-        for held in self._held:
-            if self._device.staging is not None:
-                self._device.staging.to_device(held.host_gradients, held.gradients, _nothing)()
-            if factor != 1.0:
-                held.gradients.mul_(factor)
-
-    def bind(self) -> list[str]:
-        """Let parameters whose ``data`` was replaced be part of their buckets again, with the new content. Returns their names."""
-        replaced = []
-        for held in self._held:
-            for name, view in zip(held.plan.names, held.parameter_views, strict=True):
-                parameter = self._named[name]
-                if parameter.data_ptr() != view.data_ptr():
-                    view.copy_(parameter.data)
-                    parameter.data = view
-                    replaced.append(name)
-        return replaced
-
-    def sample_parameters(self, most: int = 64) -> Tensor:
-        """A few elements of each bucket of parameters, the same ones each time."""
-        return torch.cat([held.parameters[:: -(-held.parameters.numel() // most)].double() for held in self._held])
-
-    def flat_parameters(self) -> list[Tensor]:
-        """Each bucket's parameters, in one run of memory."""
-        return [held.parameters for held in self._held]
+        machine, named = self._machine, self.named
+        return [
+            name
+            for index, held in enumerate(self._held)
+            for name in held.plan.names
+            if name in machine.missing(index) and named[name].grad is None
+        ]
 
     def _memory_for(self, index: int, place: int) -> Tensor | None:
         """Where backward may write the gradient of a parameter: its own place, for the first one since the bucket was taken."""
         held = self._held[index]
         if self.holding:
             return None
-        if self._named[held.plan.names[place]].grad is not None or place in held.written:
+        if self.named[held.plan.names[place]].grad is not None or place in held.written:
             return None
         held.written.add(place)
         return held.views[place].detach()
@@ -407,56 +314,47 @@ class TorchReplica:
             if grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
             parameter.grad = view
-        if not self._last:
-            return
-        if place not in held.missing:
+        try:
+            complete = self._machine.gradient(index, held.plan.names[place])
+        except ValueError:
             raise TaskError(
                 f"the parameter {held.plan.names[place]!r} got its gradient twice in one backward, so its bucket was handed over "
                 "too early; use torch.utils.checkpoint with use_reentrant=False"
-            )
-        held.missing.discard(place)
-        if self.settings.overlap and index == self._next and not held.missing:
-            stop = index + 1
-            while stop < len(self._held) and not self._held[stop].missing:
-                stop += 1
-            self._hand_over(stop)
+            ) from None
+        if complete:
+            self._hand_over()
 
-    def _restart(self, held: HeldBucket, place: int) -> bool:
-        """A parameter that no backward of this step has reached has a gradient of zeros. Returns whether it is one."""
-        parameter, view = self._named[held.plan.names[place]], held.views[place]
-        if parameter.grad is not None:
-            return False
-        view.zero_()
-        parameter.grad = view
-        return True
-
-    def _hand_over(self, stop: int) -> None:
-        clock, sound = self._device.clock, self.sound
-        if self._when is Optimize.BEFORE and not sound():
+    def _hand_over(self) -> None:
+        sound = self.sound
+        if self._machine.when is Optimize.BEFORE and not sound():
             return
-        for index in range(self._next, stop):
-            now = clock()
-            self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
-            held = self._held[index]
-            if self.divisor != 1.0:
-                held.gradients.div_(self.divisor)
-            travels = (held.gradients, held.host_gradients)
-            if self._when is Optimize.BEFORE:
-                self._update_bucket(index)
-                travels = (held.parameters, held.host_parameters)
-            elif self._when is Optimize.AFTER:
+        for do, index in self._machine.hand_over():
+            if do is Do.COMPLETE:
+                self._complete(index)
+            elif do is Do.NOTE:
                 assert self._optimizers is not None
-                self._optimizers.prepare(index)  # a schedule may move on before the bucket is taken back
-                held.due = True
-            self._backward_s = clock()
-            self._handed_over.add(index)
-            self.gates.close(index)
-            staging = self._device.staging
-            if staging is None:
-                self._from_compute(index)
+                self._optimizers.prepare(index)
+            elif do is Do.UPDATE:
+                self._update_bucket(index)
             else:
-                staging.to_host(*travels, partial(self._copied, index, sound))
-        self._next = max(self._next, stop)
+                self._backward_s = self._device.clock()
+                self._leave(index, sound)
+
+    def _complete(self, index: int) -> None:
+        """Backward has all gradients of a bucket."""
+        now, held = self._device.clock(), self._held[index]
+        self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=self._step)
+        if self.divisor != 1.0:
+            held.gradients.div_(self.divisor)
+
+    def _leave(self, index: int, sound: Callable[..., bool]) -> None:
+        held, staging = self._held[index], self._device.staging
+        if staging is None:
+            self._from_compute(index)
+        elif self._machine.when is Optimize.BEFORE:
+            staging.to_host(held.parameters, held.host_parameters, partial(self._copied, index, sound))
+        else:
+            staging.to_host(held.gradients, held.host_gradients, partial(self._copied, index, sound))
 
     def _copied(self, index: int, sound: Callable[..., bool]) -> None:
         """A bucket has arrived on the host, and with it the losses that were copied before it. In the staging's thread."""
@@ -479,40 +377,38 @@ class TorchReplica:
 
     def _take(self, index: int) -> None:
         """Own the bucket; wait for it if the exchange has it."""
-        state = self.gates.state(index)
-        if state is Gate.OPEN:
+        state = self._machine.state(index)
+        if state is State.OPEN:
             return
-        if state is Gate.CLOSED:
-            with self._recorder.span(f"parameters of bucket {index}", "wait", step=self._step), self.waiting():
-                self.waited_s += self.gates.take(index)
-        else:
-            self.waited_s += self.gates.take(index)
+        with self._waiting(index) if state is State.CLOSED else nullcontext():
+            todo, waited_s = self._gates.take(index)
+        self.waited_s += waited_s
         held, staging = self._held[index], self._device.staging
-        if held.arrive is not None:
-            held.arrive()
-            held.arrive = None
-        if held.due:
-            held.due = False
-            self._update_bucket(index)
-            if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
-                staging.to_host(held.parameters, held.host_parameters, _nothing)
-        if index not in self._handed_over:  # somebody has only looked at the parameters: gradients are still being added up
-            return
-        self._handed_over.discard(index)
-        held.written.clear()
-        if self.clears:
-            # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than zeroing and adding.
-            for name in held.plan.names:
-                self._named[name].grad = None
+        for do in todo:
+            if do is Do.FETCH:
+                self.memory.fetch(index)
+            elif do is Do.UPDATE:
+                self._update_bucket(index)
+                if staging is not None and self._sharing is None:  # a peer may ask for the parameters at any time
+                    staging.to_host(held.parameters, held.host_parameters, nothing)
+            else:
+                held.written.clear()
+                if self.clears:
+                    # Autograd then makes each gradient anew and `_accumulated` copies it: a copy costs less than to zero and add.
+                    for name in held.plan.names:
+                        self.named[name].grad = None
+
+    @contextmanager
+    def _waiting(self, index: int) -> Iterator[None]:
+        with self._recorder.span(f"parameters of bucket {index}", "wait", step=self._step), self.waiting():
+            yield
 
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
         held = self._held[index]
         for name, view in zip(held.plan.names, held.sums, strict=True):
-            self._named[name].grad = view
+            self.named[name].grad = view
         with self._recorder.span(f"update of bucket {index}", "compute", step=self._step), user_code("the optimizer's step()"):
-            if self._when is Optimize.BEFORE:
-                self._optimizers.prepare(index)
             self._optimizers.step(index)
         if self._device.staging is None:
             self._read(index)
@@ -521,11 +417,6 @@ class TorchReplica:
         """The sums of a bucket were read; with staging, in a thread of its own."""
         if self._sharing is not None:
             self._sharing.taken(index)
-
-    def _finite(self) -> bool:
-        """Of the gradients that an update goes by. One synchronization."""
-        flats = [held.host_sums if self._device.staging is None else held.gradients for held in self._held]
-        return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
 
     def _timed_update(self, gradient_scale: float, clip: bool) -> None:
         start = self._device.clock()
@@ -541,8 +432,8 @@ class TorchReplica:
             if gradient_scale != 1.0:
                 held.gradients.mul_(gradient_scale)
             for name, view in zip(held.plan.names, held.sums, strict=True):
-                self._named[name].grad = None if name in self.without else view
-        if self.loss_scale is None or self.judged(self._finite(), self._step):
+                self.named[name].grad = None if name in self.without else view
+        if self.loss_scale is None or self.judged(self.memory.finite(), self._step):
             if clip and self.settings.clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
             with user_code("the optimizer's step()"):
@@ -550,11 +441,7 @@ class TorchReplica:
         if staging is None:
             for index in range(len(self._held)):
                 self._read(index)
-        self.publish()
-
-
-def _nothing() -> None:
-    """Nobody waits for the end of this copy."""
+        self.memory.publish()
 
 
 def _always(*, arrived: bool = False) -> bool:

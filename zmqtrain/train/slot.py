@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
-from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.train.turns import Turns
+from zmqtrain.train.mutex import Mutex
+from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
 
 
@@ -20,12 +20,12 @@ class Slot:
 
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], timeout_s: float, recorder: Recorder) -> None:
         """``members``: the workers that share the slot; the first one keeps the turns."""
-        self._endpoint, self._keeper, self._timeout_s, self._recorder = endpoint, members[0], timeout_s, recorder
-        self._turns = Turns(members)
+        self._endpoint, self._owner, self._timeout_s, self._recorder = endpoint, members[0], timeout_s, recorder
+        self._mutex = Mutex(members)
         self._granted: dict[PeerId, asyncio.Future[None]] = {}
         self.held = False
         """Whether it is this worker's turn."""
-        if self._keeper == endpoint.peer:
+        if self._owner == endpoint.peer:
             endpoint.serve("slot_take", self._on_take)
             endpoint.serve("slot_give", self._on_give)
 
@@ -40,17 +40,14 @@ class Slot:
         return cls(context.endpoint, members, context.ladder.barrier_s, context.recorder)
 
     async def take(self, step: int) -> None:
-        """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the keeper is gone."""
+        """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the owner is gone."""
         assert not self.held
         with self._recorder.span("wait for the slot", "wait", step=step):
-            if self._keeper == self._endpoint.peer:
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._on_take(self._keeper)
-                except TimeoutError:
-                    raise PeerTimeoutError("the slot", "the other workers' turns", self._timeout_s) from None
+            if self._owner == self._endpoint.peer:
+                async with in_time("the slot", "the other workers' turns", self._timeout_s):
+                    await self._on_take(self._owner)
             else:
-                await self._endpoint.request(self._keeper, "slot_take", timeout=self._timeout_s)
+                await self._endpoint.request(self._owner, "slot_take", timeout=self._timeout_s)
         self.held = True
 
     async def give(self) -> None:
@@ -58,20 +55,20 @@ class Slot:
         if not self.held:
             return
         self.held = False
-        if self._keeper == self._endpoint.peer:
-            await self._on_give(self._keeper)
+        if self._owner == self._endpoint.peer:
+            await self._on_give(self._owner)
         else:
-            await self._endpoint.request(self._keeper, "slot_give", timeout=self._timeout_s)
+            await self._endpoint.request(self._owner, "slot_give", timeout=self._timeout_s)
 
     async def _on_take(self, caller: PeerId) -> Value:
-        now = self._turns.asked(caller)
+        now = self._mutex.asked(caller)
         granted = self._granted[caller] = asyncio.get_running_loop().create_future()
         self._grant(now)
         await granted
         return None
 
     async def _on_give(self, caller: PeerId) -> Value:
-        self._grant(self._turns.given_back(caller))
+        self._grant(self._mutex.given_back(caller))
         return None
 
     def _grant(self, member: PeerId | None) -> None:

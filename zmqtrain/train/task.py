@@ -28,6 +28,7 @@ from zmqtrain.data.processes import Processes
 from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
+from zmqtrain.topology.schema import Topology
 
 #: Of a batch's output and target: the mean over its samples, as a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -202,6 +203,18 @@ def build_optimizer_of(
             "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
     return optimizer, schedule
+
+
+def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, LRScheduler | None]:
+    """The task's, as ``[optimizer]`` changes it."""
+    settings = topology.optimizer
+    return build_optimizer_of(
+        task,
+        model,
+        lr_factor=settings.lr_factor(topology.compute.groups),
+        lr=settings.lr,
+        momentum=settings.explicit_momentum,
+    )
 
 
 def _ratio(optimizer: Optimizer, lr: float) -> float:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.batch import batch_of
+from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
@@ -26,21 +27,19 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.batches import make_batches, partition_of
-from zmqtrain.train.crossing import Crossing
+from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import divide, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
-from zmqtrain.train.fc_link import FcLink
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.merged import BUILDING, MergedEvaluation, build_optimizer, build_phase, changes_of, make_link
-from zmqtrain.train.merged_step import Hyperparameters, MergedStep
-from zmqtrain.train.random_state import seed_everything
+from zmqtrain.train.random_state import BUILDING, seed_everything
+from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
-from zmqtrain.train.saving import Saver, send_model, whole_state
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
@@ -57,19 +56,16 @@ class _Built:
     partition: Partition | None
     """None: a stream."""
     fabric: NetworkFabric | None
-    link: FcLink | None
-    changes: Hyperparameters | None
-    """What schedules have changed, for the FC server."""
 
 
 class TorchWork:
-    """Implements `zmqtrain.train.work.Work`. Make one by `build`."""
+    """Implements `zmqtrain.train.work.Work`. Make one by `make`."""
 
-    def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members) -> None:
+    def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members, remote: RemoteLayers | None) -> None:
         compute, role = context.topology.compute, context.role
         self._context, self._device = context, device
-        self._fabric, self._link = built.fabric, built.link
-        self._crossing: Crossing | None = None
+        self._fabric, self._remote = built.fabric, remote
+        self._bridge: Bridge | None = None
         self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
         settings = StepSettings(
             rank=role.index,
@@ -79,16 +75,11 @@ class TorchWork:
             on_nan=context.topology.job.on_nan,
         )
         task = self._task
-        self._step: TrainStep | MergedStep
-        if built.link is None or built.changes is None:
+        self._step: Step
+        if remote is None:
             self._step = self._make_step(settings)
         else:
-            if settings.accumulate > 1 and taken_apart(task.loss) is not task.loss:
-                raise UsageError(
-                    "the task's loss has class weights or an ignore_index, which the FC server counts in each micro-batch apart: "
-                    "set [compute] accumulate = 1 with merged_fc"
-                )
-            self._step = MergedStep(self._replica, built.link, device, settings, built.changes, context.recorder)
+            self._step = remote.make_step(task, self._replica, device, settings)
         self.shares = Shares.of(context.topology, context.placement, role)
         finish = Finish(
             partial(batch_of, forward=task.forward),
@@ -101,10 +92,10 @@ class TorchWork:
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
-            if built.link is None:
+            if remote is None:
                 self._evaluation = Evaluation(task, self._replica, device, evaluation)
             else:
-                self._evaluation = MergedEvaluation(task, self._replica, device, evaluation, built.link)
+                self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
         self._members = members
 
@@ -126,23 +117,38 @@ class TorchWork:
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
         timeout_s = context.ladder.barrier_s
-        self._crossing = Crossing(device.condition(), device.clock, timeout_s)
-        self._replica.also_abort(self._crossing.abort)
+        self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
+        self._replica.also_abort(self._bridge.abort)
         group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
-        weights = WeightSums(group, groups, self._crossing)
+        weights = WeightSums(group, groups, self._bridge)
         return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)
 
     @classmethod
-    async def build(cls, context: RoleContext, device: Device, members: Members, task: Task | None = None) -> TorchWork:
-        """Load the task and build its model, in the compute thread. Raises `TaskError` and `UsageError`."""
-        fabric, link = make_fabric(context, device), make_link(context, device)
+    async def make(
+        cls,
+        context: RoleContext,
+        members: Members,
+        task: Task | None = None,
+        *,
+        make_remote: Callable[[Device], RemoteLayers] | None = None,
+    ) -> TorchWork:
+        """Make this worker's device, load the task and build its model there, in the compute thread. Raises `TaskError` and
+        `UsageError`.
+
+        ``task``: instead of the one that ``[job] task`` names. ``make_remote``: for a worker that has only the first layers."""
+        device = device_of(context, local_rank=context.role.slot, keep=context.topology.compute.keep_memory)
+        remote: RemoteLayers | None = None
         try:
-            built = await device.run(lambda: _build(context, device, task, fabric, link))
+            fabric = make_fabric(context, device)
+            if make_remote is not None:
+                remote = make_remote(device)
+            built = await device.run(lambda: _build(context, device, task, fabric, remote))
+            return cls(context, device, built, members, remote)
         except BaseException:
-            if link is not None:
-                await link.close()
+            if remote is not None:
+                await remote.close()
+            await device.close(context.ladder.grace_s)
             raise
-        return cls(context, device, built, members)
 
     @property
     def replica(self) -> TorchReplica:
@@ -193,14 +199,14 @@ class TorchWork:
         await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
 
     async def keep_merged(self, step: int, *, save: bool) -> None:
-        if self._link is not None:
-            await self._link.client.keep(step, save=save)
+        if self._remote is not None:
+            await self._remote.keep(step, save=save)
 
     async def model_state(self, step: int, *, copied: bool) -> ModelState:
         await self._device.run(self._replica.take_copies)
         state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
-        if self._link is not None and self._context.role.index == 0:
-            state |= {name: payload.tensor for name, payload in (await self._link.client.model(step)).items()}
+        if self._remote is not None and self._context.role.index == 0:
+            state |= await self._remote.state(step)
         return state
 
     async def send_model(
@@ -235,15 +241,14 @@ class TorchWork:
     async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
         assert self._evaluation is not None
         await self.quiet()
-        if self._link is None or not still:
+        if self._remote is None or not still:
             return await self._evaluation.run(group, tag)
-        client = self._link.client
         if group.rank == 0:
-            await client.hold(True)
+            await self._remote.hold(True)
         await barrier(group, (tag, "held"))
         values = await self._evaluation.run(group, tag)  # which ends for all at once
         if group.rank == 0:
-            await client.hold(False)
+            await self._remote.hold(False)
         return values
 
     async def make_equal(self, group: Group, tag: str) -> float:
@@ -258,10 +263,10 @@ class TorchWork:
     async def close(self, timeout_s: float) -> None:
         if self._fabric is not None:
             await self._fabric.close()
-        if self._link is not None:
-            await self._link.close()
-        if self._crossing is not None:
-            await self._crossing.close()
+        if self._remote is not None:
+            await self._remote.close()
+        if self._bridge is not None:
+            await self._bridge.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
 
@@ -276,13 +281,15 @@ class TorchWork:
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
         timeout_s = self._context.ladder.barrier_s
-        merged, data = self._link is not None, self._batches
+        merged, data = self._remote is not None, self._batches
         return Saver(
             endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
         )
 
 
-def _build(context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, link: FcLink | None) -> _Built:
+def _build(
+    context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, remote: RemoteLayers | None
+) -> _Built:
     """In the compute thread."""
     topology, role = context.topology, context.role
     job, compute = topology.job, topology.compute
@@ -292,25 +299,22 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
                 "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
-    if link is not None and task.forward is not None:
-        raise UsageError(
-            "merged_fc computes a part of the model on the FC server, and Task.forward may call all of it: let batches be (input, "
-            "..., target), or mappings with labels"
-        )
     source = task.training()
     source.require(compute.batch_size, topology.data.shuffle)
     partition = None if source.stream else partition_of(source, context.placement.groups, topology)
     started = device.clock()
     model: nn.Module
+    sizes: Mapping[str, int] | None = None
     with BUILDING:
         seed_everything(job.seed)
-        if link is not None:
-            phase = build_phase(task, "convolution", topology, device)
-            model, optimizer, schedule = phase.model, phase.optimizer, phase.schedule
+        if remote is not None:
+            own = remote.build(task, device)
+            model, optimizer, schedule, sizes = own.model, own.optimizer, own.schedule, own.sizes
         else:
             model = build_model(task).to(device.torch_device)
             if fabric is not None:
-                model = divide(model, topology, fabric, context.recorder)
+                model = divided = divide(model, topology, fabric, context.recorder)
+                sizes = divided.sizes
             optimizer, schedule = build_optimizer(task, model, topology)
         seed_everything(job.seed, role.index)
     how = ReplicaSettings(
@@ -319,7 +323,7 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
         overlap=compute.overlap,
         gate_timeout_s=context.ladder.barrier_s,
     )
-    device.watch(model, optimizer)
+    device.watch(model, optimizer, sizes)
     replica = TorchReplica(
         model,
         optimizer,
@@ -331,8 +335,7 @@ def _build(context: RoleContext, device: Device, task: Task | None, fabric: Netw
     )
     if fabric is not None:
         replica.also_abort(fabric.abort)
-    if link is not None:
-        replica.also_abort(link.abort)
+    if remote is not None:
+        replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    changes = None if link is None else changes_of(optimizer)
-    return _Built(task, replica, schedule, source, partition, fabric, link, changes)
+    return _Built(task, replica, schedule, source, partition, fabric)

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.bridge import Bridge
 from zmqtrain.errors import TaskError
-from zmqtrain.train.crossing import Crossing
 from zmqtrain.wire.tensor import TensorPayload
 
 #: What torch's losses ignore where nothing is said.
@@ -84,9 +84,9 @@ def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
 class WeightSums:
     """Sums weights over the workers whose gradients make one step's. Made on the event loop, called in the compute thread."""
 
-    def __init__(self, group: Group, groups: int, crossing: Crossing) -> None:
+    def __init__(self, group: Group, groups: int, bridge: Bridge) -> None:
         """``group``: these workers, who are ``groups`` compute groups."""
-        self._group, self._groups, self._crossing = group, groups, crossing
+        self._group, self._groups, self._bridge = group, groups, bridge
 
     @property
     def shared(self) -> bool:
@@ -98,7 +98,7 @@ class WeightSums:
 
         Raises `TaskError` where it is 0."""
         if self._group.size > 1:
-            weight = self._crossing.begin(self._sum(step, weight), "the sum of the loss's weights").wait()
+            weight = self._bridge.begin(self._sum(step, weight), "the sum of the loss's weights").wait()
         if not weight > 0:
             raise TaskError(
                 f"Task.loss returned (sum, weight), and the weights of step {step} add up to {weight:g} over all workers"

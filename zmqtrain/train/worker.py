@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
 from zmqtrain.exchange.make import make_exchange, make_members
@@ -17,12 +17,28 @@ from zmqtrain.train.work import Work
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
 
+#: Makes what a worker computes, before it joins any exchange. Raises `TaskError` and `UsageError`.
+MakeWork: TypeAlias = "Callable[[RoleContext, Members, Task | None], Awaitable[Work]]"
 
-async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
+
+async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
+    """What this worker computes: the task on its device, or a model of one."""
+    if context.modelled:
+        from zmqtrain.train.device.profile import Profile
+        from zmqtrain.train.modelled_work import ModelledWork
+
+        return ModelledWork(context, members, Profile.of_job(context.topology))
+    from zmqtrain.train.torch_work import TorchWork
+
+    return await TorchWork.make(context, members, task)
+
+
+async def run_worker(context: RoleContext, *, task: Task | None = None, make_work: MakeWork = make_work) -> None:
     """Train to the end, or until the run is halted. Opens nothing, and leaves nothing running.
 
-    ``task`` replaces the one that ``[job] task`` names. Returns also when the run was halted on purpose (another worker's loss is
-    NaN). Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`, `PeerLostError`, ...
+    ``task`` replaces the one that ``[job] task`` names. ``make_work`` makes what is computed. Returns also when the run was
+    halted on purpose (another worker's loss is NaN). Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`,
+    `PeerLostError`, ...
     """
     halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
     context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
@@ -33,24 +49,6 @@ async def run_worker(context: RoleContext, *, task: Task | None = None) -> None:
     finally:
         await work.close(context.ladder.grace_s)
     await context.membership.leave()
-
-
-async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
-    """What this worker computes: the task on its device, or a model of one."""
-    role = context.role
-    if role.device == "modelled" and context.make_device is None and not context.topology.trains:
-        from zmqtrain.train.modelled_work import ModelledWork
-
-        return ModelledWork(context, members)
-    from zmqtrain.train.device.make import device_of
-    from zmqtrain.train.torch_work import TorchWork
-
-    device = device_of(context, local_rank=role.slot, keep=context.topology.compute.keep_memory)
-    try:
-        return await TorchWork.build(context, device, members, task)
-    except BaseException:
-        await device.close(context.ladder.grace_s)
-        raise
 
 
 async def _train(context: RoleContext, work: Work, members: Members, halted: asyncio.Future[Mapping[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.errors import ProtocolError, UsageError
-from zmqtrain.launcher.environment.arrival import Arrival, own_arrival
+from zmqtrain.launcher.environment.node_description import NodeDescription, own_description
 from zmqtrain.launcher.environment.place import Place
 from zmqtrain.launcher.environment.register import OccupiedError, Register
 from zmqtrain.topology.schema import Host
@@ -13,9 +13,9 @@ from zmqtrain.topology.schema import Host
 LISTED = [Host(name="alpha"), Host(name="beta", slots=8, bind="::"), Host(name="gamma", address="gamma.lab", slots=2)]
 
 
-def node(*names: str, **more: object) -> Arrival:
+def node(*names: str, **more: object) -> NodeDescription:
     values = {"interface": "10.0.0.9", "launcher": "head", "slots": 4, "machine": "pod", **more}
-    return Arrival(names, **values)  # type: ignore[arg-type]
+    return NodeDescription(names, **values)  # type: ignore[arg-type]
 
 
 def test_listed_hosts_are_found_by_name_by_number_and_in_turn() -> None:
@@ -77,16 +77,16 @@ def test_the_launchers_own_machine_has_the_address_that_others_see() -> None:
     assert [host.address for host in register.settle().hosts] == ["127.0.0.1", "10.0.0.9"]
 
 
-def test_arrivals_travel_and_foreign_ones_are_refused() -> None:
-    arrival = own_arrival(Place(names=("a", "b"), rank=1, nodes=2, address="10.0.0.1", bind="::"), "10.0.0.2", "head")
-    assert Arrival.from_value(arrival.to_value()) == arrival
-    assert arrival.versions["zmqtrain"]
+def test_descriptions_travel_and_foreign_ones_are_refused() -> None:
+    description = own_description(Place(names=("a", "b"), rank=1, nodes=2, address="10.0.0.1", bind="::"), "10.0.0.2", "head")
+    assert NodeDescription.from_value(description.to_value()) == description
+    assert description.versions["zmqtrain"]
     for wrong in (
         None,
         {},
-        {**arrival.to_value(), "rank": "1"},
-        {**arrival.to_value(), "slots": 0},
-        {**arrival.to_value(), "nodes": -1},
+        {**description.to_value(), "rank": "1"},
+        {**description.to_value(), "slots": 0},
+        {**description.to_value(), "nodes": -1},
     ):
         with pytest.raises(ProtocolError):
-            Arrival.from_value(wrong)
+            NodeDescription.from_value(wrong)

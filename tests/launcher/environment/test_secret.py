@@ -56,7 +56,7 @@ def test_sealed_lines_are_read_in_order() -> None:
 def test_another_token_is_refused_on_both_sides() -> None:
     launcher, node = pair("another token entirely")
     with pytest.raises(RunTokenError, match=r"10\.0\.0\.7"):
-        launcher.read(node.write(arrival=1), "10.0.0.7")
+        launcher.read(node.write(description=1), "10.0.0.7")
     with pytest.raises(RunTokenError):
         node.read(launcher.write(welcome="alpha"), "the launcher")
 

@@ -19,7 +19,7 @@ from tests.launcher.launched import Launched
 from tests.launcher.slurm.cluster import Cluster, cluster
 from tests.launcher.test_preempted import TASK
 from tests.patience import PATIENCE_S
-from zmqtrain.launcher.preempted import PREEMPTED
+from zmqtrain.run.preemption import PREEMPTED
 
 TOPOLOGY = """
 [job]

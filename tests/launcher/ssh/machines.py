@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zmqtrain.cli.bench import machines as made_by
 from zmqtrain.launcher.namespaces import NoNamespacesError
+from zmqtrain.testing import machines as made_by
 
 _PATIENCE_S = 5.0
 

@@ -19,9 +19,9 @@ from zmqtrain.launcher.ssh import clients
 from zmqtrain.launcher.ssh.inspection import Fault, faults_of_versions, table
 from zmqtrain.launcher.ssh.pack import MOST_FILES, pack, program_files, require_inside
 from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.preflight import MOST_TRIED, next_ones
 from zmqtrain.launcher.ssh.remote import MARK
 from zmqtrain.launcher.ssh.session import _no_greeting, _parse
-from zmqtrain.launcher.ssh.survey import MOST_TRIED, next_ones
 from zmqtrain.launcher.ssh.target import Target, options_as_config, remote_command, remote_program, system_arguments
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.topology.job import Job

@@ -141,7 +141,7 @@ def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machine
         tmp_path, "--set=job.timeout=12", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
     ) as run:
         run.wait_for(r"\| ready")
-        assert len(two.processes("m1")) >= 4  # keeper, agent, fork server, worker
+        assert len(two.processes("m1")) >= 4  # supervisor, agent, fork server, worker
         run.signal(signal.SIGKILL)
         assert run.end() == -signal.SIGKILL
         gone = zmqtrain(tmp_path, "attach", "run")

@@ -165,9 +165,9 @@ async def test_what_cannot_be_reached_is_said_and_left_for_later(two: Machines, 
     assert two.left() == []
 
 
-async def test_a_killed_keeper_takes_its_agent_along(two: Machines, tmp_path: Path) -> None:
+async def test_a_killed_supervisor_takes_its_agent_along(two: Machines, tmp_path: Path) -> None:
     """Roles end with their agent (`zmqtrain.death`); a stand-in does not, but is ended when somebody stops the run."""
-    async with logged_in(two, "asyncssh", run="keeper") as session:
+    async with logged_in(two, "asyncssh", run="supervisor") as session:
         await start(session, tmp_path)
         agent = next(process for process in two.processes("m1") if TALKS in process.cmdline())
         os.kill(agent.ppid(), signal.SIGKILL)

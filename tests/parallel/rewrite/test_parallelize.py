@@ -13,7 +13,7 @@ from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
 from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
-from zmqtrain.parallel.shard import sum_gradients
+from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import run_ranks
 
 BATCH = 7

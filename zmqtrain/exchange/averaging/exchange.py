@@ -12,6 +12,7 @@ from zmqtrain.collectives.operations import all_gather, all_reduce
 from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
@@ -75,9 +76,10 @@ class AveragingExchange:
         """
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
         self._mix = mix if fragments.delay else 0.0
-        self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas)
+        self._arithmetic = Arithmetic("zmqtrain-averaging")
+        self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas, self._arithmetic)
         self._recorder: Recorder = recorder or NullRecorder()
-        self._sum = GradientSum(sums or NetworkSums(groups.group), self._recorder, overlap=overlap)
+        self._sum = GradientSum(sums or NetworkSums(groups.group), self._recorder, self._abort, overlap=overlap)
         self._under_way = UnderWay(self._finish, self._abort)
         self._flights: dict[int, _Flight] = {}
         self._restored: dict[str, Payload] = {}
@@ -118,7 +120,7 @@ class AveragingExchange:
 
     def begin_step(self, step: int) -> None:
         self._step = step
-        self._sum.begin(step, self._replica_started().buckets)
+        self._sum.begin(step, len(self._replica_started().buckets))
 
     def exchanges(self, step: int) -> bool:
         return True
@@ -139,7 +141,7 @@ class AveragingExchange:
             return
         await replica.update(hold=True)
         for bucket in beginning:
-            self._begin(bucket, step)
+            await self._begin(bucket, step)
         held = {bucket.index for bucket in ending}
         self._under_way.begin(step, len(ending))
         for bucket in reversed(ending):  # the next forward needs them in this order
@@ -183,6 +185,7 @@ class AveragingExchange:
             for task in tasks:
                 if not task.cancelled():
                     task.exception()  # nobody wants it any more
+        self._arithmetic.close()
 
     def staleness(self) -> Sequence[int]:
         return ()
@@ -206,10 +209,15 @@ class AveragingExchange:
 
     # A bucket's way.
 
-    def _begin(self, bucket: Bucket, step: int) -> None:
+    async def _begin(self, bucket: Bucket, step: int) -> None:
         """Let the bucket travel, apart from the memory that training goes on with."""
-        own = self._method.travels(bucket.index, self._part(bucket))
-        mean = copy_of(own)
+        part = self._part(bucket)
+
+        def copies() -> tuple[Payload, Payload]:
+            own = self._method.travels(bucket.index, part)
+            return own, copy_of(own)
+
+        own, mean = await self._arithmetic.do(copies, part)
         travel = self._travel(bucket.index, mean, step)
         task = asyncio.get_running_loop().create_task(travel, name=f"average of bucket {bucket.index}")
         task.add_done_callback(self._travelled)
@@ -222,7 +230,7 @@ class AveragingExchange:
                 await self._rounded.mean(index, mean, tag, priority=index)
             else:
                 await all_reduce(column, mean, tag, priority=index)
-                mean.scale_(1.0 / column.size)
+                await self._arithmetic.do(lambda: mean.scale_(1.0 / column.size), mean)
 
     def _travelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -236,7 +244,8 @@ class AveragingExchange:
         with self._recorder.span(f"wait for the average of bucket {bucket.index}", "wait", step=step):
             await asyncio.wait({flight.task})
         flight.task.result()
-        self._method.apply(bucket.index, self._part(bucket), flight.own, flight.mean, mix=self._mix)
+        part, own, mean = self._part(bucket), flight.own, flight.mean
+        await self._arithmetic.do(lambda: self._method.apply(bucket.index, part, own, mean, mix=self._mix), part, own, mean)
         if group.size > 1:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
@@ -269,7 +278,7 @@ class AveragingExchange:
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])
 
     def _abort(self, error: BaseException) -> None:
-        self._sum.sums.abort(error)
+        self._sum.sums.abort(error)  # also where it is not a sum that has failed
         if self._replica is not None:
             self._replica.abort(error)
 

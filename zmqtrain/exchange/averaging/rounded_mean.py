@@ -8,16 +8,16 @@ owner of the mean.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Literal
 
 from zmqtrain.collectives.group import Group, bounds
-from zmqtrain.errors import CheckpointError, PeerTimeoutError
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.methods import copy_of, difference
 from zmqtrain.exchange.checkpoint_part import require_like
-from zmqtrain.exchange.together import together
 from zmqtrain.net.endpoint import Tag
+from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import DenseCompressor
 from zmqtrain.wire.payload import Payload
 
@@ -25,8 +25,8 @@ from zmqtrain.wire.payload import Payload
 class RoundedMean:
     """Means of payloads, each named by a number that stands for the same stream of them on all ranks."""
 
-    def __init__(self, group: Group, codec: Literal["fp16", "int8"]) -> None:
-        self._group, self._codec = group, DenseCompressor(codec)
+    def __init__(self, group: Group, codec: Literal["fp16", "int8"], arithmetic: Arithmetic) -> None:
+        self._group, self._codec, self._arithmetic = group, DenseCompressor(codec), arithmetic
         self._lost: dict[str, Payload] = {}
 
     async def mean(self, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None:
@@ -34,21 +34,34 @@ class RoundedMean:
         group = self._group
         if group.size == 1 or not payload.numel:
             return
-        spans = bounds(payload.numel, group.size)
-        parts = [self._rounded(f"sent/{index}/{rank}", payload.part(*span)) for rank, span in enumerate(spans)]
+        do, spans = self._arithmetic.do, bounds(payload.numel, group.size)
         others = [rank for rank in range(group.size) if rank != group.rank]
-        inbox: dict[int, Payload] = {group.rank: self._codec.decode(parts[group.rank])}
+        inbox: dict[int, Payload] = {}
+
+        def rounded_parts() -> list[Payload]:
+            parts = [self._rounded(f"sent/{index}/{rank}", payload.part(*span)) for rank, span in enumerate(spans)]
+            inbox[group.rank] = self._codec.decode(parts[group.rank])
+            return parts
+
+        def rounded_mean() -> Payload:
+            mean = copy_of(inbox[0])
+            for rank in range(1, group.size):
+                mean.add_(inbox[rank])
+            mean.scale_(1.0 / group.size)
+            message = self._rounded(f"mean/{index}", mean)
+            inbox.clear()
+            inbox[group.rank] = self._codec.decode(message)
+            return message
+
+        def take() -> None:
+            for rank, span in enumerate(spans):
+                payload.part(*span).copy_(inbox[rank])
+
+        parts = await do(rounded_parts, payload)
         await self._swap({rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority)
-        mean = copy_of(inbox[0])
-        for rank in range(1, group.size):
-            mean.add_(inbox[rank])
-        mean.scale_(1.0 / group.size)
-        message = self._rounded(f"mean/{index}", mean)
-        outbox: dict[int, Payload] = dict.fromkeys(others, message)
-        inbox = {group.rank: self._codec.decode(message)}
-        await self._swap(outbox, inbox, (*tag, "mean"), priority)
-        for rank, span in enumerate(spans):
-            payload.part(*span).copy_(inbox[rank])
+        message = await do(rounded_mean, payload)
+        await self._swap(dict.fromkeys(others, message), inbox, (*tag, "mean"), priority)
+        await do(take, payload)
 
     def state(self) -> Mapping[str, Payload]:
         """What rounding has lost so far, for checkpoints."""
@@ -87,14 +100,12 @@ class RoundedMean:
 
         async def receive(rank: int) -> None:
             received = await endpoint.receive(group.members[rank], whole)
-            inbox[rank] = copy_of(self._codec.decode(received))
+            inbox[rank] = await self._arithmetic.do(lambda: copy_of(self._codec.decode(received)), received)
 
         sends = [endpoint.send(group.members[rank], whole, message, priority=priority) for rank, message in outbox.items()]
-        try:
-            async with asyncio.timeout(group.timeout_s):
-                await together(*sends, *(receive(rank) for rank in outbox))
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            missing = ", ".join(group.members[rank] for rank in outbox if rank not in inbox)
-            raise PeerTimeoutError(missing, f"its part of {'/'.join(map(str, whole))}", group.timeout_s or 0.0) from None
+
+        def missing() -> str:
+            return ", ".join(group.members[rank] for rank in outbox if rank not in inbox)
+
+        async with in_time(missing, f"its part of {'/'.join(map(str, whole))}", group.timeout_s):
+            await together(*sends, *(receive(rank) for rank in outbox))

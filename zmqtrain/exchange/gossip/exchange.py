@@ -17,26 +17,26 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from zmqtrain.collectives.group import bounds
 from zmqtrain.collectives.operations import all_gather
-from zmqtrain.errors import PeerLostError, PeerTimeoutError
+from zmqtrain.errors import PeerLostError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.gossip.distance import Distance
-from zmqtrain.exchange.gossip.donor import Donor, Weights
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
+from zmqtrain.exchange.gossip.state_source import StateSource, Weights
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
-from zmqtrain.exchange.piecewise import piece_by_piece
 from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.sums import Sums
-from zmqtrain.exchange.together import together
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
+from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload, Value
 
 #: Steps from one measurement of the distance between partners to the next: it reads both models once more.
@@ -92,7 +92,8 @@ class GossipExchange:
         weights = settings.exchange == "weights"
         self._early = settings.by_bucket and (group.size == 1 or not weights)
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
-        self._sum = GradientSum(sums, self._recorder, overlap=settings.overlap)
+        self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
+        self._arithmetic = Arithmetic("zmqtrain-gossip")
         self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
         self._replica: Replica | None = None
         self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
@@ -100,7 +101,7 @@ class GossipExchange:
         self._step = 0
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
-        self._donor = Donor(endpoint, timeout_s=settings.timeout_s)
+        self._source_of_state = StateSource(endpoint, timeout_s=settings.timeout_s)
 
     @property
     def synchronous(self) -> bool:
@@ -117,7 +118,7 @@ class GossipExchange:
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
-        self._donor.serve()
+        self._source_of_state.serve()
         members = self._members
         first = None
         if members.late:
@@ -147,7 +148,7 @@ class GossipExchange:
         self._distance = Distance(len(buckets)) if measured else None
         self._under_way.begin(step, len(buckets))
         if not self._early:
-            self._sum.begin(step, buckets)
+            self._sum.begin(step, len(buckets))
 
     def exchanges(self, step: int) -> bool:
         return True
@@ -164,9 +165,9 @@ class GossipExchange:
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self._under_way.settle()
-        if self._donor.wanted:
+        if self._source_of_state.wanted:
             await self._under_way.settle()
-            await self._donor.give(self._replica_started())
+            await self._source_of_state.give(self._replica_started())
         await self._members.release(self._step + 1)
 
     async def settle(self) -> None:
@@ -185,9 +186,10 @@ class GossipExchange:
         return None
 
     async def stop(self) -> None:
-        self._donor.close()
+        self._source_of_state.close()
         await self._under_way.cancel()
         await self._sum.stop()
+        self._arithmetic.close()
         await self._members.stop()
 
     def staleness(self) -> Sequence[int]:
@@ -254,7 +256,7 @@ class GossipExchange:
             for number, (start, stop) in enumerate(slices):
                 if there(partners.to, step):
                     leaving = outgoing.part(start, stop)
-                    await piece_by_piece(lambda into, own: into.copy_(own), leaving, part.part(start, stop))
+                    await self._arithmetic.do(partial(leaving.copy_, part.part(start, stop)), leaving)
                     copied[number].set()
                     await self._send(index, partners.to, ("gossip", step, index, number), leaving)
                 else:
@@ -269,9 +271,9 @@ class GossipExchange:
                 if not others:
                     continue
                 last = number == len(slices) - 1
-                if distance is not None and distance.add(own, others[0], last=last):
+                if distance is not None and await self._arithmetic.do(partial(distance.add, own, others[0], last=last), own):
                     self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
-                await piece_by_piece(lambda own, *others: _average(own, others), own, *others)
+                await self._arithmetic.do(partial(_average, own, others), own)
 
         await together(give(), take())
 
@@ -299,20 +301,15 @@ class GossipExchange:
     async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
         timeout_s = self._settings.timeout_s
         with self._recorder.span(f"receive bucket {tag[2]} of {source}", "receive", step=int(tag[1])), self._survived():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    received.append(await self._endpoint.receive(source, tag))
-            except PeerTimeoutError:
-                raise
-            except TimeoutError:
-                raise PeerTimeoutError(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s) from None
+            async with in_time(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s):
+                received.append(await self._endpoint.receive(source, tag))
 
     def _survived(self) -> suppress:
         """Where losses are survived, a partner that is lost is gone without."""
         return suppress(*([PeerLostError] if self._members.survives else []))
 
     def _abort(self, error: BaseException) -> None:
-        self._sum.sums.abort(error)
+        self._sum.sums.abort(error)  # also where it is not a sum that has failed
         if self._replica is not None:
             self._replica.abort(error)
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from zmqtrain.errors import HostLostError, UsageError
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
-from zmqtrain.launcher.environment.lobby import Lobby
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, NAME, NODE_RANK, NODES, Place, read_place
 from zmqtrain.launcher.environment.register import Register
+from zmqtrain.launcher.environment.rendezvous import Rendezvous
 from zmqtrain.launcher.environment.secret import read_token, run_token, write_token
 from zmqtrain.launcher.local import LocalEngine, LocalHandle
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, PEER, TOKEN
@@ -39,7 +39,7 @@ class EnvironmentEngine:
         """``here``: this process is on the run's first node, and starts that node's agent itself."""
         self._here = here
         self._environ = os.environ if environ is None else environ
-        self._lobby: Lobby | None = None
+        self._rendezvous: Rendezvous | None = None
         self._own: LocalHandle | None = None
         self._token_file: str | None = None
         self._handles: dict[str, NodeHandle] = {}
@@ -59,54 +59,54 @@ class EnvironmentEngine:
         listed = "hosts" in topology.model_fields_set
         register = Register(topology.hosts if listed else None, place.nodes)
         wait_s = topology.engine.wait
-        lobby = self._lobby = Lobby(token, register, say=gathering.say, on_ended=self._ended, wait_s=wait_s)
-        port = await lobby.open(port_of(topology, place))
+        rendezvous = self._rendezvous = Rendezvous(token, register, say=gathering.say, on_ended=self._ended, wait_s=wait_s)
+        port = await rendezvous.open(port_of(topology, place))
         gathering.say(self._waits_for(register, port))
         if self._here:
             self._own = await self._start_own(place, port, token)
         try:
             async with asyncio.timeout(wait_s):
-                await self._complete(register, lobby)
+                await self._complete(register, rendezvous)
         except TimeoutError as error:
-            raise HostLostError(_nobody_came(register, lobby, port, wait_s)) from error
-        settled = register.settle(lobby.seen)
+            raise HostLostError(_nobody_came(register, rendezvous, port, wait_s)) from error
+        settled = register.settle(rendezvous.seen)
         given = topology.engine.address
         towards = settled.towards if given is None else dict.fromkeys(settled.towards, given)
         return Gathered(topology.with_hosts(settled.hosts), towards, run_token(token, self._run))
 
     async def open(self, run: EngineRun) -> None:
         """All are there already. Hosts without roles may go."""
-        assert self._lobby is not None
+        assert self._rendezvous is not None
         busy = {host.name for host in run.hosts}
-        await self._lobby.dismiss([host.name for host in run.topology.hosts if host.name not in busy])
+        await self._rendezvous.dismiss([host.name for host in run.topology.hosts if host.name not in busy])
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         """Tell the host's agent, which waits, to begin. The token stays here: the node has what it is made from."""
-        assert self._lobby is not None
+        assert self._rendezvous is not None
         handle = self._handles[host.name] = NodeHandle(host.name, asyncio.get_running_loop().create_future())
         variables = {name: value for name, value in environ.items() if name != TOKEN}
         start = {"run": self._run, "variables": variables, "environment": dict(host.environment), "folder": host.folder}
-        await self._lobby.start(host.name, start)
+        await self._rendezvous.start(host.name, start)
         return handle
 
     async def stop(self, handle: Handle, grace: float) -> None:
         """End the agent, if it is still there. One that cannot be told ends by itself when it no longer hears of the launcher."""
         assert isinstance(handle, NodeHandle)
-        assert self._lobby is not None
-        guest = self._lobby.guest(handle.host)
-        if guest is None or handle.ended.done():
+        assert self._rendezvous is not None
+        node = self._rendezvous.node(handle.host)
+        if node is None or handle.ended.done():
             return
-        await guest.tell(stop=grace)
+        await node.tell(stop=grace)
         try:
             async with asyncio.timeout(max(grace, 1.0)):
-                await guest.gone.wait()
+                await node.gone.wait()
         except TimeoutError:
-            await guest.tell(stop=0)
+            await node.tell(stop=0)
 
     async def close(self) -> None:
-        """Close the lobby, and end this node's own agent."""
-        if self._lobby is not None:
-            await self._lobby.close()
+        """Close the rendezvous, and end this node's own agent."""
+        if self._rendezvous is not None:
+            await self._rendezvous.close()
         if self._own is not None:
             await LocalEngine().stop(self._own, 1.0)
         if self._token_file is not None:
@@ -120,13 +120,13 @@ class EnvironmentEngine:
         if handle is not None and not handle.ended.done():
             handle.ended.set_result(code)
 
-    async def _complete(self, register: Register, lobby: Lobby) -> None:
+    async def _complete(self, register: Register, rendezvous: Rendezvous) -> None:
         """Wait until all are here. Raises `UsageError` where this node's own agent ends instead."""
         own = None if self._own is None else asyncio.create_task(self._own.wait(), name="this node's own agent")
         try:
             while not register.is_complete:
-                lobby.changed.clear()
-                changed = asyncio.create_task(lobby.changed.wait(), name="somebody comes or goes")
+                rendezvous.changed.clear()
+                changed = asyncio.create_task(rendezvous.changed.wait(), name="somebody comes or goes")
                 try:
                     await asyncio.wait([changed, *([own] if own is not None else [])], return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -161,10 +161,10 @@ def port_of(topology: Topology, place: Place) -> int:
     return topology.job.port or place.port or DEFAULT_PORT
 
 
-def _nobody_came(register: Register, lobby: Lobby, port: int, wait_s: float) -> str:
+def _nobody_came(register: Register, rendezvous: Rendezvous, port: int, wait_s: float) -> str:
     here = f" ({', '.join(register.here[:8])} came)" if register.here else ""
     lines = [f"within {wait_s:g} s these have not come to port {port}: {register.missing()}{here}"]
-    lines += [f"  turned away: {reason}" for reason in lobby.refused[:8]]
+    lines += [f"  turned away: {reason}" for reason in rendezvous.refused[:8]]
     lines += [
         "  each node runs `zmqtrain agent`, and its environment says",
         f"    where the launcher is: {COORDINATOR_ADDRESS}=HOST:{port} (or MASTER_ADDR and MASTER_PORT, or what Slurm, Kubeflow, a "

@@ -14,9 +14,9 @@ from typing import Any
 from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.launcher.addresses import listening_address
 from zmqtrain.launcher.agent import run_agent
+from zmqtrain.launcher.environment.join import Join, wait_for_start
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, Place
 from zmqtrain.launcher.environment.secret import read_token, run_token
-from zmqtrain.launcher.environment.visit import Visit, wait_for_start
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, TOKEN, RoleEnvironment
 from zmqtrain.net.loop import run
 
@@ -62,22 +62,22 @@ async def run_node(place: Place, environ: Mapping[str, str], *, port: int = DEFA
             "Kubeflow, SkyPilot and a JobSet as in launch/jobset.yaml set)"
         )
     token = needed_token(environ)
-    visit: Visit | None = None
+    join: Join | None = None
     with _Signals() as signals:
         try:
-            visit, start = await wait_for_start(place, token, port=port, wait_s=wait_of(environ, wait_s), say=say)
+            join, start = await wait_for_start(place, token, port=port, wait_s=wait_of(environ, wait_s), say=say)
             if start is None:
-                say(f"{visit.host} has nothing to do in this run")
+                say(f"{join.host} has nothing to do in this run")
                 return 0
-            say(f"this is {visit.host}")
-            code = await _until_ended(visit, _become(start, token))
+            say(f"this is {join.host}")
+            code = await _until_ended(join, _become(start, token))
         except asyncio.CancelledError:
             if signals.number is None:
                 raise
             code = 128 + signals.number
         finally:
-            if visit is not None:
-                visit.close()
+            if join is not None:
+                join.close()
     return code
 
 
@@ -131,9 +131,9 @@ def _is_own(address: str) -> bool:
     return True
 
 
-async def _until_ended(visit: Visit, environment: RoleEnvironment) -> int:
+async def _until_ended(join: Join, environment: RoleEnvironment) -> int:
     """Run the agent, and heed the launcher's word to stop."""
-    listening = asyncio.create_task(_listen(visit), name="listen to the launcher")
+    listening = asyncio.create_task(_listen(join), name="listen to the launcher")
     try:
         code = await run_agent(environment)
     except ConnectivityError as error:
@@ -142,13 +142,13 @@ async def _until_ended(visit: Visit, environment: RoleEnvironment) -> int:
     finally:
         listening.cancel()
         await asyncio.wait([listening])
-    await visit.ended(code)
+    await join.ended(code)
     return code
 
 
-async def _listen(visit: Visit) -> None:
+async def _listen(join: Join) -> None:
     """To stop is as if this process had been told by a signal: the agent has its way of ending by that."""
-    while (said := await visit.hear()) is not None:
+    while (said := await join.hear()) is not None:
         if said.get("stop") == 0:
             os._exit(128 + signal.SIGKILL)  # at once: the roles end with their parent
         if "stop" in said:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zmqtrain.errors import UsageError
-from zmqtrain.launcher.environment.arrival import Arrival
+from zmqtrain.launcher.environment.node_description import NodeDescription
 from zmqtrain.topology.hosts import LONGEST_NAME, is_loopback
 from zmqtrain.topology.schema import Host
 
@@ -40,7 +40,7 @@ class Register:
         """``hosts``: those of the file, or ``None`` where it lists none. ``nodes``: how many then, if that is known."""
         self._hosts = None if hosts is None else {host.name: host for host in hosts}
         self._nodes = nodes
-        self._here: dict[str, Arrival] = {}
+        self._here: dict[str, NodeDescription] = {}
 
     @property
     def expected(self) -> int | None:
@@ -66,13 +66,13 @@ class Register:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return ", ".join(names[:MOST_NAMED]) + more
 
-    def enter(self, arrival: Arrival) -> str:
+    def enter(self, description: NodeDescription) -> str:
         """A node comes. Returns the host that it is.
 
         Raises `OccupiedError` where that is here already, and `UsageError` where the run has no place for it.
         """
-        name = self._new_name(arrival) if self._hosts is None else self._listed(arrival, self._hosts)
-        self._here[name] = arrival
+        name = self._new_name(description) if self._hosts is None else self._listed(description, self._hosts)
+        self._here[name] = description
         return name
 
     def leave(self, name: str) -> None:
@@ -94,41 +94,43 @@ class Register:
         return Settled(tuple(hosts.values()), {name: self._here[name].launcher for name in order})
 
     def _host(self, name: str) -> Host:
-        arrival = self._here[name]
+        description = self._here[name]
         host = Host(name=name) if self._hosts is None else self._hosts[name]
         given = "address" in host.model_fields_set and not is_loopback(host.address)
-        address = arrival.address or (host.address if given else arrival.interface)
-        slots = host.slots if "slots" in host.model_fields_set and host.slots else arrival.slots
-        bind = arrival.bind or host.bind
+        address = description.address or (host.address if given else description.interface)
+        slots = host.slots if "slots" in host.model_fields_set and host.slots else description.slots
+        bind = description.bind or host.bind
         return host.model_copy(update={"address": address, "slots": slots, "bind": bind})
 
-    def _listed(self, arrival: Arrival, hosts: dict[str, Host]) -> str:
-        name = next((name for name in arrival.names if name in hosts), None)
-        if name is None and arrival.rank is not None:
-            if arrival.rank >= len(hosts):
-                raise UsageError(f"{arrival} is number {arrival.rank}, but the file lists {len(hosts)} hosts, counted from 0")
-            name = list(hosts)[arrival.rank]
+    def _listed(self, description: NodeDescription, hosts: dict[str, Host]) -> str:
+        name = next((name for name in description.names if name in hosts), None)
+        if name is None and description.rank is not None:
+            if description.rank >= len(hosts):
+                raise UsageError(
+                    f"{description} is number {description.rank}, but the file lists {len(hosts)} hosts, counted from 0"
+                )
+            name = list(hosts)[description.rank]
         if name is None:
             name = next((name for name in hosts if name not in self._here), None)
         if name is None:
-            raise OccupiedError(f"there is no place for {arrival}: all {len(hosts)} hosts of the file are here")
+            raise OccupiedError(f"there is no place for {description}: all {len(hosts)} hosts of the file are here")
         if name in self._here:
             raise OccupiedError(f"{name} is here already ({self._here[name]}): tell each node its own name by ZMQTRAIN_NAME")
         return name
 
-    def _new_name(self, arrival: Arrival) -> str:
+    def _new_name(self, description: NodeDescription) -> str:
         if self._nodes is None:
-            self._nodes = arrival.nodes
+            self._nodes = description.nodes
         if self._nodes is not None and len(self._here) >= self._nodes:
-            raise OccupiedError(f"there is no place for {arrival}: all {self._nodes} nodes are here")
-        if arrival.rank is not None:
+            raise OccupiedError(f"there is no place for {description}: all {self._nodes} nodes are here")
+        if description.rank is not None:
             for name, other in self._here.items():
-                if other.rank == arrival.rank:
+                if other.rank == description.rank:
                     raise OccupiedError(
-                        f"number {arrival.rank} is here already ({name}): give each node its own ZMQTRAIN_NODE_RANK"
+                        f"number {description.rank} is here already ({name}): give each node its own ZMQTRAIN_NODE_RANK"
                     )
-        number = len(self._here) if arrival.rank is None else arrival.rank
-        for wanted in (*arrival.names, arrival.machine, f"node{number}"):
+        number = len(self._here) if description.rank is None else description.rank
+        for wanted in (*description.names, description.machine, f"node{number}"):
             if _NAME.fullmatch(wanted) and len(wanted) <= LONGEST_NAME and wanted not in self._here:
                 return wanted
         while f"node{number}" in self._here:

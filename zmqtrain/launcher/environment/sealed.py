@@ -15,7 +15,7 @@ from zmqtrain.errors import ProtocolError, RunTokenError
 
 #: A line is an environment at most.
 MOST_BYTES = 256 * 1024
-_KEY = b"zmqtrain: key of a conversation in the lobby"
+_KEY = b"zmqtrain: key of a conversation in the rendezvous"
 _DIGITS = 64
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, LAUNCHER_JOB
 from zmqtrain.launcher.kubernetes.pods import Pods, pods_of
-from zmqtrain.launcher.preempted import ON_TERM
+from zmqtrain.launcher.signals import ON_TERM
 from zmqtrain.membership.environment import TOKEN
 from zmqtrain.topology.hosts import gathered
 from zmqtrain.topology.schema import Host, Topology
@@ -118,7 +118,7 @@ def _launcher(topology: Topology, name: str) -> dict[str, Any]:
     ]
     container = {
         **_container(topology, name, command, mounts),
-        "ports": [{"name": "lobby", "containerPort": _port(topology)}],
+        "ports": [{"name": "rendezvous", "containerPort": _port(topology)}],
         "resources": {"requests": {"cpu": LAUNCHER_CPU}},
     }
     return _job(topology, LAUNCHER_JOB, 1, container, volumes, backoff=0)
@@ -196,7 +196,7 @@ def _job(
                 "template": {
                     "spec": {
                         "restartPolicy": "Never",
-                        "terminationGracePeriodSeconds": math.ceil(2 * ladder.grace_s + 2 * ladder.drain_s),
+                        "terminationGracePeriodSeconds": math.ceil(2 * ladder.grace_s + 2 * ladder.flush_s),
                         "enableServiceLinks": False,
                         "containers": [container],
                         "volumes": volumes,

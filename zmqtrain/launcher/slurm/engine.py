@@ -16,8 +16,8 @@ from zmqtrain.launcher.engine import EngineRun, Handle
 from zmqtrain.launcher.slurm.allocation import Allocation
 from zmqtrain.launcher.slurm.client import StepClient, StepTarget
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
+from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.session import Session
-from zmqtrain.launcher.ssh.survey import Survey
 from zmqtrain.launcher.ssh.target import launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host, Topology
@@ -31,7 +31,7 @@ class SlurmEngine:
 
     def __init__(self) -> None:
         self._run: EngineRun | None = None
-        self._survey: Survey | None = None
+        self._preflight: Preflight | None = None
 
     async def open(self, run: EngineRun) -> None:
         """Start a step on each node, and look the nodes over as the ssh engine does.
@@ -49,25 +49,25 @@ class SlurmEngine:
         packed = await asyncio.to_thread(pack, run.folder, engine.sync_limit) if engine.sync else None
         python = launching_python()
         self._run = run
-        self._survey = Survey(
+        self._preflight = Preflight(
             run, StepClient(), run.directory.name, lambda host: StepTarget.on(nodes[host.name].name, host, python)
         )
-        await self._survey.log_in()
-        await self._survey.compare(files, copied=packed is not None)
+        await self._preflight.log_in()
+        await self._preflight.compare(files, copied=packed is not None)
         if packed is not None:
-            await self._survey.copy(packed)
-        await self._survey.try_ways()
+            await self._preflight.copy(packed)
+        await self._preflight.try_ways()
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         """Start the agent, with the host's own Python."""
-        assert self._survey is not None
+        assert self._preflight is not None
         assert self._run is not None
-        session = self._survey.sessions[host.name]
+        session = self._preflight.sessions[host.name]
         await session.ask(
             "start",
             command=[session.target.python, *command[1:]],
-            environ={**environ, HOST: host.address, BIND: self._survey.binds[host.name]},
-            folder=self._survey.folders[host.name],
+            environ={**environ, HOST: host.address, BIND: self._preflight.binds[host.name]},
+            folder=self._preflight.folders[host.name],
         )
         return StepHandle(session, self._run)
 
@@ -78,8 +78,8 @@ class SlurmEngine:
 
     async def close(self) -> None:
         """End all steps."""
-        if self._survey is not None:
-            await asyncio.gather(*(session.close() for session in self._survey.sessions.values()))
+        if self._preflight is not None:
+            await asyncio.gather(*(session.close() for session in self._preflight.sessions.values()))
 
 
 class StepHandle:

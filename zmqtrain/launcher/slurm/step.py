@@ -1,6 +1,6 @@
 """The program on the other side of a step: like that of ssh, but the agent is its child and ends with it.
 
-It is sent over ``srun``'s standard input, with `remote` and `keeper`, and needs Python alone (3.7 or later). Whoever launches is in
+It is sent over ``srun``'s standard input, with `remote` and `supervisor`, and needs only Python (3.7 or later). The launcher is in
 the same cluster, and Slurm ends what is left of a job; so nothing need outlive the channel, and nothing lies on the node's disk but
 a folder that is copied there.
 
@@ -19,10 +19,10 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-from zmqtrain.launcher.ssh.keeper import KILLED_S, LOOK_S, PARENT, end_session
 from zmqtrain.launcher.ssh.remote import LOG_BYTES, Channel, Host, serve
+from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, PARENT, end_session
 
-#: As `zmqtrain.launcher.preempted.ON_TERM`, which may not be here.
+#: As `zmqtrain.launcher.signals.ON_TERM`, which may not be here.
 ON_TERM = "ZMQTRAIN_ON_TERM"
 
 
@@ -48,9 +48,9 @@ class StepHost(Host):
 
     def start(self, command: list[str], environ: dict[str, str], folder: str) -> dict[str, Any]:
         """Start the agent. ``environ`` holds secrets: it goes into the agent's environment and nowhere else."""
-        for ear in self._ears:
-            ear.close()
-        self._ears.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         folder = os.path.expanduser(folder)
         variables = {**os.environ, **self._environment, **environ, ON_TERM: "checkpoint", PARENT: str(os.getpid())}
         self._output, write = os.pipe()

@@ -16,8 +16,8 @@ from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.handle import SshHandle
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.session import Client, Session
-from zmqtrain.launcher.ssh.survey import Survey
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host
@@ -31,7 +31,7 @@ class SshEngine:
     """Implements `zmqtrain.launcher.engine.RemoteEngine`."""
 
     def __init__(self) -> None:
-        self._opened: tuple[EngineRun, Client, Places, Survey] | None = None
+        self._opened: tuple[EngineRun, Client, Places, Preflight] | None = None
 
     async def open(self, run: EngineRun) -> None:
         """Log in everywhere, look the hosts over, and copy the folder.
@@ -47,25 +47,25 @@ class SshEngine:
         python = launching_python()
         name = f"{run.directory.resolve().name}-{random_bits(32):08x}"
         places = Places(run.directory, name, python, [host.name for host in run.hosts])
-        survey = Survey(run, client, name, lambda host: Target.of(host, python))
-        self._opened = run, client, places, survey
-        await survey.log_in()
-        await survey.compare(files, copied=packed is not None)
+        preflight = Preflight(run, client, name, lambda host: Target.of(host, python))
+        self._opened = run, client, places, preflight
+        await preflight.log_in()
+        await preflight.compare(files, copied=packed is not None)
         places.write()  # from here on there may be something to remove
         if packed is not None:
-            await survey.copy(packed)
-        await survey.try_ways()
+            await preflight.copy(packed)
+        await preflight.try_ways()
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         """Start the agent, with the host's own Python."""
         assert self._opened is not None
-        run, client, places, survey = self._opened
-        session = survey.sessions[host.name]
+        run, client, places, preflight = self._opened
+        session = preflight.sessions[host.name]
         await session.ask(
             "start",
             command=[session.target.python, *command[1:]],
-            environ={**environ, HOST: host.address, BIND: survey.binds[host.name]},
-            folder=survey.folders[host.name],
+            environ={**environ, HOST: host.address, BIND: preflight.binds[host.name]},
+            folder=preflight.folders[host.name],
         )
         return SshHandle(session, client, places.run, run.ladder, say=run.say, log=run.log)
 
@@ -79,9 +79,9 @@ class SshEngine:
     async def close(self) -> None:
         """Log out everywhere, and remove what `open` has copied before it failed."""
         if self._opened is not None:
-            _, _, places, survey = self._opened
+            _, _, places, preflight = self._opened
             async with asyncio.TaskGroup() as group:
-                for name, session in survey.sessions.items():
+                for name, session in preflight.sessions.items():
                     group.create_task(_leave(session, places, name), name=f"leave {name}")
 
 

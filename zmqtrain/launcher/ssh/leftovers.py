@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.preflight import MOST_LOGINS
 from zmqtrain.launcher.ssh.session import Session
-from zmqtrain.launcher.ssh.survey import MOST_LOGINS
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology

@@ -1,14 +1,14 @@
 """The program on the other side: it looks a host over, starts the host's agent, tells what it prints, and stops it.
 
-It is sent over the channel as text, with `keeper` and `zmqtrain.processors`, and needs Python alone (3.7 or later), since its first
+It is sent over the channel as text, with `supervisor` and `zmqtrain.processors`, and needs only Python (3.7 or later), as its first
 task is to find out what is missing.
 Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a
 login shell may print words of its own.
 
-The agent is not a child of this program but of a *keeper*, in a session of its own, which writes down the agent's exit code. So the
+The agent is no child of this program but of a *supervisor*, in a session of its own, which writes down its exit code. So the
 channel may break, and this program end, while the agent goes on; another one finds it by what lies in the run's folder::
 
-    agent.json   the keeper's process, with its start time: process numbers are used again
+    agent.json   the supervisor's process, with its start time: process numbers are used again
     agent.log    what the agent itself prints (roles print over the run's own network)
     exit         the agent's exit code, once it has ended
     task/        the copied folder, if any
@@ -31,7 +31,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from zmqtrain.launcher.ssh.keeper import KILLED_S, LOOK_S, alive, began, end_session, keep, open_pidfd, send, wait_until_gone
+from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, alive, began, end_session, keep, open_pidfd, send, wait_until_gone
 from zmqtrain.processors import gpus, processors
 
 MARK = "#zmqtrain "
@@ -94,7 +94,7 @@ class Host:
         self._channel = channel
         self._folder = ""
         self._environment: dict[str, str] = {}
-        self._ears: list[socket.socket] = []
+        self._listeners: list[socket.socket] = []
 
     # What is asked --------------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Host:
         code = self._exit_code()
         if code is not None:
             return {"agent": "ended", "exit": code}
-        return {"agent": "running" if self._keeper() is not None else "none"}
+        return {"agent": "running" if self._supervisor() is not None else "none"}
 
     def check(self, packages: list[str], folder: str | None, files: list[str]) -> dict[str, Any]:
         """What is here: versions of Python and packages, and what the folder lacks (``None``: it will be copied)."""
@@ -150,17 +150,17 @@ class Host:
     def listen(self, address: str, ports: list[int] | None) -> dict[str, Any]:
         """Open a port at an address, in a range if one is given, for others to `reach`, until the agent starts."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        ear = socket.socket(family, socket.SOCK_STREAM)
-        self._ears.append(ear)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listeners.append(listener)
         if family == socket.AF_INET6 and address == "::":
-            ear.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         if ports is None:
-            ear.bind((address, 0))
+            listener.bind((address, 0))
         else:
-            ear.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the run's own processes do
-            _bind_within(ear, address, ports[0], ports[1])
-        ear.listen(256)
-        return {"port": ear.getsockname()[1]}
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the run's own processes do
+            _bind_within(listener, address, ports[0], ports[1])
+        listener.listen(256)
+        return {"port": listener.getsockname()[1]}
 
     def reach(self, targets: list[tuple[str, str, int]], patience_s: float) -> dict[str, Any]:
         """Connect to each target (name, address, port); says why, for those that cannot be reached."""
@@ -174,16 +174,16 @@ class Host:
 
     def start(self, command: list[str], environ: dict[str, str], folder: str) -> dict[str, Any]:
         """Start the agent. ``environ`` holds secrets: it goes into the agent's environment and nowhere else."""
-        if self._keeper() is not None:
+        if self._supervisor() is not None:
             raise ValueError("the agent of this run is there already")
-        for ear in self._ears:
-            ear.close()
-        self._ears.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         told, tell = os.pipe()
         variables = {**os.environ, **self._environment, **environ}
         if os.fork() == 0:
-            # Not a child of this program: whoever adopts orphans collects the keeper when it ends.
+            # Not a child of this program: whoever adopts orphans collects the supervisor when it ends.
             if os.fork() == 0:
                 os.close(told)
                 keep(command, variables, os.path.expanduser(folder), self._folder, tell)
@@ -196,8 +196,8 @@ class Host:
 
     def follow(self, offset: int) -> dict[str, Any] | None:
         """Tell what the agent prints, from a place in its log on, until it ends or something else is asked for."""
-        keeper = self._keeper()
-        process = open_pidfd(keeper)
+        supervisor = self._supervisor()
+        process = open_pidfd(supervisor)
         try:
             while True:
                 # First this, then the log: what it printed last is there when its end is.
@@ -213,26 +213,26 @@ class Host:
 
     def stop(self, grace_s: float, offset: int) -> dict[str, Any]:
         """End the agent and all that it started: ask, and force after the grace time. Says how it ended, once it has."""
-        keeper = self._keeper()
-        if keeper is not None:
+        supervisor = self._supervisor()
+        if supervisor is not None:
             if grace_s > 0:
-                send(keeper, signal.SIGTERM)  # it hands this on
-                wait_until_gone(keeper, grace_s)
-            if alive(keeper):
-                end_session(keeper, but=keeper)
-                wait_until_gone(keeper, KILLED_S)
-            if alive(keeper):
-                send(keeper, signal.SIGKILL)
-                wait_until_gone(keeper, KILLED_S)
+                send(supervisor, signal.SIGTERM)  # it hands this on
+                wait_until_gone(supervisor, grace_s)
+            if alive(supervisor):
+                end_session(supervisor, but=supervisor)
+                wait_until_gone(supervisor, KILLED_S)
+            if alive(supervisor):
+                send(supervisor, signal.SIGKILL)
+                wait_until_gone(supervisor, KILLED_S)
         known = self._written()
         if known is not None and not alive(known[0]):
-            end_session(known[0])  # what the keeper has left if it was killed
+            end_session(known[0])  # what the supervisor has left if it was killed
         offset = self._tell_log(offset, whole=True)
         return {"stopped": self._exit_code(), "at": offset}
 
     def remove(self) -> dict[str, Any]:
         """Remove the run's folder. Its agent must have ended."""
-        if self._keeper() is not None:
+        if self._supervisor() is not None:
             raise ValueError(f"the agent still runs, so {self._folder} stays")
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
@@ -247,10 +247,10 @@ class Host:
                 value = json.load(file)
         except (OSError, ValueError):
             return None
-        return int(value["keeper"]), str(value["began"])
+        return int(value["supervisor"]), str(value["began"])
 
-    def _keeper(self) -> int | None:
-        """The keeper's process, if it lives and is not another one that has got its number."""
+    def _supervisor(self) -> int | None:
+        """The supervisor's process, if it lives and is not another one that has got its number."""
         written = self._written()
         if written is None or not alive(written[0]) or began(written[0]) != written[1]:
             return None
@@ -258,12 +258,12 @@ class Host:
 
     def _exit_code(self) -> int | None:
         """The agent's exit code; ``None`` while it runs, or where there was none."""
-        running = self._keeper() is not None
+        running = self._supervisor() is not None
         try:
             with open(os.path.join(self._folder, "exit"), encoding="utf-8") as file:
                 return int(file.read())
         except (OSError, ValueError):
-            # Nobody has written it down: the keeper was killed, and the agent with it.
+            # Nobody has written it down: the supervisor was killed, and the agent with it.
             return None if running or self._written() is None else -int(signal.SIGKILL)
 
     def _tell_log(self, offset: int, *, whole: bool) -> int:
@@ -300,10 +300,10 @@ def _version(package: str) -> str | None:
         return "unknown"
 
 
-def _bind_within(ear: socket.socket, address: str, first: int, last: int) -> None:
+def _bind_within(listener: socket.socket, address: str, first: int, last: int) -> None:
     for port in range(first, last + 1):
         try:
-            ear.bind((address, port))
+            listener.bind((address, port))
             return
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zmqtrain.launcher.engine import EngineRun
 from zmqtrain.launcher.ssh.clients import make_client
-from zmqtrain.launcher.ssh.survey import Survey
+from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.processors import processors
 from zmqtrain.topology.schema import Host, Topology
@@ -44,12 +44,12 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
         log=lambda host, text: say(f"{host}: {text.rstrip()}"),
     )
     python = launching_python()
-    survey = Survey(run, make_client(topology.engine.client), "room", lambda host: Target.of(host, python))
+    preflight = Preflight(run, make_client(topology.engine.client), "room", lambda host: Target.of(host, python))
     try:
-        await survey.log_in()
-        rooms = await survey.rooms()
+        await preflight.log_in()
+        rooms = await preflight.rooms()
     finally:
-        await asyncio.gather(*(session.close() for session in survey.sessions.values()))
+        await asyncio.gather(*(session.close() for session in preflight.sessions.values()))
     for host in asked:
         gpus = rooms[host.name][1]
         if gpus and not host.devices and topology.compute.device in ("auto", "cuda"):

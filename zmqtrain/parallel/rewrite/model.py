@@ -20,7 +20,7 @@ from zmqtrain.parallel.rewrite.layers import Maker, Statistics
 from zmqtrain.parallel.rewrite.rules import Rules, map_values
 from zmqtrain.parallel.rewrite.spread import Mover, Spread
 from zmqtrain.parallel.rewrite.trace import traced
-from zmqtrain.parallel.shard import Shard, cut_state, gather_state, shards_of
+from zmqtrain.parallel.shard import Shard, gather_state, shards_of
 
 
 def parallelize(
@@ -40,7 +40,7 @@ def parallelize(
     """Divide a model over the processes of a grid (Gholami et al. 2018). All of them call it, with equal models.
 
     The model's layers are replaced in place and belong to the result, which has the same parameters under the same names, of which
-    each process holds a part. Gradients are of this process's contribution: sum them (`zmqtrain.parallel.shard.sum_gradients`).
+    each process holds a part. Gradients are of this process's contribution: sum them (`zmqtrain.parallel.sums.sum_gradients`).
 
     Args:
         model: whatever `torch.fx` can trace: branches must not depend on values.
@@ -136,10 +136,6 @@ class ParallelModel(nn.Module):
     def whole_state(self) -> dict[str, Tensor]:
         """The ordinary model's state dict. All processes of a column must call it."""
         return gather_state(self.state_dict(), self.shards_by_name(), self.fabric)
-
-    def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take this process's part of an ordinary state dict. Raises `UsageError` for one of another model."""
-        self.load_state_dict(cut_state(state, self.shards_by_name(), self.fabric.rank))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The samples of this process's column (`samples`) to the output for them, or for its share of them (`output_range`).

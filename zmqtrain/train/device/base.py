@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import torch
@@ -76,8 +76,10 @@ class Device(Protocol):
         """What the compute thread can wait at."""
         ...
 
-    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """This model will be computed here. Called in the compute thread, before anything else looks at it."""
+    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
+        """This model will be computed here. Called in the compute thread, before anything else looks at it.
+
+        ``sizes``: parameters of each layer of the whole model, where ``model`` is a part of it."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the compute thread. One after another; a cancelled wait does not stop what runs already."""

@@ -8,7 +8,7 @@ sample in the forward and twice as many in the backward.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
-from zmqtrain.train.phases import Phase
 
 #: Operations a second of the nominal device, about one core's.
 NOMINAL_FLOPS = 20e9
@@ -54,20 +52,20 @@ class ChargedTorch(ABC):
     def spend(self, seconds: float) -> None:
         """In the compute thread: let so much time pass."""
 
-    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
         """Charge the time of this model's layers, and of the optimizer's steps. Raises `UsageError` where the profile is of another
         model."""
         modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-        sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        all_sizes = dict(model.sizes) if isinstance(model, Phase | ParallelModel) else sizes  # a profile is of the whole model
+        own_sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
+        all_sizes = own_sizes if sizes is None else dict(sizes)  # a profile is of the whole model
         times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
         # A divided layer takes as much of the time as it has of the parameters.
         layers = [
-            _ChargedLayer(self, module, times[name].part(sizes[name] / all_sizes[name]))
+            _ChargedLayer(self, module, times[name].part(own_sizes[name] / all_sizes[name]))
             for name, module in modules.items()
             if name in times
         ]
-        share = sum(sizes.values()) / sum(all_sizes.values())
+        share = sum(own_sizes.values()) / sum(all_sizes.values())
         update_s = 0.0 if self._profile is None else self._profile.update_s * share
 
         def begins(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

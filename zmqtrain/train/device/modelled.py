@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
+from zmqtrain.train.bucket_machine import BucketMachine, Do
 from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
+from zmqtrain.waiting import in_time
 
 #: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
 #: counts from the next on.
@@ -35,8 +37,8 @@ class Stretch:
     seconds: float
     take: int | None = None
     """Forward: the bucket whose parameters must be there before."""
-    hand_over: tuple[int, ...] = ()
-    """Backward: buckets whose gradients are complete after it."""
+    complete: tuple[int, ...] = ()
+    """Backward: buckets that may be handed over after it, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class ModelledReplica:
     ) -> None:
         """``memory`` makes and fills the payloads; by default zeros in full size. ``behind``: layers that others compute.
         ``slot``: taken while it computes."""
-        self._profile, self._overlap, self._timeout_s, self._recorder = profile, overlap, timeout_s, recorder
+        self._profile, self._timeout_s, self._recorder = profile, timeout_s, recorder
         self._memory = memory or NoMemory.real(profile.optimizer)
         self._tempo = tempo or Tempo()
         self._behind, self._slot = behind, slot
@@ -83,18 +85,14 @@ class ModelledReplica:
         )
         bucket_of = {name: bucket.index for bucket in self._buckets for name in bucket.names}
         self._forward = tuple(_forward(profile.layers, bucket_of))
-        self._backward = tuple(_backward(profile.layers, bucket_of, overlap))
-        self._open = [asyncio.Event() for _ in self._buckets]
-        for gate in self._open:
-            gate.set()
+        self._backward = tuple(_backward(profile.layers, self._buckets, overlap))
+        self._machine = BucketMachine([bucket.names for bucket in self._buckets], overlap=overlap)
+        self._answered = [asyncio.Event() for _ in self._buckets]  # since the bucket was handed over
         numel = sum(bucket.parameters.numel for bucket in self._buckets)
         self._update_s = [profile.update_s * bucket.parameters.numel / numel for bucket in self._buckets]
-        self._when = Optimize.APART
         self._sharing: Sharing | None = None
-        self._due = [False] * len(self._buckets)  # the optimizer runs on the bucket when it is taken back
         self._backward_s = 0.0  # when the backward of the bucket that comes next began
-        self._added = 0  # steps whose gradients were added up since buckets were handed over
-        self._error: BaseException | None = None
+        self._adding = [False] * len(self._buckets)  # there is a gradient to which the next one is added
         self._on_ready: Callable[[Bucket], None] | None = None
         self.update_s = 0.0
 
@@ -109,7 +107,7 @@ class ModelledReplica:
         self._on_ready = on_ready
 
     def optimize(self, when: Optimize) -> None:
-        self._when = when
+        self._machine.when = when
 
     def share(self, sharing: Sharing) -> None:
         self._sharing = sharing
@@ -118,12 +116,13 @@ class ModelledReplica:
         return finite
 
     def parameters_ready(self, bucket: Bucket) -> None:
-        self._open[bucket.index].set()
+        self._machine.answered(bucket.index)
+        self._answered[bucket.index].set()
 
     def abort(self, error: BaseException) -> None:
-        self._error = self._error or error
-        for gate in self._open:
-            gate.set()
+        self._machine.abort(error)
+        for answered in self._answered:
+            answered.set()
 
     async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
         loop = asyncio.get_running_loop()
@@ -135,7 +134,7 @@ class ModelledReplica:
             if self._sharing is not None:
                 self._sharing.taken(bucket.index)
             if not hold:
-                self._open[bucket.index].set()
+                self.parameters_ready(bucket)
 
     async def step(self, step: int, samples: int, *, hand_over: bool = True) -> StepResult:
         """Forward and backward, as long as the profile says, and waits between. Without ``hand_over`` gradients only add up."""
@@ -161,12 +160,14 @@ class ModelledReplica:
             exposed_s += clock() - before
             pace.restart()
         self._backward_s = clock()
+        self._machine.begin_backward(last=hand_over)
         with self._recorder.span("backward", "compute", step=step):
             for stretch in self._backward:
                 await pace.work(stretch.seconds * scale * self._tempo.slowdown())
-                for index in stretch.hand_over:
-                    await self._complete(index, step, pace, hand_over)
-        self._added = 0 if hand_over else self._added + 1
+                for index in stretch.complete:
+                    await self._complete(index, step, pace)
+            self._machine.end_backward()
+            await self._hand_over(step, pace)
         await self._give_slot()
         idle_s = exposed_s if waited is None else exposed_s + waited.seconds - waited.exposed_s
         fc_wait_s = None if waited is None else waited.seconds
@@ -195,21 +196,27 @@ class ModelledReplica:
         if self._slot is not None:
             await self._slot.give()
 
-    async def _complete(self, index: int, step: int, pace: _Pace, hand_over: bool) -> None:
+    async def _complete(self, index: int, step: int, pace: _Pace) -> None:
         """Backward has the bucket's gradients."""
-        assert self._on_ready is not None
         bucket, now = self._buckets[index], asyncio.get_running_loop().time()
         self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=step)
-        self._memory.backward(bucket, step, add=self._added > 0)
-        if hand_over:
-            if self._when is Optimize.BEFORE:
-                await self._update(index, step, pace)
-            self._due[index] = self._when is Optimize.AFTER
-            self._open[index].clear()
-            if self._sharing is not None:
-                self._sharing.produced(index)
-            self._on_ready(bucket)
+        self._memory.backward(bucket, step, add=self._adding[index])
+        self._adding[index] = True
+        for name in bucket.names:
+            if self._machine.gradient(index, name):
+                await self._hand_over(step, pace)
         self._backward_s = asyncio.get_running_loop().time()
+
+    async def _hand_over(self, step: int, pace: _Pace) -> None:
+        assert self._on_ready is not None
+        for do, index in self._machine.hand_over():
+            if do is Do.UPDATE:
+                await self._update(index, step, pace)
+            elif do is Do.HAND_OVER:
+                self._answered[index].clear()
+                if self._sharing is not None:
+                    self._sharing.produced(index)
+                self._on_ready(self._buckets[index])
 
     async def _update(self, index: int, step: int, pace: _Pace) -> None:
         with self._recorder.span(f"update of bucket {index}", "compute", step=step):
@@ -221,23 +228,26 @@ class ModelledReplica:
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""
         waited_s = 0.0
-        if not self._open[index].is_set():
+        todo = self._machine.take(index)
+        if todo is None:
             loop = asyncio.get_running_loop()
             start = loop.time()
             with self._recorder.span(f"parameters of bucket {index}", "wait", step=step):
                 held = self._slot is not None and self._slot.held
                 await self._give_slot()
-                async with asyncio.timeout(self._timeout_s):
-                    await self._open[index].wait()
+                async with in_time("the exchange", f"the parameters of bucket {index}", self._timeout_s):
+                    await self._answered[index].wait()
                 if held:
                     await self._take_slot(step, pace)
             waited_s = loop.time() - start
             pace.restart()
-        if self._error is not None:
-            raise self._error
-        if self._due[index]:
-            self._due[index] = False
-            await self._update(index, step, pace)
+            todo = self._machine.take(index)
+            assert todo is not None, "an answer, or an error, has come"
+        for do in todo:
+            if do is Do.UPDATE:
+                await self._update(index, step, pace)
+            elif do is Do.FORGET:
+                self._adding[index] = False
         return waited_s
 
 
@@ -275,20 +285,25 @@ def _forward(layers: Sequence[Layer], bucket_of: dict[str, int]) -> Iterator[Str
     yield Stretch(seconds, take)
 
 
-def _backward(layers: Sequence[Layer], bucket_of: dict[str, int], overlap: bool) -> Iterator[Stretch]:
-    """Buckets are handed over in their order: as soon as they are complete, or all at the end."""
-    buckets = max(bucket_of.values()) + 1
-    missing = [list(bucket_of.values()).count(bucket) for bucket in range(buckets)]
-    following, seconds = 0, 0.0
+def _backward(layers: Sequence[Layer], buckets: Sequence[Bucket], overlap: bool) -> Iterator[Stretch]:
+    """The layers in reverse order, cut where the machine hands buckets over."""
+    bucket_of = {name: bucket.index for bucket in buckets for name in bucket.names}
+    machine = BucketMachine([bucket.names for bucket in buckets], overlap=overlap)
+    machine.begin_backward(last=True)
+    seconds = 0.0
     for layer in reversed(layers):
         seconds += layer.backward_s
-        if layer.name in bucket_of:
-            missing[bucket_of[layer.name]] -= 1
-        first = following
-        while overlap and following < buckets and not missing[following]:
-            following += 1
-        if following > first or seconds >= ONE_SLEEP_S:
-            yield Stretch(seconds, None, tuple(range(first, following)))
+        complete: tuple[int, ...] = ()
+        if layer.name in bucket_of and machine.gradient(bucket_of[layer.name], layer.name):
+            complete = _handed_over(machine)
+        if complete or seconds >= ONE_SLEEP_S:
+            yield Stretch(seconds, None, complete)
             seconds = 0.0
-    if seconds or following < buckets:
-        yield Stretch(seconds, None, tuple(range(following, buckets)))
+    machine.end_backward()
+    complete = _handed_over(machine)
+    if seconds or complete:
+        yield Stretch(seconds, None, complete)
+
+
+def _handed_over(machine: BucketMachine) -> tuple[int, ...]:
+    return tuple(bucket for do, bucket in machine.hand_over() if do is Do.HAND_OVER)

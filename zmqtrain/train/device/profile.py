@@ -21,6 +21,7 @@ from typing import Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
 from zmqtrain.train.device.fields import check_fields
@@ -87,6 +88,13 @@ class Profile:
             return _read(file, status.st_mtime_ns, status.st_size)
         except (OSError, ValueError) as error:
             raise UsageError(f"[compute] profile {path} cannot be used: {_reason(error)}") from error
+
+    @classmethod
+    def of_job(cls, topology: Topology) -> Profile:
+        """What ``[compute] profile`` names. Raises `UsageError` where it names none that can be used."""
+        if topology.compute.profile is None:
+            raise UsageError('[compute] device = "modelled" needs profile: a JSON file with layer times, or a shipped one\'s name')
+        return cls.load(topology.compute.profile)
 
     @classmethod
     def of(cls, values: Any) -> Profile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,5 +40,5 @@ class RealThreads:
         if seconds > 0:
             time.sleep(seconds * self._dilation)
 
-    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
         """Arithmetic takes the time that it takes."""

@@ -1,0 +1,167 @@
+"""``python -m benchmarks net``: what an endpoint moves between two processes over loopback TCP, beside bare ZeroMQ sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+
+from benchmarks.case import Case, case_of
+from benchmarks.processes import run_processes, together
+from zmqtrain.net.node import Node
+from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
+
+TENSOR_BYTES = 25_000_000
+#: Tensors a round and way of moving them; enough that starting and stopping do not count.
+TENSORS = 16
+ROUNDS = 9
+#: Frames of the harder comparison: bare sockets do better with these than with frames of a whole tensor.
+CHUNK_BYTES = 1 << 20
+TRIPS = 500
+SMALL = 5_000
+LEFT, RIGHT = "worker/0", "worker/1"
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the two processes do; the same for both."""
+
+    tensor_bytes: int
+    tensors: int
+    rounds: int
+    trips: int
+    small: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one process, each a list over the rounds."""
+
+    ours: list[float]
+    bare: list[float]
+    chunked: list[float]
+    trips: list[float]
+    small: float
+
+
+def bench_net(
+    *, tensor_bytes: int = TENSOR_BYTES, tensors: int = TENSORS, rounds: int = ROUNDS, trips: int = TRIPS, small: int = SMALL
+) -> Iterator[Case]:
+    """Goodput of large tensors (medians; all ways take turns in each round), round trips, and small messages."""
+    plan = Plan(tensor_bytes, tensors, rounds, trips, small)
+    left, right = run_processes([(LEFT, plan), (RIGHT, plan)], _measure)
+    volume = tensor_bytes * tensors / 1e9
+    ours, bare, chunked = (volume / statistics.median(times) for times in (right.ours, right.bare, right.chunked))
+    size = f"{tensor_bytes / 1e6:g} MB"
+    yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", f"bare pyzmq, frames of {size}", bare, "value/peer")
+    yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", "bare pyzmq, frames of 1 MiB", chunked, "value/peer")
+    yield case_of("net", "request and answer", 1e6 * statistics.median(left.trips), "us")
+    yield case_of("net", "small messages one way", small / right.small, "1/s")
+
+
+async def _measure(node: Node, plan: Plan) -> Measured:
+    other = RIGHT if node.peer == LEFT else LEFT
+    measured = Measured([], [], [], [], 0.0)
+    moves = await _Moves.meet(node, plan)
+    try:
+        for turn in range(-1, plan.rounds):  # the first is to warm up
+            for name in ("ours", "bare", "chunked") if turn % 2 else ("chunked", "bare", "ours"):
+                await together(node, other, f"{name} {turn}")
+                seconds = await getattr(moves, name)(turn)
+                if turn >= 0:
+                    getattr(measured, name).append(seconds)
+    finally:
+        moves.close()
+    await together(node, other, "trips")
+    if node.peer == LEFT:
+        for _ in range(plan.trips):
+            start = time.perf_counter()
+            await node.request(RIGHT, "together", "trip", timeout=WAIT_S)
+            measured.trips.append(time.perf_counter() - start)
+    await together(node, other, "small")
+    seconds = await _small(node, plan.small)
+    await together(node, other, "end")
+    return Measured(measured.ours, measured.bare, measured.chunked, measured.trips, seconds)
+
+
+async def _small(node: Node, count: int) -> float:
+    start = time.perf_counter()
+    for number in range(count):
+        if node.peer == LEFT:
+            await node.send(RIGHT, ("small",), ValuePayload(number))
+        else:
+            await node.receive(LEFT, ("small",))
+    return time.perf_counter() - start
+
+
+class _Moves:
+    """The ways to move ``plan.tensors`` tensors from left to right. Each returns the seconds until this side is done."""
+
+    def __init__(self, node: Node, plan: Plan, socket: zmq.Socket[bytes]) -> None:
+        self._node, self._plan, self._socket = node, plan, socket
+        self._sends = node.peer == LEFT
+        self._array = np.ones(plan.tensor_bytes // 4, np.float32)
+        self._bytes = memoryview(self._array.data).cast("B")
+
+    @classmethod
+    async def meet(cls, node: Node, plan: Plan) -> _Moves:
+        async def answer(_caller: str, _name: str) -> None:
+            return None
+
+        node.serve("together", answer)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        if node.peer == RIGHT:
+            socket = context.socket(zmq.PULL)
+            socket.setsockopt(zmq.RCVHWM, 8)
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            await node.send(LEFT, ("port",), ValuePayload(port))
+        else:
+            socket = context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 8)
+            socket.setsockopt(zmq.LINGER, 0)
+            async with asyncio.timeout(WAIT_S):
+                port_message = await node.receive(RIGHT, ("port",))
+            socket.connect(f"tcp://127.0.0.1:{port_message.meta!r}")
+        return cls(node, plan, socket)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    async def ours(self, turn: int) -> float:
+        payload = TensorPayload.of(self._array)
+        start = time.perf_counter()
+        for number in range(self._plan.tensors):
+            tag = ("tensor", turn, number)
+            if self._sends:
+                sent = await self._node.send(RIGHT, tag, payload)
+            else:
+                await self._node.receive(LEFT, tag, into=payload)
+        if self._sends:
+            await sent.wait_released()
+        return time.perf_counter() - start
+
+    async def bare(self, _turn: int) -> float:
+        return await asyncio.to_thread(self._move, self._plan.tensor_bytes)
+
+    async def chunked(self, _turn: int) -> float:
+        return await asyncio.to_thread(self._move, CHUNK_BYTES)
+
+    def _move(self, size: int) -> float:
+        """As fast as two sockets can: nothing is copied, and what comes is dropped."""
+        start = time.perf_counter()
+        for _ in range(self._plan.tensors):
+            moved = 0
+            while moved < self._plan.tensor_bytes:
+                if self._sends:
+                    self._socket.send(self._bytes[moved : moved + size], copy=False)
+                    moved += size
+                else:
+                    moved += len(self._socket.recv(copy=False))
+        return time.perf_counter() - start

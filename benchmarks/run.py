@@ -1,0 +1,110 @@
+"""Runs one benchmark by its name and prints its cases."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.errors import UsageError
+
+NAMES = (
+    "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
+    "efficiency", "loader", "study",
+)  # fmt: skip
+#: Those of which parts may be run alone.
+DIVIDED = ("cluster", "efficiency", "merged")
+
+
+def run_bench(
+    name: str,
+    *,
+    json_lines: bool = False,
+    encrypted: bool = False,
+    mxnet_python: str | None = None,
+    mxnet_script: str | None = None,
+    mpi_python: str | None = None,
+    mpi_script: str | None = None,
+    parts: Sequence[str] = (),
+    workers: Sequence[int] = (),
+    data: str | None = None,
+) -> int:
+    """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
+
+    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
+    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is."""
+    if encrypted and name != "net":
+        raise UsageError(f"benchmark {name} has no --encrypted: net has")
+    if parts and name not in DIVIDED:
+        raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
+    if workers and name != "efficiency":
+        raise UsageError(f"benchmark {name} has no --workers: efficiency has")
+    cases = (
+        _in_parts(name, parts, workers, data)
+        if name in DIVIDED
+        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+    )
+    if json_lines:
+        for case in cases:
+            print(json.dumps(case), flush=True)
+        return 0
+    console = Console()
+    table = Table("case", "value", "unit", "peer", "peer's", "ratio", box=None, header_style="bold")
+    for case in cases:
+        ratio = case.get("ratio")
+        table.add_row(
+            str(case["case"]),
+            _number(case["value"]),
+            str(case["unit"]),
+            str(case.get("peer") or ""),
+            _number(case.get("peer_value")),
+            "" if ratio is None else f"{ratio:.2f}",
+        )
+        if console.is_terminal:
+            console.print(f"measured: {case['case']}", style="dim", highlight=False)
+    console.print(table)
+    console.print("ratio: above 1 means better than the peer, measured in the same run", style="dim")
+    return 0
+
+
+def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[Mapping[str, Any]]:
+    """Of those that have parts: these, or all."""
+    if name == "cluster":
+        from benchmarks import cluster
+
+        return cluster.bench_cluster(parts or cluster.PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
+    if name == "merged":
+        from benchmarks import merged
+
+        return merged.bench_merged(parts=parts or merged.PARTS)
+    from benchmarks import efficiency
+
+    return efficiency.bench_efficiency(parts=parts or efficiency.PARTS, workers=workers or efficiency.WORKERS)
+
+
+#: A peer's Python, and the script that times it.
+_Peer: TypeAlias = tuple[str | None, str | None]
+
+
+def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
+    """Of one without parts: ``bench_NAME`` of the module with the benchmark's name."""
+    if name not in NAMES:
+        raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
+    if encrypted:
+        from benchmarks.encrypted import bench_encrypted
+
+        return iter(bench_encrypted())
+    peers = {
+        "server": {"mxnet_python": mxnet[0], "mxnet_script": mxnet[1]},
+        "host": {"mpi_python": mpi[0], "mpi_script": mpi[1]},
+    }
+    return iter(getattr(import_module(f"benchmarks.{name}"), f"bench_{name}")(**peers.get(name, {})))
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:,.4g}"

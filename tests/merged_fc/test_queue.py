@@ -1,0 +1,180 @@
+"""Who is next on an FC server, and which gradients take effect."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import ProtocolError
+from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, WorkerPlace
+from zmqtrain.server.staleness import Policy
+
+ASYNC, SYNC = Policy("async"), Policy("sync")
+
+
+def step_of(queue: FcQueue, group: int, step: int, size: int = 1) -> None:
+    for position in range(size):
+        queue.arrived(WorkerPlace(group, position), step, 0, 1)
+
+
+def test_a_batch_is_complete_when_all_of_a_group_have_sent_their_parts() -> None:
+    queue = FcQueue(2, 3, ASYNC)
+    for place in (WorkerPlace(0, 1), WorkerPlace(1, 0), WorkerPlace(0, 0)):
+        queue.arrived(place, 0, 0, 1)
+    assert queue.next() is None
+    queue.arrived(WorkerPlace(0, 2), 0, 0, 1)
+    assert queue.next() == Turn(0, 0, 0, (0, 1, 2), last=True)
+    assert queue.next() is None
+
+
+def test_asynchronous_updates_are_at_once_and_never_stale() -> None:
+    queue = FcQueue(3, 1, ASYNC)
+    for group in (2, 0, 1):
+        step_of(queue, group, 0)
+    order = []
+    for version in range(3):
+        turn = queue.next()
+        assert isinstance(turn, Turn)
+        order.append(turn.group)
+        assert queue.computed(turn) == Applied((turn.group,), (0,), (0,), "applied on arrival")
+        assert queue.version == version + 1
+    assert order == [2, 0, 1]
+
+
+def test_synchronous_updates_are_of_all_groups() -> None:
+    queue = FcQueue(2, 1, SYNC)
+    step_of(queue, 1, 0)
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    assert queue.computed(turn) is None
+    step_of(queue, 0, 0)
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    applied = queue.computed(turn)
+    assert applied is not None
+    assert (applied.groups, applied.steps, applied.staleness) == ((0, 1), (0, 0), (0, 0))
+
+
+def test_nobody_waits_for_a_group_that_left() -> None:
+    queue = FcQueue(2, 1, SYNC)
+    step_of(queue, 0, 0)
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    assert queue.computed(turn) is None
+    applied = queue.left(1)
+    assert applied is not None
+    assert applied.groups == (0,)
+    assert queue.left(1) is None
+    assert list(queue.groups) == [0]
+
+
+def test_the_turn_goes_to_who_waits_since_his_last_one() -> None:
+    """A group that is always there again at once takes turns with the others."""
+    queue = FcQueue(3, 1, ASYNC)
+    steps, turns = [0, 0, 0], Counter[int]()
+    for group in range(3):
+        step_of(queue, group, 0)
+    for _ in range(30):
+        turn = queue.next()
+        assert isinstance(turn, Turn)
+        queue.computed(turn)
+        turns[turn.group] += 1
+        steps[turn.group] += 1
+        step_of(queue, turn.group, steps[turn.group])
+    assert set(turns.values()) == {10}
+
+
+def test_evaluations_take_turns_with_groups() -> None:
+    queue = FcQueue(1, 1, ASYNC)
+    queue.asked("worker/0", 0)
+    step_of(queue, 0, 0)
+    assert queue.next() == EvaluationTurn("worker/0", 0)
+    queue.asked("worker/0", 1)
+    assert isinstance(queue.next(), Turn)
+    assert queue.next() == EvaluationTurn("worker/0", 1)
+
+
+def test_micro_batches_are_in_order_and_one_is_ahead() -> None:
+    queue = FcQueue(2, 1, ASYNC)
+    queue.arrived(WorkerPlace(0, 0), 0, 0, 3)
+    queue.arrived(WorkerPlace(0, 0), 0, 1, 3)
+    with pytest.raises(ProtocolError, match="before it had the gradients"):
+        queue.arrived(WorkerPlace(0, 0), 0, 2, 3)
+    first = queue.next()
+    assert isinstance(first, Turn)
+    assert (first.micro_batch, first.last) == (0, False)
+    assert queue.computed(first) is None
+    queue.arrived(WorkerPlace(0, 0), 0, 2, 3)
+    # Another group's update comes between: what the first group computed before is stale by one.
+    step_of(queue, 1, 0)
+    other = queue.next()
+    assert other == Turn(1, 0, 0, (0,), last=True)
+    assert queue.computed(other) is not None  # type: ignore[arg-type]
+    for micro_batch in (1, 2):
+        turn = queue.next()
+        assert isinstance(turn, Turn)
+        assert (turn.micro_batch, turn.last) == (micro_batch, micro_batch == 2)
+        applied = queue.computed(turn)
+    assert applied is not None
+    assert applied.staleness == (1,)
+
+
+def test_workers_may_have_fewer_micro_batches_than_others() -> None:
+    queue = FcQueue(1, 2, ASYNC)
+    queue.arrived(WorkerPlace(0, 0), 0, 0, 2)
+    queue.arrived(WorkerPlace(0, 0), 0, 1, 2)
+    assert queue.next() is None
+    queue.arrived(WorkerPlace(0, 1), 0, 0, 1)
+    assert queue.next() == Turn(0, 0, 0, (0, 1), last=False)
+    assert queue.next() == Turn(0, 0, 1, (0,), last=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "micro_batch", "micro_batches", "said"),
+    [
+        (1, 0, 1, "due is 0 of step 0"),
+        (0, 1, 2, "due is 0 of step 0"),
+        (0, 0, 0, "has 0 micro-batches"),
+        (0, 0, 1 << 20, "micro-batches"),
+    ],
+)
+def test_what_is_not_due_is_refused(step: int, micro_batch: int, micro_batches: int, said: str) -> None:
+    queue = FcQueue(1, 1, ASYNC)
+    with pytest.raises(ProtocolError, match=said):
+        queue.arrived(WorkerPlace(0, 0), step, micro_batch, micro_batches)
+    step_of(queue, 0, 0)
+    with pytest.raises(ProtocolError, match="due is 0 of step 1"):
+        step_of(queue, 0, 0)
+    with pytest.raises(ProtocolError, match="before it had the gradients"):
+        step_of(queue, 0, 1)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.sampled_from([ASYNC, SYNC]))
+def test_every_step_takes_effect_once_and_in_order(arrivals: list[int], policy: Policy) -> None:
+    queue, sent, applied = FcQueue(4, 1, policy), [0] * 4, [0] * 4
+    free = [True] * 4
+
+    def compute() -> None:
+        while (turn := queue.next()) is not None:
+            assert isinstance(turn, Turn)
+            update = queue.computed(turn)
+            if update is not None:
+                assert update.staleness == (0,) * len(update.groups)
+                for group, step in zip(update.groups, update.steps, strict=True):
+                    assert step == applied[group]
+                    applied[group] += 1
+                    free[group] = True
+
+    for group in arrivals:
+        if free[group]:
+            step_of(queue, group, sent[group])
+            sent[group] += 1
+            free[group] = False
+        compute()
+    if policy is ASYNC:
+        assert applied == sent
+    else:
+        assert applied == [min(sent)] * 4

@@ -1,0 +1,135 @@
+"""What the launcher makes of what roles tell, and what is said of a run at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqtrain.errors import ConnectivityError, TaskError
+from zmqtrain.membership.actions import Failure, Outcome
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.run.ending import Ending, ending_of
+from zmqtrain.run.record import RunRecord
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+
+NAN = {
+    "kind": "nan", "rank": 1, "step": 2, "peer": "worker/1", "message": "the loss is nan", "type": "NonFiniteLossError",
+    "verdict": "user code", "exit_code": 3,
+}  # fmt: skip
+REPORT = {"peer": "worker/1", "type": "NonFiniteLossError", "message": "the loss is nan", "verdict": "user code", "exit_code": 3}
+
+
+def _failure(peer: str, code: int, report: dict[str, Any] | None, *, consequence: bool) -> Failure:
+    error = ConnectivityError("lost") if consequence else TaskError("failed")
+    return Failure(peer, "h1", code, "it failed", report, consequence, error)
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        (),
+        (_failure("worker/1", 3, REPORT, consequence=False),),
+        (_failure("worker/0", -15, None, consequence=True),),
+        (_failure("worker/0", 128, {**REPORT, "exit_code": 128, "type": "PeerLostError"}, consequence=True),),
+        (_failure("worker/0", -9, None, consequence=True), _failure("worker/1", 3, REPORT, consequence=False)),
+    ],
+    ids=["nobody says", "who had it", "ended by its agent", "lost others", "both"],
+)
+def test_a_bad_loss_ends_a_run_in_the_same_way_whoever_is_first_to_say_so(failures: tuple[Failure, ...]) -> None:
+    outcome = Outcome.of("it failed" if failures else None, failures, NAN)
+    ending = ending_of(outcome)
+    assert (ending.status, ending.exit_code) == ("failed", 3)
+    assert ending.error is not None
+    assert {key: ending.error[key] for key in ("type", "verdict", "peer")} == {
+        key: REPORT[key] for key in ("type", "verdict", "peer")
+    }
+
+
+@pytest.mark.parametrize(
+    ("complete", "resumed", "said"),
+    [
+        ((100, 358), None, r"before step 358: --resume .*run goes on$"),
+        ((100,), None, r"no checkpoint of that was kept, and --resume .*run goes on from step 100$"),
+        ((), None, "no checkpoint was kept$"),
+        ((), "before/run", "nothing was trained, and --resume before/run goes on$"),
+    ],
+)
+def test_a_preempted_run_says_from_where_it_goes_on(
+    complete: tuple[int, ...], resumed: str | None, said: str, tmp_path: Path
+) -> None:
+    topology, view = Topology.from_dict({"job": {"name": "x"}}), View()
+    directory = RunDirectory.create("x", exact=tmp_path / "run")
+    description = RunDescription(topology, place(topology), str(tmp_path), None, resumed)
+    record = RunRecord(description, directory, view, world="simulated", clock=lambda: 0.0)
+    for step in complete:
+        record.checkpoint_event("checkpoint complete", {"step": step, "seconds": 0.1, "folder": "f"})
+    record.checkpoint_event("checkpoint failed", {"step": 200, "reason": "checkpoint 200 is given up"})
+    record.event("worker/0", {"kind": "stopped", "step": 358, "values": {"kept": False}})
+    summary = record.write_up(Ending("preempted", 138), 9.0)
+    assert "warning: checkpoint 200 is given up" in view.notes
+    assert re.search(said, view.notes[-1])
+    assert summary["checkpoints"]["failed"] == [{"step": 200, "reason": "checkpoint 200 is given up"}]
+    assert "checkpoint failed" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+class View:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.group_of: Mapping[str, int] = {}
+
+    def begin(self, title: str) -> None: ...
+    def event(self, event: Mapping[str, Any], now: float) -> None: ...
+    def log(self, peer: str, text: str) -> None: ...
+    def end(self) -> None: ...
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        self.group_of = group_of
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def record_of(folder: Path, text: str) -> tuple[RunRecord, View]:
+    topology = parse_topology("[job]\n" + text)
+    view = View()
+    directory = RunDirectory.create("trial", parent=folder)
+    return RunRecord(RunDescription(topology, place(topology), folder="."), directory, view, world="real", clock=lambda: 0.0), view
+
+
+def test_a_peer_that_is_left_alone_has_nobody_to_gossip_with(tmp_path: Path) -> None:
+    record, view = record_of(tmp_path, '[[hosts]]\nname = "h[1-3]"\nslots = 1\n[exchange]\nkind = "gossip"\n')
+    for members in (["worker/0", "worker/2"], ["worker/2"]):
+        for peer in members:
+            record.report(peer, [{"kind": "view", "time": 1.0, "step": 7, "values": {"members": members, "reason": "lost"}}])
+    record._directory.close()
+    assert view.notes == ["warning: worker/2 is alone from step 7 on: it has nobody to gossip with"]
+
+
+def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
+    """Where the file leaves it open who they are, the title says so, and the groups are those that are settled then."""
+    record, view = record_of(tmp_path, '[engine]\nkind = "environment"\n')
+    assert ": a worker for each device or host, allreduce on the hosts that come;" in record.title()
+    hosts = parse_topology('[job]\n[[hosts]]\nname = "n[1-3]"\nslots = 4\n').hosts
+    topology = parse_topology('[job]\n[engine]\nkind = "environment"\n').with_hosts(hosts)
+    record.settle(RunDescription(topology, place(topology), folder="."))
+    assert view.group_of == {"worker/0": 0, "worker/1": 0, "worker/2": 0}
+    assert ": 1 group(s) of 3 worker(s), allreduce on 3 host(s);" in record.title()
+    record.event("worker/2", {"kind": "eval", "time": 1.0, "step": 1, "values": {}})
+    (run,) = tmp_path.iterdir()
+    record._directory.close()
+    assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["host"] == "n3"
+
+
+def test_a_warning_of_a_role_is_shown(tmp_path: Path) -> None:
+    record, view = record_of(tmp_path, "")
+    record.report("worker/0", [{"kind": "warning", "time": 1.0, "step": 0, "values": {"text": "mind this"}}])
+    record._directory.close()
+    assert view.notes == ["warning: worker/0: mind this"]

@@ -1,0 +1,113 @@
+"""Waiting: several coroutines as one, and no longer than a limit. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.simulate.clock import run_virtual
+from zmqtrain.waiting import first_error, in_time, task_group, together
+
+
+def test_together_waits_for_all() -> None:
+    ended: list[float] = []
+
+    async def one(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        ended.append(seconds)
+
+    async def main() -> float:
+        await together()
+        await together(one(3.0))
+        await together(one(2.0), one(1.0))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+    assert ended == [3.0, 1.0, 2.0]
+
+
+def test_the_first_error_ends_the_others_and_comes_without_a_group() -> None:
+    ended: list[str] = []
+
+    async def lasting() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.append("cancelled")
+
+    async def bad() -> None:
+        await asyncio.sleep(1)
+        raise ZeroDivisionError
+
+    async def grouped() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(lasting())
+            tasks.create_task(bad())
+
+    async def main() -> float:
+        for wait in (lambda: together(lasting(), bad()), grouped):
+            with pytest.raises(ZeroDivisionError):
+                await wait()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 2.0
+    assert ended == ["cancelled"] * 2
+
+
+def test_the_first_error_of_groups_in_groups() -> None:
+    error = KeyError("x")
+    assert first_error(ExceptionGroup("", [ExceptionGroup("", [error, ValueError()]), TypeError()])) is error
+    assert first_error(error) is error
+
+
+async def _late() -> None:
+    await asyncio.sleep(100)
+
+
+async def _own() -> None:
+    raise TimeoutError("its own")
+
+
+async def _inner() -> None:
+    async with in_time("b", "its word", 1.0):
+        await asyncio.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("wait", "limit_s", "error", "after_s"),
+    [
+        (_late, 5.0, PeerTimeoutError("a", "an answer", 5.0, "patience="), 5.0),
+        (_own, 5.0, TimeoutError("its own"), 0.0),
+        (_inner, 5.0, PeerTimeoutError("b", "its word", 1.0), 1.0),
+        (_late, 200.0, None, 100.0),
+        (_late, None, None, 100.0),
+    ],
+)
+def test_a_limit(wait: Callable[[], Awaitable[None]], limit_s: float | None, error: Exception | None, after_s: float) -> None:
+    async def main() -> tuple[BaseException | None, float]:
+        raised: BaseException | None = None
+        try:
+            async with in_time("a", "an answer", limit_s, "patience="):
+                await wait()
+        except TimeoutError as caught:
+            raised = caught
+        return raised, asyncio.get_running_loop().time()
+
+    raised, now = run_virtual(main())
+    assert (type(raised), str(raised), now) == (type(error), str(error), after_s)
+
+
+def test_who_is_waited_for_may_be_asked_when_it_is_late() -> None:
+    missing = ["a", "b"]
+
+    async def main() -> None:
+        async with in_time(lambda: ", ".join(missing), "their parts", 5.0):
+            missing.remove("a")
+            await asyncio.sleep(100)
+
+    with pytest.raises(PeerTimeoutError, match=r"^b did not answer") as caught:
+        run_virtual(main())
+    assert caught.value.setting == "[job] timeout"

@@ -1,0 +1,202 @@
+"""Between an event loop and a thread of plain code: the compute thread of a worker, or the thread that a script runs in.
+
+The thread begins coroutines on the loop and waits for what they return. It waits at a condition of its device's, so it does the
+same on virtual time as on real threads. While it waits, a coroutine may have something computed in it (`Bridge.compute`): so all of
+torch's work stays in one thread, with its CUDA stream and its settings::
+
+    thread                                   loop
+    begun = bridge.begin(work, "...")  ───>  work runs
+    ...                                        │
+    begun.wait()                       <───  await bridge.compute(function)      function runs in the thread that waits
+                                       ───>  work goes on
+                                       <───  what it returns, or raises
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from zmqtrain.data.background import Condition
+from zmqtrain.errors import ConnectivityError, PeerTimeoutError, UsageError
+
+T = TypeVar("T")
+
+
+class Bridge:
+    """Made on the event loop, for one thread. `begin`, `call` and `Begun.wait` are called in the thread, `abort` in any, `compute`
+    and `close` on the loop."""
+
+    def __init__(self, condition: Condition, clock: Callable[[], float], timeout_s: float) -> None:
+        """
+        Args:
+            condition: what the thread waits at, of its device.
+            clock: seconds, of its device.
+            timeout_s: longer than all time-outs that the coroutines have themselves: it only matters where the loop itself hangs.
+        """
+        self.loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self.changed, self.clock, self.timeout_s = condition, clock, timeout_s
+        self.error: BaseException | None = None
+        """What `abort` was given."""
+        self._jobs: deque[Callable[[], None]] = deque()  # to be computed by the thread when it waits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def begin(self, work: Coroutine[Any, Any, T], what: str) -> Begun[T]:
+        """Let the loop run ``work``. Call `Begun.wait` next. ``what`` it is for, in words."""
+        begun: Begun[T] = Begun(self, what)
+        try:
+            self.loop.call_soon_threadsafe(self._start, work, begun)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            if self.error is None:
+                raise
+        return begun
+
+    def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """What ``work`` returns. A KeyboardInterrupt cancels it, and so does whatever else ends the wait.
+
+        Raises what ``work`` raises, what `abort` was given, and `UsageError` on the loop's own thread."""
+        try:
+            self.check_thread(what)
+        except UsageError:
+            work.close()
+            raise
+        begun = self.begin(work, what)
+        try:
+            return begun.wait()
+        except BaseException:
+            begun.cancel()
+            raise
+
+    def check_thread(self, what: str) -> None:
+        """Raise `UsageError` on the loop's own thread, which must never wait for itself."""
+        if threading.get_ident() == self._loop_thread:
+            raise UsageError(f"{what} waits for the network, so it cannot run on the event loop: use `await session.run(function)`")
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns, computed in the thread while it waits: to be awaited by something that it waits for."""
+        outcome: asyncio.Future[T] = self.loop.create_future()
+
+        def settle(setter: Callable[[Any], None], value: object) -> None:
+            if not outcome.done():  # else its waiter was cancelled
+                setter(value)
+
+        def job() -> None:
+            if outcome.cancelled():
+                return
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - handed to the coroutine
+                self.loop.call_soon_threadsafe(settle, outcome.set_exception, error)
+            except BaseException:  # a KeyboardInterrupt is the thread's own
+                self.loop.call_soon_threadsafe(outcome.cancel)
+                raise
+            else:
+                self.loop.call_soon_threadsafe(settle, outcome.set_result, result)
+
+        with self.changed:
+            self._jobs.append(job)
+            self.changed.notify_all()
+        return await outcome
+
+    def abort(self, error: BaseException) -> None:
+        """Every wait, now and later, raises ``error``, or the error of an earlier call."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+
+    async def close(self) -> None:
+        """Cancel what is under way. Every wait, now and later, raises `ConnectivityError`, or what `abort` was given before."""
+        self._closed = True
+        self.abort(ConnectivityError("this worker has ended"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _start(self, work: Coroutine[Any, Any, T], begun: Begun[T]) -> None:
+        if self._closed:
+            work.close()
+            return
+        begun._task = task = self.loop.create_task(self._run(work, begun), name=begun.what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
+
+    async def _run(self, work: Coroutine[Any, Any, T], begun: Begun[T]) -> None:
+        result: list[T] = []
+        error: BaseException | None = None
+        try:
+            result.append(await work)
+        except asyncio.CancelledError:
+            error = self.error or ConnectivityError(f"{begun.what} was cancelled")
+            raise
+        except Exception as raised:  # noqa: BLE001 - it is raised where it is waited for
+            error = raised
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            with self.changed:
+                begun._result, begun._error = result, error
+                self.changed.notify_all()
+
+
+class Begun(Generic[T]):
+    """Something under way. Made by `Bridge.begin`."""
+
+    def __init__(self, bridge: Bridge, what: str) -> None:
+        self._bridge, self.what = bridge, what
+        self._task: asyncio.Task[None] | None = None
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self.waited_s = 0.0
+        """Seconds that `wait` has taken."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return bool(self._result) or self._error is not None or self._bridge.error is not None
+
+    def wait(self) -> T:
+        """Block until it is done, and compute meanwhile what `Bridge.compute` asks for. Returns what the coroutine has returned.
+
+        Raises what the coroutine has raised, what `Bridge.abort` was given, or `PeerTimeoutError` where the loop hangs."""
+        if not self.ended:
+            start = self._bridge.clock()
+            try:
+                self._wait()
+            finally:
+                self.waited_s += self._bridge.clock() - start
+        error = self._error or (None if self._result else self._bridge.error)
+        if error is not None:
+            raise error
+        return self._result[0]
+
+    def cancel(self) -> None:
+        """Give it up."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._bridge.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _wait(self) -> None:
+        bridge = self._bridge
+        while True:
+            with bridge.changed:
+                if not bridge.changed.wait_for(lambda: self.ended or bool(bridge._jobs), bridge.timeout_s):
+                    raise PeerTimeoutError("the event loop", self.what, bridge.timeout_s)
+                if self.ended:
+                    return
+                job = bridge._jobs.popleft()
+            job()  # which may begin and wait in its turn

@@ -1,0 +1,30 @@
+"""The device of a loop that is not ours: its thread computes, while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from zmqtrain.data.bridge import Bridge
+from zmqtrain.train.device.base import Staging
+from zmqtrain.train.device.threads import RealThreads
+
+T = TypeVar("T")
+
+
+class CallersDevice(RealThreads):
+    """A `Device` whose compute thread is the caller's own."""
+
+    def __init__(self, bridge: Bridge, torch_device: torch.device, staging: Staging | None) -> None:
+        super().__init__()
+        self._bridge = bridge
+        self.torch_device = torch_device
+        self.staging = staging
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await self._bridge.compute(function)
+
+    async def close(self, timeout_s: float) -> None:
+        return None

@@ -1,0 +1,202 @@
+"""Trials as runs: in the simulated world, emulated, or launched."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from zmqtrain.errors import ConnectivityError, HostLostError, NonFiniteLossError, TaskError, UsageError, ZmqTrainError
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.run import Launch
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.loop import run
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.run.preemption import INTERRUPTED
+from zmqtrain.simulate.faults import faults_of, later
+from zmqtrain.simulate.run import Options, resolved, simulate
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
+from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.job import job_of
+from zmqtrain.tune.trial import Outcome, Trial
+
+_NOT_FINITE = NonFiniteLossError.__name__
+ERROR = "error.json"
+#: What a trial's failure is raised as, by its exit code.
+ERRORS: Mapping[int, type[ZmqTrainError]] = {
+    each.exit_code: each for each in (UsageError, TaskError, ConnectivityError, HostLostError)
+}
+
+
+class Runs(Protocol):
+    """Makes a run of a trial."""
+
+    elapsed_s: float
+    """What all trials before have taken, in the time of the world. For whoever drives to say."""
+
+    def run(self, trial: Trial) -> Outcome:
+        """Start it, hear how it goes, and end it. Raises what went wrong (not that it diverged), and ``KeyboardInterrupt``."""
+        ...
+
+    def shows(self, trial: Trial) -> bool:
+        """Whether people see how it goes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where trials lie: one folder each, with the checkpoints of those that train."""
+
+    path: Path
+
+    def of(self, number: int) -> Path:
+        """A trial's."""
+        return self.path / f"{number:03d}"
+
+    def emptied(self, number: int) -> Path:
+        """A trial's, without what an interrupted one may have left there."""
+        folder = self.of(number)
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def weights(self, trial: Trial) -> Path | None:
+        """Where it begins."""
+        return None if trial.start is None else self.of(trial.start) / "checkpoints"
+
+
+@dataclass(slots=True)
+class SimulatedRuns:
+    """Implements `Runs` on virtual time. The file's faults come when the search and training are so old in all."""
+
+    topology: Topology
+    folders: Folders
+    data_path: str | None
+    elapsed_s: float = 0.0
+
+    def run(self, trial: Trial) -> Outcome:
+        topology = job_of(self.topology, trial, self.folders.weights(trial))
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        halt: list[Callable[[str], None]] = []
+
+        def hear(peer: str, events: list[dict[str, Any]]) -> None:
+            role, _, index = peer.partition("/")
+            for event in events:
+                hearing.hear(event, int(index) if role == "worker" else None)
+            if hearing.stop is not None and halt:
+                halt.pop()(hearing.stop)
+
+        checkpoints = self.folders.emptied(trial.number) / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        faults = later(faults_of(self.topology), self.elapsed_s)
+        options = Options(
+            faults=faults,
+            data_path=self.data_path,
+            checkpoints=checkpoints,
+            on_report=hear,
+            on_begin=lambda stop: halt.append(stop),
+        )
+        result = simulate(resolved(topology, topology.job.seed), options=options)
+        gc.collect()  # models and data of all workers, which are in cycles: nothing else would make Python look for them
+        error = result.ending.error or {}
+        _require_sound(trial, result.ending.status, error, hearing)
+        return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
+
+    def shows(self, trial: Trial) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class LaunchedRuns:
+    """Implements `Runs` with processes on the hosts, or (with ``emulation``) on this machine behind a network like theirs."""
+
+    topology: Topology
+    folders: Folders
+    data_path: str | None
+    folder: str
+    """That relative paths in the file begin at."""
+    emulation: Emulation | None = None
+    elapsed_s: float = 0.0
+
+    def run(self, trial: Trial) -> Outcome:
+        topology = job_of(self.topology, trial, self.folders.weights(trial))
+        tune = topology.tune
+        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        directory = RunDirectory.create(topology.job.name, exact=self.folders.emptied(trial.number))
+        directory.write("topology.toml", topology.to_toml())
+        description = RunDescription(topology, place(topology), self.folder, self.data_path)
+        view = Listening(hearing)
+        launch = Launch(description, directory, view, emulation=self.emulation)
+        view.halt = launch.halt
+        code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        error = read_if_there(directory.path / ERROR)
+        _require_sound(trial, "failed" if code else "done", error, hearing, directory.path)
+        return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
+
+    def shows(self, trial: Trial) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Listening:
+    """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run where there is a reason."""
+
+    hearing: Hearing
+    halt: Callable[[str], None] = field(default=lambda _: None)
+    _halted: bool = False
+
+    def begin(self, title: str) -> None: ...
+
+    def regroup(self, group_of: Mapping[str, int]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def log(self, peer: str, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        self.hearing.hear(event, event.get("rank"))
+        if self.hearing.stop is not None and not self._halted:
+            self._halted = True
+            self.note(f"stopping: {self.hearing.stop}")
+            self.halt(self.hearing.stop)
+
+
+def read_if_there(file: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def diverged_as(folder: Path) -> bool:
+    """Whether the run in the folder has failed because its loss was no number."""
+    return bool(read_if_there(folder / ERROR).get("type") == _NOT_FINITE)
+
+
+async def timed(life: Awaitable[int]) -> tuple[int, float]:
+    """What it returns, and how long it took on the loop's clock."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    return await life, clock() - start
+
+
+def _require_sound(trial: Trial, status: str, error: Mapping[str, Any], hearing: Hearing, folder: Path | None = None) -> None:
+    """Raise unless the run is done, was stopped on purpose, or diverged: an error with the exit code that the run had."""
+    if status in ("done", "stopped") or hearing.stop is not None or error.get("type") == _NOT_FINITE:
+        return
+    lines = [f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}"]
+    lines.append(f"  trial {trial.number} ({trial.phase}): {trial.setting}")
+    if folder is not None:
+        lines.append(f"  what its processes printed: {folder / 'logs'}")
+    if error.get("shown"):
+        lines.append(str(error["shown"]).rstrip())
+    code = int(error.get("exit_code") or ZmqTrainError.exit_code)
+    raise ERRORS.get(code, ZmqTrainError)("\n".join(lines))

@@ -1,0 +1,137 @@
+"""Processes on the other side: the agent's supervisor, and following processes by number. Needs only Python, as `remote` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import Any
+
+#: Tells the agent which process it must not outlive (as `zmqtrain.launcher.local.PARENT`, which may not be here).
+PARENT = "ZMQTRAIN_PARENT_PID"
+#: How often a process is looked at that cannot be waited for.
+LOOK_S = 0.1
+#: How long killed processes may take to be gone.
+KILLED_S = 5.0
+
+
+def keep(command: list[str], environ: dict[str, str], folder: str, run: str, tell: int) -> None:
+    """The supervisor's life: start the agent, wait for it, end what it has left, and write its exit code down. Never returns."""
+    try:
+        os.setsid()
+        # Handlers, not SIG_IGN: that would be handed down to the agent.
+        agents: list[Any] = []
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: [agent.terminate() for agent in agents])
+        log = os.open(os.path.join(run, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        write_whole(os.path.join(run, "agent.json"), json.dumps({"supervisor": os.getpid(), "began": began(os.getpid())}))
+        environ[PARENT] = str(os.getpid())
+        try:
+            agent = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            write_whole(os.path.join(run, "exit"), "127")
+            os.write(tell, json.dumps({"error": f"cannot start {command[0]} in {folder}: {error.strerror}"}).encode())
+            return
+        agents.append(agent)
+        os.write(tell, json.dumps({"pid": agent.pid}).encode())
+        os.close(tell)
+        code = agent.wait()
+        end_session(os.getpid(), but=os.getpid())
+        write_whole(os.path.join(run, "exit"), str(code))
+    finally:
+        os._exit(0)
+
+
+def write_whole(path: str, text: str) -> None:
+    """Write a file whole: nobody ever sees half of it."""
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(path + ".tmp", path)
+
+
+def _stat(process: int) -> list[str]:
+    """What the kernel says of a process, from its state on. Empty where it is gone, or elsewhere than on Linux."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def began(process: int) -> str:
+    """When a process began, in a way that no other process on this host can have under the same number."""
+    fields = _stat(process)
+    if not fields:
+        return ""
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+        return file.read().strip() + " " + fields[19]
+
+
+def alive(process: int) -> bool:
+    fields = _stat(process)
+    if fields:
+        return fields[0] not in "ZX"  # it has ended, though nobody has asked how
+    if os.path.isdir("/proc/self"):
+        return False
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
+
+
+def open_pidfd(process: int | None) -> int | None:
+    """What tells of a process's end at once; ``None`` where the kernel has no such thing."""
+    if process is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None
+
+
+def send(process: int, number: int) -> None:
+    with suppress(OSError):  # it has ended
+        os.kill(process, number)
+
+
+def end_session(session: int, but: int = 0) -> None:
+    """Kill every process of a session but one, until there is none: a process that is being killed may have forked another."""
+    end = time.monotonic() + KILLED_S
+    while time.monotonic() < end:
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+        found = []
+        for number in numbers:
+            fields = _stat(number)
+            if number != but and len(fields) > 3 and fields[3] == str(session) and fields[0] not in "ZX":
+                found.append(number)
+        if not found:
+            return
+        for number in found:
+            send(number, signal.SIGKILL)
+        time.sleep(LOOK_S / 10)
+
+
+def wait_until_gone(process: int, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    handle = open_pidfd(process)
+    try:
+        while alive(process) and time.monotonic() < end:
+            left = max(0.0, end - time.monotonic())
+            if handle is None:
+                time.sleep(min(left, LOOK_S))
+            else:
+                select.select([handle], [], [], left)
+                if select.select([handle], [], [], 0)[0]:
+                    return
+    finally:
+        if handle is not None:
+            os.close(handle)

@@ -1,0 +1,126 @@
+"""A worker's side of the FC server, on the event loop: activations go out, their gradients come back.
+
+The tensors that are sent must stay as they are until the answer is there: within a host the server reads them where they lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
+from zmqtrain.exchange.checkpoint_part import unpack_manifest
+from zmqtrain.merged_fc.messages import (
+    PRIORITY,
+    ActivationsMeta,
+    AnswerMeta,
+    activations_tag,
+    answer_tag,
+    evaluate_tag,
+    gradient_tag,
+    measured_tag,
+    model_tag,
+)
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.waiting import together
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+
+
+class FcClient:
+    """One worker's. Waits raise `PeerLostError`, `PeerTimeoutError`, or the `ProtocolError` with which the server refuses."""
+
+    def __init__(self, endpoint: Endpoint, server: PeerId, ladder: Ladder) -> None:
+        self._endpoint, self._server, self._ladder = endpoint, server, ladder
+        self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._evaluations = 0
+        endpoint.serve("fc_refused", self._on_refused)
+
+    async def train(
+        self,
+        step: int,
+        micro_batch: int,
+        meta: ActivationsMeta,
+        tensors: Sequence[Payload],
+        into: Sequence[Payload],
+        sent: Callable[[], Awaitable[None]] | None = None,
+    ) -> AnswerMeta:
+        """Send a micro-batch; on return the gradients that are wanted lie in ``into``, if the answer says that there are any.
+
+        ``sent`` is called once everything is queued."""
+        tags = [activations_tag(step, micro_batch, place) for place in range(len(tensors))]
+        await self._send(tags, tensors, meta)
+        if sent is not None:
+            await sent()
+        what = f"the gradients of the activations of step {step}"
+        answer = AnswerMeta.from_value((await self._receive(answer_tag(step, micro_batch), what)).meta)
+        if answer.gradients:
+            if answer.gradients != len(into):
+                raise ProtocolError(f"{self._server} has {answer.gradients} gradients for {len(into)} activations")
+            tagged = [(gradient_tag(step, micro_batch, place), target) for place, target in enumerate(into)]
+            await together(*(self._receive(tag, what, into=target) for tag, target in tagged))
+        return answer
+
+    async def evaluate(self, meta: ActivationsMeta, tensors: Sequence[Payload]) -> list[float]:
+        """The sums of the metrics over a batch."""
+        number, self._evaluations = self._evaluations, self._evaluations + 1
+        await self._send([evaluate_tag(number, place) for place in range(len(tensors))], tensors, meta)
+        measured = (await self._receive(measured_tag(number), "an evaluation")).meta
+        match measured:
+            case list() if all(isinstance(each, int | float) for each in measured):
+                return [float(each) for each in measured]
+        raise ProtocolError(f"{self._server} answers an evaluation with {measured!r:.100}")
+
+    async def keep(self, step: int, *, save: bool) -> None:
+        """Have the server keep its part of the model at ``step`` as it is now; ``save``: in a checkpoint, too."""
+        await self._endpoint.request(self._server, "fc_keep", step, save, timeout=self._ladder.barrier_s)
+
+    async def hold(self, held: bool) -> None:
+        """Have the server train nobody while this worker's group evaluates; then again."""
+        await self._endpoint.request(self._server, "fc_hold", held, timeout=self._ladder.barrier_s)
+
+    async def model(self, step: int) -> dict[str, TensorPayload]:
+        """The server's part of the model's state, as it keeps it for the checkpoint at ``step``."""
+        await self._endpoint.request(self._server, "fc_model", step, timeout=self._ladder.barrier_s)
+        what = f"its part of the model at step {step}"
+        listed, _ = unpack_manifest(await self._receive(model_tag(step), what))
+        state = {}
+        for name, dtype, shape in listed:
+            into = TensorPayload.empty(math.prod(shape), dtype)
+            await self._receive(model_tag(step), what, into=into)
+            state[name] = TensorPayload.of(into.tensor.view(shape))
+        return state
+
+    async def finish(self) -> None:
+        """Say that this worker needs the server no more. Best effort: a server that is gone needs not be told."""
+        with suppress(ZmqTrainError):
+            await self._endpoint.request(self._server, "fc_finished", timeout=self._ladder.grace_s)
+
+    async def _send(self, tags: Sequence[Tag], tensors: Sequence[Payload], meta: ActivationsMeta) -> None:
+        tensors[0].meta = meta.to_value()
+        for tag, payload in zip(tags, tensors, strict=True):
+            await self._endpoint.send(self._server, tag, payload, priority=PRIORITY, lasting=True)
+
+    async def _receive(self, tag: Tag, what: str, *, into: Payload | None = None) -> Payload:
+        wait = asyncio.get_running_loop().create_task(self._endpoint.receive(self._server, tag, into=into))
+        ends: list[asyncio.Future[Any]] = [wait, self._refused]
+        try:
+            done, _ = await asyncio.wait(ends, timeout=self._ladder.barrier_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise PeerTimeoutError(self._server, what, self._ladder.barrier_s)
+            if wait in done:
+                return wait.result()
+            self._refused.result()
+            raise AssertionError("a refusal is an error")
+        finally:
+            wait.cancel()
+
+    async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
+        if caller == self._server and not self._refused.done():
+            self._refused.set_exception(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
+            self._refused.exception()  # it may be that nobody waits
+        return None

@@ -1,0 +1,255 @@
+"""A model in two phases: what workers compute, and what the FC server computes behind it.
+
+Each process builds the whole model, from the same seed, and keeps its phase: a module with the ordinary names of its parameters, so
+the state dicts of the two together are the ordinary model's. The forward is traced by `torch.fx`, once as it trains and once as it
+evaluates, and cut as `zmqtrain.merged_fc.cut` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zmqtrain.errors import UsageError
+from zmqtrain.merged_fc.cut import ForwardStep, StepKind, second_phase
+from zmqtrain.parallel.rewrite.model import layer_sizes
+from zmqtrain.parallel.rewrite.trace import traced
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.task import Task, build_model, build_optimizer
+
+PhaseName: TypeAlias = Literal["convolution", "fc"]
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
+_LINEARS = (nn.Linear, nn.Bilinear)
+#: Functions that count as layers, by name.
+_FUNCTIONS: Mapping[str, StepKind] = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "convolution"),
+    **dict.fromkeys(("scaled_dot_product_attention", "multi_head_attention_forward", "embedding"), "sequence"),
+    "linear": "linear",
+}
+
+
+class Phase(nn.Module):
+    """One of a model's two phases. Made by `split_model`.
+
+    The convolution phase maps the model's inputs to a tuple of tensors, which the FC phase maps to the model's output.
+    """
+
+    def __init__(self, model: nn.Module, name: PhaseName, graphs: Mapping[bool, fx.GraphModule], sizes: Mapping[str, int]) -> None:
+        """Not to be called from outside. ``graphs``: by whether it trains."""
+        super().__init__()
+        self.training = model.training
+        self.name: PhaseName = name
+        self.sizes = sizes
+        """Parameters of each layer of the whole model, by the layer's name."""
+        self.writes_inputs = _writes_inputs(graphs[True])
+        """Whether the forward may change what it is given."""
+        self._graphs = (graphs[False], graphs[True])  # in a tuple: their modules are those below, under the same names
+        for child_name, child in model.named_children():
+            self.add_module(child_name, child)
+        for parameter_name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(parameter_name, parameter)
+        for buffer_name, buffer in model.named_buffers(recurse=False):
+            persistent = buffer_name not in model._non_persistent_buffers_set
+            self.register_buffer(buffer_name, buffer, persistent=persistent)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """In the mode that it is in, as it was traced in that."""
+        return self._graphs[self.training](*inputs, **named)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """That of the forward, if it takes the same steps in training and in evaluation. Raises `UsageError` otherwise."""
+        evaluating, training = ([(node.op, str(node.target)) for node in each.graph.nodes] for each in self._graphs)
+        if evaluating != training:
+            raise UsageError(
+                "the model's fully connected phase takes other steps in training than in evaluation, so it cannot be divided: set "
+                "[exchange] fc_servers = 1"
+            )
+        return self._graphs[True].graph
+
+    def extra_repr(self) -> str:
+        return f"{self.name} phase"
+
+
+def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> Phase:
+    """One phase of the model, which loses the other's layers. Move the model to its device before.
+
+    ``split``: the module at which the FC phase begins; ``None``: it is found. Raises `UsageError` for a model that cannot be split
+    so, with what to do.
+    """
+    sizes = layer_sizes(model)
+    was = model.training
+    cuts = {training: _Cut(model.train(training), split) for training in (True, False)}
+    model.train(was)
+    first, second = (frozenset().union(*(each.tensors(of) for each in cuts.values())) for of in (False, True))
+    _check(model, first, second)
+    graphs = {training: cut.graph_module(name == "fc") for training, cut in cuts.items()}
+    kept = second if name == "fc" else frozenset(map(id, _tensors(model))) - (second - first)
+    _keep(model, kept)
+    return Phase(model, name, graphs, sizes)
+
+
+def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, LRScheduler | None]:
+    """Build the whole model, in the compute thread and with torch seeded, and keep one phase of it, and the optimizer with
+    the parameters of that alone.
+
+    The optimizer keeps all its parameter groups, some of them empty perhaps. Raises `TaskError`, and `UsageError` for a model that
+    cannot be split.
+    """
+    model = build_model(task).to(device.torch_device)
+    optimizer, schedule = build_optimizer(task, model, topology)
+    phase = split_model(model, name, topology.exchange.split)
+    own = {id(parameter) for parameter in phase.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+    return phase, optimizer, schedule
+
+
+class _Cut:
+    """The forward in the model's present mode, and which of its nodes are of the second phase."""
+
+    def __init__(self, model: nn.Module, split: str | None) -> None:
+        self._model = model
+        try:
+            self._graph = _graph_of(model)
+        except UsageError as error:
+            raise UsageError(f"the model cannot be split in two phases: {error}") from error
+        steps = [
+            ForwardStep(
+                node.name,
+                tuple(source.name for source in node.all_input_nodes),
+                _kind(model, node),
+                str(node.target) if node.op == "call_module" else "",
+            )
+            for node in self._graph.nodes
+        ]
+        second = second_phase(steps, split)
+        self._second = {node: node.name in second for node in self._graph.nodes}
+        (output,) = (node for node in self._graph.nodes if node.op == "output")
+        if not self._second[output]:
+            raise UsageError(f"[exchange] split = {split!r}: the model's output does not depend on that module")
+        # Parameters and buffers are had where they are used; they are none of what passes from phase to phase.
+        crossing = {
+            source: None
+            for node in self._graph.nodes
+            if self._second[node]
+            for source in node.all_input_nodes
+            if not self._second[source] and source.op != "get_attr"
+        }
+        self._crossing = [node for node in self._graph.nodes if node in crossing]
+
+    def tensors(self, second: bool) -> frozenset[int]:
+        """The ``id`` of each parameter and buffer that a phase uses."""
+        found: set[int] = set()
+        for node in self._graph.nodes:
+            if node.op == "call_module" and self._second[node] == second:
+                found.update(map(id, _tensors(self._model.get_submodule(str(node.target)))))
+            elif node.op == "get_attr" and any(self._second[user] == second for user in node.users):
+                found.add(id(_attribute(self._model, str(node.target))))
+        return frozenset(found)
+
+    def graph_module(self, second: bool) -> fx.GraphModule:
+        """A phase's forward."""
+        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        if second:
+            for node in self._crossing:
+                copied[node] = graph.placeholder(node.name)
+        for node in self._graph.nodes:
+            used = any(self._second[user] == second for user in node.users)
+            here = used if node.op == "get_attr" else self._second[node] == second
+            if here and node not in copied:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        if not second:
+            graph.output(tuple(copied[node] for node in self._crossing))
+        return fx.GraphModule(self._model, graph)
+
+
+def _graph_of(model: nn.Module) -> fx.Graph:
+    """The traced forward; modules that cannot be traced are calls in it."""
+    try:
+        return traced(model)
+    except UsageError:
+        whole = frozenset(_untraceable(model))
+        if "" in whole:
+            raise
+        return traced(model, whole)
+
+
+def _untraceable(model: nn.Module) -> Iterator[str]:
+    """Names of the innermost modules that cannot be traced; the empty one for the model itself."""
+    found: list[str] = []
+    for name, child in model.named_children():
+        if not type(child).__module__.startswith("torch.nn") or isinstance(child, nn.Sequential):
+            try:
+                traced(child)
+            except UsageError:
+                found += [f"{name}.{inner}" if inner else name for inner in _untraceable(child)]
+    return iter(found or [""])
+
+
+def _kind(model: nn.Module, node: fx.Node) -> StepKind:
+    if node.op == "call_function":
+        return _FUNCTIONS.get(getattr(node.target, "__name__", ""), "other")
+    if node.op != "call_module":
+        return "other"
+    within = list(model.get_submodule(str(node.target)).modules())
+    kinds: tuple[tuple[StepKind, tuple[type[nn.Module], ...]], ...] = (
+        ("convolution", _CONVOLUTIONS), ("sequence", _SEQUENCES), ("linear", _LINEARS),
+    )  # fmt: skip
+    return next((kind for kind, types in kinds if any(isinstance(module, types) for module in within)), "other")
+
+
+def _check(model: nn.Module, first: frozenset[int], second: frozenset[int]) -> None:
+    """Raise `UsageError` where a phase has nothing to train, or both train the same."""
+    trained = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    shared = [name for name, parameter in trained.items() if id(parameter) in first & second]
+    if shared:
+        raise UsageError(
+            f"the model cannot be split in two phases: both use the parameter {' = '.join(shared[:4])}. Untie it, name another "
+            "place in [exchange] split, or leave merged_fc out"
+        )
+    for phase, tensors in (("before", first), ("behind", second)):
+        if not any(id(parameter) in tensors for parameter in trained.values()):
+            raise UsageError(
+                f"the model cannot be split in two phases: nothing {phase} the split has parameters to train. Name another place "
+                "in [exchange] split, or leave merged_fc out"
+            )
+
+
+def _keep(module: nn.Module, kept: Iterable[int]) -> None:
+    """Take parameters and buffers out of a module and those in it, but for ``kept``; and modules of which nothing is left."""
+    kept = frozenset(kept)
+    for table in (module._parameters, module._buffers):
+        for name in [name for name, tensor in table.items() if tensor is not None and id(tensor) not in kept]:
+            del table[name]
+    for name, child in list(module.named_children()):
+        had = any(True for _ in _tensors(child))
+        _keep(child, kept)
+        if had and not any(True for _ in _tensors(child)):
+            del module._modules[name]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    value: Any = model
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _writes_inputs(graph: fx.GraphModule) -> bool:
+    """Whether a step other than a linear layer takes an input: it may work in place."""
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    users = {user for node in given for user in node.users}
+    return not all(user.op == "call_module" and type(graph.get_submodule(str(user.target))) is nn.Linear for user in users)

@@ -1,0 +1,148 @@
+"""An FC server's process, or one of several: its life from the view of the run.
+
+It runs the task's own code, as workers do: the model's layers behind the split, the loss, the optimizer and the metrics.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zmqtrain.errors import UsageError
+from zmqtrain.exchange.checkpoint_part import Part, fetch_part
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.merged_fc.executor import Executor
+from zmqtrain.merged_fc.leader import LeadingExecutor, follow
+from zmqtrain.merged_fc.queue import FcQueue
+from zmqtrain.merged_fc.server import FcServer, FcSettings
+from zmqtrain.server.role import CoordinatorCheckpoints
+from zmqtrain.server.staleness import Policy
+from zmqtrain.train.checkpoint.folder import MODEL
+
+if TYPE_CHECKING:
+    from zmqtrain.merged_fc.torch_executor import TorchExecutor
+    from zmqtrain.parallel.network import NetworkFabric
+    from zmqtrain.train.device.base import Device
+    from zmqtrain.train.task import Task
+
+#: The part of checkpoints that is the FC servers', written by the first of them.
+PART = "fc-0"
+
+
+async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
+    """Compute the fully connected layers for all groups until all workers have finished. Opens nothing, and leaves nothing running.
+
+    ``task`` replaces the one that ``[job] task`` names. Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`,
+    `PeerLostError`, ...
+    """
+    role = context.role
+    if context.modelled:
+        from zmqtrain.merged_fc.modelled import ModelledExecutor
+
+        await _serve(context, ModelledExecutor.of(context), 0)
+        return
+    from zmqtrain.train.device.make import device_of
+
+    device = device_of(context, local_rank=role.local_rank)
+    fabric = _make_fabric(context, device)
+    try:
+        timeout_s = context.ladder.barrier_s
+        part = await fetch_part(context.endpoint, PART, timeout_s=timeout_s)
+        weights = None
+        if part is None and context.topology.job.weights is not None:
+            weights = await fetch_part(context.endpoint, MODEL, timeout_s=timeout_s)
+        executor = await device.run(lambda: _build(context, device, task, part, weights, fabric))
+        await _serve(context, executor, 0 if part is None else part.step)
+    finally:
+        if fabric is not None:
+            await fabric.close()
+        await device.close(context.ladder.grace_s)
+
+
+def _make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
+    """An FC server's connections to the others, on the loop's thread; ``None`` where it is the only one."""
+    if context.placement.fc_servers < 2:
+        return None
+    from zmqtrain.parallel.network import NetworkFabric
+
+    return NetworkFabric(
+        context.endpoint,
+        tuple(role.peer for role in context.placement.fc_roles),
+        "fc",
+        condition=device.condition(),
+        clock=device.clock,
+        timeout_s=context.ladder.barrier_s,
+        recorder=context.recorder,
+    )
+
+
+async def _serve(context: RoleContext, executor: Executor, first_step: int) -> None:
+    topology, placement, ladder, endpoint = context.topology, context.placement, context.ladder, context.endpoint
+    first, *others = (role.peer for role in placement.fc_roles)
+    if context.role.peer != first:
+        await follow(endpoint, first, executor)
+        return
+    policy = Policy(topology.exchange.policy, topology.exchange.bound or 0)
+    settings = FcSettings(
+        groups=tuple(placement.group_members(group) for group in range(placement.groups)),
+        request_s=ladder.request_s,
+        stop_on_nan=topology.job.on_nan == "stop",
+    )
+    queue = FcQueue(placement.groups, placement.group_size, policy, first_step)
+    checkpoints = CoordinatorCheckpoints(endpoint, PART, ladder.barrier_s)
+    leading = LeadingExecutor(executor, endpoint, others)
+    await FcServer(endpoint, settings, queue, leading if others else executor, checkpoints, context.recorder).run()
+    await leading.finish()
+
+
+def _build(
+    context: RoleContext,
+    device: Device,
+    task: Task | None,
+    part: Part | None,
+    weights: Part | None,
+    fabric: NetworkFabric | None,
+) -> TorchExecutor:
+    """In the compute thread. ``part``: of a run that is resumed. ``weights``: the model's, where a new one begins."""
+    from zmqtrain.merged_fc.layers import FcLayers
+    from zmqtrain.merged_fc.phases import build_phase
+    from zmqtrain.merged_fc.torch_executor import ExecutorSettings, TorchExecutor
+    from zmqtrain.train.checkpoint.saving import tensors_of
+    from zmqtrain.train.random_state import BUILDING, seed_everything
+    from zmqtrain.train.task import load_task
+
+    topology = context.topology
+    job, compute = topology.job, topology.compute
+    if task is None:
+        if job.task is None:
+            raise UsageError(
+                "merged_fc needs [job] task (module:function or file.py:function): the FC server builds the model from it, which a "
+                "training loop of one's own cannot give it. Name a task, or leave merged_fc out"
+            )
+        task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
+    started = device.clock()
+    with BUILDING:
+        seed_everything(job.seed)
+        phase, optimizer, _ = build_phase(task, "fc", topology, device)
+        groups = context.placement.groups
+        if fabric is None:
+            layers = FcLayers.whole(phase, groups)
+        else:
+            layers = FcLayers.divided(
+                phase, optimizer, groups, fabric=fabric, loss=task.loss, seed=job.seed, recorder=context.recorder
+            )
+        seed_everything(job.seed, context.placement.world_size)  # alike on all FC servers: they compute the same, or parts of it
+    device.watch(layers.module, optimizer, phase.sizes)
+    settings = ExecutorSettings(
+        groups=groups,
+        together=topology.exchange.policy == "sync",
+        precision=compute.precision,
+        stop_on_nan=job.on_nan == "stop",
+    )
+    executor = TorchExecutor(task, layers, optimizer, device, settings)
+    if part is not None:
+        executor.restore(tensors_of(part), part.sidecar)
+    elif weights is not None:
+        executor.begin_with({f"state/{name}": tensor for name, tensor in tensors_of(weights).items()})
+    context.recorder.event("built", seconds=device.clock() - started)
+    return executor

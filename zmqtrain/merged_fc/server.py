@@ -1,0 +1,284 @@
+"""An FC server as a coroutine: activations come in, their gradients go out, and the parameters are updated between two turns.
+
+What is decided stands in `queue`, what is computed in an `Executor`; here is the way of the messages::
+
+    activations of a group's workers -> queue -> executor: forward, loss, backward -> gradients of the activations
+                                                                                   -> executor: update
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zmqtrain.errors import PeerLostError, ProtocolError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.checkpoint_part import pack_manifest
+from zmqtrain.merged_fc.arriving import Arriving
+from zmqtrain.merged_fc.executor import BatchPart, Executor, ExecutorState
+from zmqtrain.merged_fc.messages import (
+    ACTIVATIONS,
+    EVALUATE,
+    PRIORITY,
+    AnswerMeta,
+    answer_tag,
+    gradient_tag,
+    measured_tag,
+    model_tag,
+)
+from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, WorkerPlace
+from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.background import Background, Refusals
+from zmqtrain.server.staleness import staleness_values
+from zmqtrain.waiting import task_group, together
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
+
+#: Checkpoints that are kept for worker 0 to fetch: it may be late, but not by more.
+MOST_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FcSettings:
+    """An FC server's place."""
+
+    groups: tuple[tuple[PeerId, ...], ...]
+    """The workers of each group, by position."""
+    request_s: float = 60.0
+    """How long a peer may take to answer a request."""
+    stop_on_nan: bool = True
+
+
+class FcCheckpoints(Protocol):
+    """Where an FC server's part of a checkpoint goes to."""
+
+    async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
+
+
+class FcServer:
+    """Computes for all groups until all workers have finished. `run` it once."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: FcSettings,
+        queue: FcQueue,
+        executor: Executor,
+        checkpoints: FcCheckpoints,
+        recorder: Recorder,
+    ) -> None:
+        self._endpoint, self._settings, self._queue, self._executor = endpoint, settings, queue, executor
+        self._checkpoints, self._recorder = checkpoints, recorder
+        self._places = {
+            peer: WorkerPlace(group, position)
+            for group, members in enumerate(settings.groups)
+            for position, peer in enumerate(members)
+        }
+        self._arriving = Arriving()
+        self._parts: dict[tuple[int, int, int], dict[int, BatchPart]] = {}  # (group, step, micro-batch) -> by position
+        self._evaluations: dict[EvaluationTurn, BatchPart] = {}
+        self._more = asyncio.Event()
+        self._held_by: PeerId | None = None  # who evaluates, and needs the parameters as they are meanwhile
+        self._kept: dict[int, asyncio.Future[ExecutorState]] = {}
+        self._finished: set[PeerId] = set()
+        self._staleness: Counter[int] = Counter()
+        self._samples = 0
+        self._busy_s = 0.0
+
+    async def run(self) -> None:
+        """Returns when all workers have finished. Raises `PeerLostError` when one is lost before, and what the executor raises."""
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._turn = asyncio.Lock()  # the executor's
+        self._endpoint.serve("fc_keep", self._on_keep)
+        self._endpoint.serve("fc_hold", self._on_hold)
+        self._endpoint.serve("fc_model", self._on_model)
+        self._endpoint.serve("fc_finished", self._on_finished)
+        self._endpoint.on_lost(self._on_lost)
+        arriving = self._endpoint.subscribe(ACTIVATIONS)
+        begin = loop.time()
+        try:
+            async with task_group() as tasks:
+                self._background = Background(tasks)
+                self._refusals = Refusals(
+                    self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
+                )
+                life = tasks.create_task(together(self._take(arriving), self._compute()))
+                await self._done
+                life.cancel()
+                self._background.end()
+        finally:
+            arriving.close()
+            for kept in self._kept.values():
+                kept.cancel()
+            if self._done.done() and not self._done.cancelled():
+                self._done.exception()  # raised above; or something else was the first error
+        self._report(loop.time() - begin)
+
+    # What comes in.
+
+    async def _take(self, arriving: Subscription) -> None:
+        while True:
+            sender, tag, payload = await arriving.get()
+            try:
+                self._arrived(sender, tag, payload)
+            except ProtocolError as error:
+                self._refusals.refuse(sender, tag, error)
+            del payload
+
+    def _arrived(self, sender: PeerId, tag: Tag, payload: Payload) -> None:
+        place = self._places.get(sender)
+        if place is None:
+            raise ProtocolError(f"{sender} is no worker of this run")
+        arrived = self._arriving.add(sender, tag, payload)
+        if arrived is None:
+            return
+        what, number, part = arrived
+        if what == EVALUATE:
+            self._evaluations[EvaluationTurn(sender, number)] = part
+            self._queue.asked(sender, number)
+        else:
+            assert isinstance(what, int)
+            self._queue.arrived(place, what, number, part.meta.micro_batches)
+            self._parts.setdefault((place.group, what, number), {})[place.position] = part
+        self._more.set()
+
+    async def _on_finished(self, caller: PeerId) -> Value:
+        if caller not in self._places:
+            return None
+        self._finished.add(caller)
+        if len(self._finished) == len(self._places) and not self._done.done():
+            self._done.set_result(None)
+        return None
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if peer in self._places and peer not in self._finished and not self._done.done():
+            self._done.set_exception(PeerLostError(peer, reason, waiting_for="its activations"))
+
+    # Turns.
+
+    async def _compute(self) -> None:
+        while True:
+            async with self._turn:
+                turn = self._queue.next(training=self._held_by is None)
+                if isinstance(turn, EvaluationTurn):
+                    await self._evaluate(turn)
+                elif turn is not None:
+                    await self._train(turn)
+            if turn is None:
+                self._more.clear()
+                await self._more.wait()
+
+    async def _evaluate(self, turn: EvaluationTurn) -> None:
+        with self._recorder.span(f"evaluation for {turn.worker}", "compute"):
+            sums = await self._executor.evaluate(self._evaluations.pop(turn))
+        answer: list[Value] = list(sums)
+        self._background.run(self._send(turn.worker, measured_tag(turn.number), ValuePayload(answer)))
+
+    async def _train(self, turn: Turn) -> None:
+        by_position = self._parts.pop((turn.group, turn.step, turn.micro_batch))
+        parts = [by_position[position] for position in turn.positions]
+        with self._recorder.span(f"forward and backward of group {turn.group}", "compute", step=turn.step):
+            trained = await self._executor.train(turn, parts)
+        self._busy_s += trained.compute_s
+        members = self._settings.groups[turn.group]
+        bad = trained.loss is not None and not math.isfinite(trained.loss) and self._settings.stop_on_nan
+        for position, gradients in zip(turn.positions, trained.gradients, strict=True):
+            answer = AnswerMeta(trained.loss, trained.compute_s, 0 if bad else len(gradients))
+            self._background.run(self._answer(members[position], turn, answer, () if bad else gradients))
+        if bad:  # its gradients never take effect; what there was before is kept, and the run stops
+            return
+        self._samples += sum(part.meta.samples for part in parts)
+        del by_position, parts, trained
+        applied = self._queue.computed(turn)
+        if applied is not None:
+            await self._update(applied)
+
+    async def _update(self, applied: Applied) -> None:
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        await self._executor.update(applied)
+        self._busy_s += clock() - start
+        self._recorder.add_span("update", "compute", start, clock(), step=applied.steps[0])
+        self._staleness.update(applied.staleness)
+        reads = list(zip(applied.groups, applied.steps, strict=True))
+        self._recorder.witness("fc applied", reads=reads, staleness=applied.staleness, version=self._queue.version)
+
+    async def _answer(self, to: PeerId, turn: Turn, answer: AnswerMeta, gradients: Sequence[Payload]) -> None:
+        await self._send(to, answer_tag(turn.step, turn.micro_batch), ValuePayload(answer.to_value()))
+        for place, gradient in enumerate(gradients):
+            await self._send(to, gradient_tag(turn.step, turn.micro_batch, place), gradient)
+
+    async def _send(self, to: PeerId, tag: Tag, payload: Payload) -> None:
+        try:
+            await self._endpoint.send(to, tag, payload, priority=PRIORITY)
+        except PeerLostError:
+            if to not in self._finished:
+                raise
+
+    # Checkpoints.
+
+    async def _keep(self, step: int, *, save: bool) -> None:
+        """Copy the state for the model at ``step``, between two turns; ``save``: for a checkpoint, too."""
+        state = await self._executor.state()
+        kept = self._future(step)
+        if not kept.done():
+            kept.set_result(state)
+        for old in sorted(self._kept)[:-MOST_KEPT]:
+            self._kept.pop(old).cancel()
+        if not save:
+            return
+        model = {f"state/{name}": tensor for name, tensor in state.model.items()}
+        sidecar: dict[str, Value] = {**state.sidecar, "step": step, "version": self._queue.version}
+        self._background.spawn(self._checkpoints.save(step, model | state.more, sidecar))
+
+    def _future(self, step: int) -> asyncio.Future[ExecutorState]:
+        return self._kept.setdefault(step, asyncio.get_running_loop().create_future())
+
+    async def _on_keep(self, caller: PeerId, step: int, save: bool) -> Value:
+        """Keep the state as it is now."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller}")
+        async with self._turn:
+            await self._keep(step, save=save)
+        return None
+
+    async def _on_hold(self, caller: PeerId, held: bool) -> Value:
+        """Let nobody train from now on, or again: ``caller`` evaluates one version of the parameters."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} does not wait for {caller}")
+        async with self._turn:
+            self._held_by = caller if held else None
+        self._more.set()
+        return None
+
+    async def _on_model(self, caller: PeerId, step: int) -> Value:
+        """Send the model's state that is kept, or will be, for the checkpoint at ``step``."""
+        if caller not in self._places:
+            raise ProtocolError(f"{self._endpoint.peer} has no model for {caller}")
+        state = await asyncio.shield(self._future(step))
+        self._background.run(self._send_model(caller, step, state))
+        return None
+
+    async def _send_model(self, to: PeerId, step: int, state: ExecutorState) -> None:
+        tensors = {name: TensorPayload.of(tensor) for name, tensor in state.model.items()}
+        for payload in (pack_manifest(tensors, {}), *tensors.values()):
+            await self._send(to, model_tag(step), payload)
+
+    # Helpers.
+
+    def _report(self, seconds: float) -> None:
+        self._recorder.event(
+            "fc",
+            updates=self._queue.version,
+            samples=self._samples,
+            busy=self._busy_s / seconds if seconds > 0 else 0.0,
+            **staleness_values(self._staleness),
+        )

@@ -1,0 +1,122 @@
+"""A worker whose fully connected layers the FC server computes: its own layers, its step and its evaluation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.bridge import Begun
+from zmqtrain.errors import UsageError
+from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.server_messages import differing
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.merged_fc.client import FcClient
+from zmqtrain.merged_fc.link import FcLink
+from zmqtrain.merged_fc.phases import build_phase
+from zmqtrain.merged_fc.step import Hyperparameters, MergedStep
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
+from zmqtrain.train.metrics import Sums
+from zmqtrain.train.remote_layers import OwnLayers
+from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.slot import Slot
+from zmqtrain.train.step import StepSettings
+from zmqtrain.train.task import Task, user_code
+from zmqtrain.train.torch_work import TorchWork
+from zmqtrain.train.weighting import taken_apart
+from zmqtrain.train.work import Work
+from zmqtrain.wire.payload import Value
+
+
+async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
+    """As `zmqtrain.train.worker.make_work`, for a worker of a run with an FC server."""
+    if context.modelled:
+        from zmqtrain.merged_fc.modelled import ModelledLayers
+        from zmqtrain.merged_fc.profile_phases import worker_profile
+        from zmqtrain.train.modelled_work import ModelledWork
+
+        profile = worker_profile(context.topology)
+        return ModelledWork(context, members, profile, ModelledLayers.of(context, profile))
+    return await TorchWork.make(context, members, task, make_remote=lambda device: MergedLayers(context, device))
+
+
+class MergedLayers:
+    """Implements `zmqtrain.train.remote_layers.RemoteLayers`: the FC server has them. Made on the loop's thread."""
+
+    def __init__(self, context: RoleContext, device: Device) -> None:
+        self._client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
+        self._link = FcLink(self._client, device, context.ladder.barrier_s, Slot.of(context))
+        self._topology, self._recorder = context.topology, context.recorder
+
+    def build(self, task: Task, device: Device) -> OwnLayers:
+        if task.forward is not None:
+            raise UsageError(
+                "merged_fc computes a part of the model on the FC server, and Task.forward may call all of it: let batches be "
+                "(input, ..., target), or mappings with labels"
+            )
+        phase, self._optimizer, schedule = build_phase(task, "convolution", self._topology, device)
+        return OwnLayers(phase, self._optimizer, schedule, phase.sizes)
+
+    def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> MergedStep:
+        if settings.accumulate > 1 and taken_apart(task.loss) is not task.loss:
+            raise UsageError(
+                "the task's loss has class weights or an ignore_index, which the FC server counts in each micro-batch apart: "
+                "set [compute] accumulate = 1 with merged_fc"
+            )
+        return MergedStep(replica, self._link, device, settings, changes_of(self._optimizer), self._recorder)
+
+    def make_evaluation(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> Evaluation:
+        return MergedEvaluation(task, replica, device, settings, self._link)
+
+    async def keep(self, step: int, *, save: bool) -> None:
+        await self._client.keep(step, save=save)
+
+    async def state(self, step: int) -> Mapping[str, Tensor]:
+        return {name: payload.tensor for name, payload in (await self._client.model(step)).items()}
+
+    async def hold(self, held: bool) -> None:
+        await self._client.hold(held)
+
+    def abort(self, error: BaseException) -> None:
+        self._link.abort(error)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+def changes_of(optimizer: Optimizer) -> Hyperparameters:
+    """What has changed of the optimizer's hyperparameters since now, whenever it is called."""
+    base = describe_optimizer(optimizer)
+
+    def changed() -> Sequence[Mapping[str, Value] | None] | None:
+        found = differing(describe_optimizer(optimizer), base)
+        return found if any(found) else None
+
+    return changed
+
+
+class MergedEvaluation(Evaluation):
+    """Evaluates a worker's share of the data together with the FC server, which computes the metrics."""
+
+    def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings, link: FcLink) -> None:
+        super().__init__(task, replica, device, settings)
+        self._link = link
+
+    def _sums(self, batches: Iterator[Batch]) -> Sums:
+        """In the compute thread. While one batch is computed, the server has the one before."""
+        sums = self._metrics.zeros()
+        under_way: deque[Begun[Sums]] = deque()
+        with self._evaluating():
+            for batch, activations in self._outputs(batches):
+                with user_code("the target of an evaluation"):
+                    under_way.append(self._link.evaluate(activations, batch.target, batch.samples))
+                if len(under_way) > 1:
+                    sums += under_way.popleft().wait()
+        for begun in under_way:
+            sums += begun.wait()
+        return sums

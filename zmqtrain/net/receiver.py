@@ -1,0 +1,92 @@
+"""Receiving from a ROUTER, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from zmqtrain.net.curve import Identity
+from zmqtrain.net.monitor import DoorMonitor
+from zmqtrain.net.settings import MIB
+from zmqtrain.net.transport import Receiver
+from zmqtrain.net.trouble import Intrusion
+
+#: A turn of the receive loop ends after so many messages or bytes, so that other tasks run.
+BUDGET_MESSAGES = 64
+BUDGET_BYTES = 8 * MIB
+#: Frames from this size on are used in place; copying smaller ones costs less than their bookkeeping.
+IN_PLACE_BYTES = 16 * 1024
+
+
+class RouterReceiver:
+    """One ROUTER, which only receives."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lane: int,
+        router: zmq.Socket[bytes],
+        identity: Identity | None,
+        refused: Callable[[Intrusion, str], None],
+    ) -> None:
+        self._loop = loop
+        self._lane = lane
+        self._router = router
+        self._identity = identity
+        self._refused = refused
+        # In plain text anybody comes in, and there is nothing to tell.
+        self._monitor = None if identity is None else DoorMonitor(loop, router, refused)
+        self._fd = int(router.getsockopt(zmq.FD))
+        self._receiver: Receiver | None = None
+        self._more: asyncio.Handle | None = None
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._loop.add_reader(self._fd, self._drain)
+        self._more = self._loop.call_soon(self._drain)  # what came before gives no edge any more
+
+    def _drain(self) -> None:
+        """Take messages until there are none (the descriptor tells only of the next one after that) or the budget is used up."""
+        if self._more is not None:
+            self._more.cancel()
+            self._more = None
+        router, lane, receiver = self._router, self._lane, self._receiver
+        nbytes = 0
+        for _ in range(BUDGET_MESSAGES):
+            if receiver is None or router.closed:
+                return
+            try:
+                route = router.recv(zmq.NOBLOCK) if self._identity is None else self._route_of_caller(self._identity)
+            except zmq.Again:
+                return
+            frames: list[bytes | memoryview] = []
+            while router.getsockopt(zmq.RCVMORE):
+                frame = router.recv(zmq.NOBLOCK, copy=False)
+                size = len(frame)
+                nbytes += size
+                frames.append(frame.buffer if size >= IN_PLACE_BYTES else frame.bytes)
+            if route is not None:
+                receiver.on_message(lane, route, frames)
+                receiver = self._receiver
+            if nbytes >= BUDGET_BYTES:
+                break
+        self._more = self._loop.call_soon(self._drain)
+
+    def _route_of_caller(self, identity: Identity) -> bytes | None:
+        """The next message's route; ``None`` where it is another member's than the one whose key the caller has."""
+        frame = self._router.recv(zmq.NOBLOCK, copy=False)
+        if identity.may_be(str(frame.get("User-Id")), frame.bytes):
+            return frame.bytes
+        self._refused(Intrusion.FALSE_NAME, str(frame.get("Peer-Address")))
+        return None
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._receiver = None
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._more is not None:
+            self._more.cancel()
+        self._router.close(linger=0)

@@ -1,0 +1,165 @@
+"""The coordinator's side of a run, put together in one place for every world: launched, emulated, simulated, embedded, in tests.
+
+::
+
+    settings = coordinator_settings(topology, token)
+    endpoint = await open_zeromq(COORDINATOR, settings=settings)     # or an endpoint of any other network
+    assembly = Assembly(endpoint, description, checkpoints=folder)   # roles may join from now on
+    outcome = await assembly.run()                                   # until the run has ended
+    ending = ending_of(outcome)
+
+Roles enter by `zmqtrain.run.enter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
+from zmqtrain.membership.description import RunDescription, serve_description
+from zmqtrain.membership.environment import net_settings
+from zmqtrain.net.curve import Identity
+from zmqtrain.run.preemption import Preemption, stop_workers
+from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
+
+if TYPE_CHECKING:
+    from zmqtrain.membership.actions import Outcome
+    from zmqtrain.net.endpoint import Endpoint
+    from zmqtrain.net.settings import NetSettings
+    from zmqtrain.topology.schema import Topology
+
+
+def _ignore(_text: str) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told what happens to a run. All are called on the loop's thread and must not block."""
+
+    on_event: EventCallback | None = None
+    """``(kind, values)``: something happened to the membership."""
+    on_report: ReportCallback | None = None
+    """``(peer, events)``: a role's own events."""
+    on_checkpoint: OnEvent | None = None
+    """``(kind, values)``: what becomes of a checkpoint."""
+    say: Callable[[str], None] = _ignore
+    """A line for the person."""
+
+
+class Assembly:
+    """Coordinator, description service, checkpoint collector and preemption of one run, on one endpoint.
+
+    Make it inside the event loop, before any role knows the endpoint's address. The endpoint stays the caller's to close.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        description: RunDescription,
+        *,
+        checkpoints: Path | None,
+        model: Path | None = None,
+        agents: bool = True,
+        listeners: Listeners | None = None,
+        preemption: Preemption | None = None,
+    ) -> None:
+        """Serve on the endpoint what roles ask for.
+
+        Args:
+            endpoint: the coordinator's.
+            description: the run, as roles are told it.
+            checkpoints: the folder for checkpoints; ``None``: none is kept, and roles are told so.
+            model: the folder in which the run's newest model is left; ``None``: it is left nowhere.
+            agents: whether every host has an agent that vouches for its roles.
+            listeners: who is told what happens.
+            preemption: where the wish to stop with a checkpoint comes in, for a caller that has it before the run begins.
+
+        Raises `CheckpointError` where the checkpoint to resume is missing or of another shape.
+        """
+        listeners = listeners or Listeners()
+        if checkpoints is None:
+            description = without_checkpoints(description)
+        topology, placement = description.topology, description.placement
+        self.description = description
+        """The run, as roles are told it."""
+        self.ladder = Ladder.of(topology.job.timeout_s)
+        self.preemption = preemption or Preemption()
+        self._endpoint, self._say = endpoint, listeners.say
+        self.coordinator = Coordinator(
+            endpoint,
+            placement,
+            self.ladder,
+            agents=agents,
+            elastic=topology.elastic,
+            on_event=listeners.on_event,
+            on_report=listeners.on_report,
+        )
+        self.collector = CheckpointCollector.of(
+            endpoint,
+            checkpoints,
+            topology,
+            placement,
+            resume=None if description.resume is None else Path(description.resume),
+            members=lambda: self.coordinator.view.members,
+            on_event=listeners.on_checkpoint,
+            model=model,
+        )
+        serve_description(endpoint, description)
+
+    async def run(self) -> Outcome:
+        """Keep the membership until the run has ended; meanwhile collect checkpoints, and stop with one where somebody asks.
+
+        Returns how it ended. Cancelling it refuses whoever waits for the coordinator, and tells nobody else. What goes wrong with
+        the coordinator's side itself comes out as an ``ExceptionGroup``.
+        """
+        async with asyncio.TaskGroup() as group:
+            background = [
+                group.create_task(self.collector.run(), name="collect checkpoints"),
+                group.create_task(
+                    self.preemption.run(self._endpoint, self.coordinator, self.description, self._say), name="preemption"
+                ),
+            ]
+            outcome = await self.coordinator.run()
+            for task in background:
+                task.cancel()
+        return outcome
+
+    def halt(self, reason: str) -> None:
+        """Stop the run in good order, without a checkpoint: every member is told, once, and why."""
+        self.coordinator.halt({"kind": "interrupted", "message": reason})
+
+    async def stop(self) -> int | None:
+        """Let all workers go on to the same step and end there. Returns the step; ``None`` where training is about to end by
+        itself. Raises `ConnectivityError` where they cannot, with the reason."""
+        return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.ladder.barrier_s)
+
+
+def without_checkpoints(description: RunDescription) -> RunDescription:
+    """The same run, in which no worker keeps checkpoints."""
+    topology = description.topology
+    job = topology.job.model_copy(update={"checkpoint_every": 0})
+    return replace(description, topology=topology.model_copy(update={"job": job}))
+
+
+def coordinator_settings(
+    topology: Topology, token: str, *, encrypted: bool, host: str = "127.0.0.1", port: int | None = None
+) -> NetSettings:
+    """What the coordinator's endpoint runs by.
+
+    Args:
+        topology: says the time-outs and the ports.
+        token: the run's secret, from which an encrypted run's keys follow.
+        encrypted: whether connections are.
+        host: the address to listen at.
+        port: instead of the topology's; 0: any free one.
+    """
+    job = topology.job
+    identity = Identity.coordinator(token) if encrypted else None
+    at = job.port if port is None else port
+    return net_settings(Ladder.of(job.timeout_s), token, host=host, port=at, ports=job.port_range, identity=identity)

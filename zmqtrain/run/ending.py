@@ -1,0 +1,55 @@
+"""How a run ended: the status, the exit code and the error that its membership's outcome comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zmqtrain.errors import HostLostError
+from zmqtrain.membership.actions import Failure, Outcome
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
+from zmqtrain.run.report import report_of
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended."""
+
+    status: str
+    exit_code: int
+    error: dict[str, Any] | None = None
+
+
+def ending_of(outcome: Outcome, *, stopped: bool = False, interrupted: bool = False) -> Ending:
+    """How a run ended whose membership had this outcome.
+
+    ``stopped``: all workers have stopped at a common step, since they were asked to. ``interrupted``: a person wanted the run to
+    end, which does not matter where it had come to its end by itself.
+    """
+    done = outcome.status == "done"
+    if interrupted and (stopped or not done):
+        return Ending("interrupted", INTERRUPTED)
+    if done:
+        return Ending("preempted", PREEMPTED) if stopped else Ending("done", 0)
+    cause, halt = outcome.cause, outcome.halt
+    if halt is not None and halt.get("kind") == "nan" and (cause is None or cause.consequence):
+        # Whoever had the bad loss did not come to say so itself: what it had said when it stopped the run counts as well.
+        report = {**halt, "peer": halt.get("peer", COORDINATOR)}
+        return Ending("failed", int(report["exit_code"]), report)
+    if cause is not None and not (cause.consequence and outcome.halt):
+        report = _report_of_failure(cause)
+        return Ending("failed", int(report["exit_code"]), report)
+    report = dict(outcome.halt or {"message": outcome.reason})
+    report.setdefault("exit_code", 64)
+    return Ending("halted", int(report["exit_code"]), report)
+
+
+def _report_of_failure(failure: Failure) -> dict[str, Any]:
+    if failure.report is not None:
+        return dict(failure.report)
+    error = failure.error
+    report = report_of(error, failure.peer)
+    if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
+        report["exit_code"] = 128 - failure.exit_code
+    return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}

@@ -1,0 +1,134 @@
+"""Enter a run as the role that this process was started as."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING
+
+from zmqtrain.arena.arena import Arena
+from zmqtrain.errors import ConnectivityError, UsageError
+from zmqtrain.events import EventValue, Recorder
+from zmqtrain.membership.client import COORDINATOR, Membership
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.membership.description import RunDescription, fetch_description
+from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.net.loop import Dilation, dilation_of
+from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.observe.recorder import RunRecorder, Witness
+from zmqtrain.run.report import report_of
+from zmqtrain.topology.timeouts import Ladder
+
+if TYPE_CHECKING:
+    from zmqtrain.train.task import Task
+
+
+@asynccontextmanager
+async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
+    """`enter` as ``environment.peer``, with an endpoint over ZeroMQ that is closed at the end."""
+    factor = Dilation.from_environ().factor
+    if dilation_of(asyncio.get_running_loop()) != factor:
+        raise UsageError(
+            f"this run is {factor:g} times as slow as real time, and this event loop is not: start your coroutine with "
+            "zmqtrain.net.loop.run(main()) in place of asyncio.run(main()), or use zmqtrain.session()"
+        )
+    arena = Arena.join(environment.arena, environment.slot) if environment.arena else None
+    try:
+        endpoint = await open_zeromq(environment.peer, settings=environment.settings(arena))
+        try:
+            async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
+                yield entered
+        finally:
+            await endpoint.close()
+    finally:
+        if arena is not None:
+            arena.close()
+
+
+@asynccontextmanager
+async def enter(
+    endpoint: Endpoint,
+    coordinator: str,
+    ladder: Ladder,
+    *,
+    arena: Arena | None = None,
+    description: RunDescription | None = None,
+    witness: Witness | None = None,
+    recorder: Recorder | None = None,
+) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
+    """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
+    ``arena`` this process's place in the memory of its host.
+
+    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
+    states for an auditor. ``recorder``: takes what the role records, instead of one that posts it to the coordinator.
+
+    After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
+    Raises as `Membership.join`.
+    """
+    endpoint.add_peer(COORDINATOR, coordinator)
+    if description is None:
+        description = await fetch_description(endpoint, timeout=ladder.join_s)
+    try:
+        role = description.placement.role(endpoint.peer)
+    except KeyError as error:
+        raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
+    membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
+    tracing = description.topology.observe.trace_steps
+    async with _recording(membership, recorder, trace_steps=tracing, witness=witness) as recording:
+        context = RoleContext(
+            endpoint=endpoint,
+            membership=membership,
+            role=role,
+            placement=description.placement,
+            topology=description.topology,
+            ladder=ladder,
+            recorder=recording,
+            data_path=description.data_path,
+            resume=description.resume,
+            arena=arena,
+            slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
+        )
+        yield context, description
+        links = endpoint.traffic()
+        sent: dict[str, EventValue] = {peer: out for peer, (out, _) in links.items()}
+        received: dict[str, EventValue] = {peer: into for peer, (_, into) in links.items()}
+        recording.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
+    await membership.leave()
+
+
+@asynccontextmanager
+async def _recording(
+    membership: Membership, given: Recorder | None, *, trace_steps: int, witness: Witness | None
+) -> AsyncIterator[Recorder]:
+    """The recorder that was given, or one that posts to the coordinator until the end of the block."""
+    if given is not None:
+        yield given
+        return
+    recorder = RunRecorder(membership.report, trace_steps=trace_steps, witness=witness)
+    posting = asyncio.create_task(recorder.run(), name="post events")
+    try:
+        yield recorder
+    finally:
+        posting.cancel()
+        await asyncio.wait([posting])
+        if not (membership.halted.is_set() and membership.halt_reason is not None):
+            await recorder.flush()
+        await recorder.close()
+
+
+async def live_without_agent(context: RoleContext, task: Task | None = None) -> None:
+    """Be the role that the context describes, where no agent would see it fail: a failure is told to the others, and raised.
+
+    ``task``: for roles that compute, instead of what ``[job] task`` names.
+    """
+    from zmqtrain.run.role import run_role  # it imports torch
+
+    try:
+        await run_role(context, task=task)
+    except Exception as error:
+        with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
+            await context.membership.fail(report_of(error, context.role.peer))
+        raise

@@ -1,0 +1,215 @@
+"""What a run leaves behind: its events, logs and trace as they come, and the summary at its end. The same for every world."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from zmqtrain.exchange.momentum import gradients_of
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.observe.live import View, closing_lines
+from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.summary import Summary
+from zmqtrain.run.ending import Ending
+from zmqtrain.run.report import LOG, headline
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint.model_file import model_lines
+from zmqtrain.versions import versions
+from zmqtrain.world import wall_s
+
+
+class RunRecord:
+    """Takes what is reported of a run, keeps it in the run directory and shows it."""
+
+    def __init__(
+        self,
+        description: RunDescription,
+        directory: RunDirectory,
+        view: View,
+        *,
+        world: Literal["real", "emulated", "simulated"],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """``clock``: what the view goes by, for people; by default the loop's."""
+        self._topology, self._placement = description.topology, description.placement
+        self._resumed, self._script = description.resume, bool(description.script)
+        self._directory, self._view, self._world = directory, view, world
+        self.summary = Summary()
+        self.quiet = False
+        """Do not show that roles fail or stop: the person asked for it."""
+        self.stopped_at: int | None = None
+        """The step before which all workers have stopped, where they were asked to."""
+        self._clock = clock
+        self._losses: list[str] = []  # of workers without whom the run went on
+        self._host_of = {role.peer: role.host for role in self._placement.roles}
+
+    def settle(self, description: RunDescription) -> None:
+        """The hosts are known now, and which role is on which."""
+        self._topology, self._placement = description.topology, description.placement
+        self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._view.regroup({role.peer: role.group for role in self._placement.workers})
+
+    def membership_event(self, kind: str, values: dict[str, Any]) -> None:
+        """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
+        peer = str(values.get("peer", COORDINATOR))
+        self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
+        if kind == "running":
+            self._view.note(str(values["reason"]))
+        elif kind == "lost" and self._topology.elastic:
+            self._losses.append(str(values["reason"]))
+            self._view.note(f"going on without {peer}: {values['reason']}")
+        elif kind == "join" and values.get("late"):
+            self._view.note(f"{peer} is back")
+        elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
+            self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
+
+    def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
+        """What becomes of a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
+        self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
+        self._directory.flush()
+        if kind != "checkpoint complete":
+            self._view.note(f"warning: {values['reason']}")
+
+    def report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
+        """What a role reports (`zmqtrain.membership.coordinator.ReportCallback`)."""
+        for event in events:
+            kind = event.get("kind")
+            if kind == LOG:
+                self._directory.log(str(event["peer"]), str(event["text"]))
+                if not event.get("quiet"):
+                    self._view.log(str(event["peer"]), str(event["text"]))
+            elif kind == "span":
+                self._directory.trace.add(peer, event)
+            else:
+                self.event(peer, event)
+        self._directory.flush()
+
+    def note(self, text: str) -> None:
+        """Something happened to the run that people should know."""
+        self.event(COORDINATOR, {"kind": "note", "values": {"text": text}})
+        self._directory.flush()
+        self._view.note(text)
+
+    def agent_log(self, host: str, text: str) -> None:
+        """What an agent on another machine prints itself."""
+        self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
+
+    def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
+        """Write one event down."""
+        role, _, rank = peer.partition("/")
+        time = event.get("time")
+        line = {
+            "time": wall_s() if time is None else time,
+            "host": self._host_of.get(peer, rank if role == "agent" else ""),
+            "role": role,
+            "rank": int(rank) if rank.isdigit() else None,
+            "step": event.get("step"),
+            "kind": str(event.get("kind")),
+            "values": event.get("values") or {},
+        }
+        if line["kind"] == "stopped":
+            self.stopped_at = event["step"]
+        self._directory.event(line)
+        self.summary.add(peer, line)
+        values = dict(event.get("values") or {})
+        if line["kind"] == "view" and values.get("members") == [peer]:
+            self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
+        if line["kind"] == "warning":
+            self._view.note(f"warning: {peer}: {values.get('text')}")
+        self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
+
+    def title(self) -> str:
+        """The run in a line."""
+        placement, exchange = self._placement, self._topology.exchange
+        grid = f", {_divided(self._topology)}" if self._topology.divided else ""
+        servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        if placement.fc_servers:
+            servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
+        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        if self._topology.hosts_open and self._topology.hosts_decide:
+            workers = "a worker for each device or host"
+        return (
+            f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
+        )
+
+    def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write and show how the run ended, and close its directory. ``more`` goes into the summary, which is returned."""
+        directory = self._directory
+        summary = {
+            "name": self._topology.job.name,
+            "status": ending.status,
+            "exit_code": ending.exit_code,
+            "world": self._world,
+            "seconds": seconds,
+            **self.summary.to_dict(),
+            "hosts": [host.name for host in self._topology.hosts],
+            "roles": {
+                "worker": self._placement.world_size,
+                "server": self._placement.servers,
+                **({"fc": self._placement.fc_servers} if self._placement.fc_servers else {}),
+            },
+            "groups": self._placement.groups,
+            "group_size": self._placement.group_size,
+            "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
+            "gradients": gradients_of(self._topology),
+            "losses": self._losses,
+            "versions": versions(),
+            **(more or {}),
+        }
+        directory.write_json("summary.json", summary)
+        if ending.error is not None:
+            directory.write_json("error.json", ending.error)
+        directory.close()
+        if ending.status == "done":
+            for line in closing_lines(self.summary, seconds, str(directory.path)):
+                self._view.note(line)
+            if self._losses:
+                self._view.note(f"lost on the way: {'; '.join(self._losses)}")
+        elif ending.error is not None:
+            print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
+        elif ending.status == "preempted":
+            self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+        elif self.stopped_at is not None:
+            self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+        else:
+            self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+        for line in model_lines(directory.path, self.summary.steps):
+            self._view.note(line)
+        return summary
+
+    def _how_to_go_on(self) -> str:
+        """After a run that was to keep a checkpoint of the step at which it stopped."""
+        if self._script:
+            return "a script goes on from what it has kept itself"
+        newest = self.summary.newest_checkpoint
+        if newest is not None and newest == self.stopped_at:
+            return f"--resume {self._directory.path} goes on"
+        if newest is not None:
+            return f"no checkpoint of that was kept, and --resume {self._directory.path} goes on from step {newest}"
+        return "no checkpoint was kept" if self._resumed is None else f"nothing was trained, and --resume {self._resumed} goes on"
+
+
+def _failure_text(error: dict[str, Any], directory: Path) -> str:
+    if "type" not in error:
+        return f"stopped: {error.get('message')}\neverything about it: {directory}"
+    trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
+    return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
+
+
+def _hosts(topology: Topology) -> str:
+    if topology.hosts_open:
+        return "the hosts that come"
+    return f"{len(topology.hosts)} host(s)"
+
+
+def _divided(topology: Topology) -> str:
+    """How a group divides its model."""
+    counts = Counter(each.choice for each in topology.parallel.layers)
+    layers = f" ({', '.join(f'{count} {choice}' for choice, count in counts.items())} layers)" if counts else ""
+    return f"grid {topology.compute.grid or f'1x{topology.compute.group_size}'}{layers}"

@@ -1,0 +1,80 @@
+"""Error reports: what a failing process leaves, as plain values, so that the first one that matters can be shown."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.world import wall_s
+
+#: Event kind under which a role's output travels to whoever keeps the run's record.
+LOG = "log"
+#: A traceback is cut in its middle beyond this: deep recursion repeats itself.
+LONGEST_TRACEBACK = 16_000
+#: Where frames lie that are not the person's own: this package, and the standard library (which has asyncio and runpy).
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = str(Path(traceback.__file__).parent) + os.sep
+#: What a process exits with whose own code, or a library it uses, raised anything at all.
+USER_CODE = 3
+
+
+def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
+    """The report of an error that ended a role or a launcher."""
+    cause = root_of(error)
+    known = cause if isinstance(cause, ZmqTrainError) else None
+    return {
+        "peer": peer,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": wall_s(),
+        "type": type(cause).__name__,
+        "message": str(cause) or type(cause).__name__,
+        "traceback": _cut("".join(traceback.format_exception(cause))),
+        "shown": _cut(_for_people(cause)),
+        "verdict": known.verdict if known else "user code",
+        "exit_code": known.exit_code if known else USER_CODE,
+        "consequence": known.consequence if known else False,
+    }
+
+
+def _for_people(error: BaseException) -> str:
+    """The traceback of the person's own code: without the frames by which it was called. Empty where none of it is involved."""
+    if isinstance(error, ZmqTrainError):
+        if error.__cause__ is None or error.verdict != "user code":
+            return ""
+        error = error.__cause__
+    trace = traceback.TracebackException.from_exception(error)
+    own = [not frame.filename.startswith((_PACKAGE, _LIBRARY, "uvloop/", "<frozen")) for frame in trace.stack]
+    if True in own:
+        trace.stack = traceback.StackSummary.from_list(trace.stack[own.index(True) :])
+    return "".join(trace.format(chain=False))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TRACEBACK:
+        return text
+    half = LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n  ... {len(text) - LONGEST_TRACEBACK} characters left out ...\n{text[-half:]}"
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The error inside groups of errors that matters most: the first one that does not only follow from another."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if not getattr(leaf, "consequence", False)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """One line about a report."""
+    return f"{report['peer']} failed ({report['verdict']}): {report['type']}: {report['message']}"

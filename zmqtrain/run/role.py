@@ -1,0 +1,46 @@
+"""Whichever role a process was started as."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.merged_fc import worker as merged_fc
+from zmqtrain.merged_fc.role import run_fc
+from zmqtrain.server.role import run_server
+from zmqtrain.train.worker import make_work, run_worker
+
+if TYPE_CHECKING:
+    from zmqtrain.train.task import Task
+
+
+async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
+    """Be the worker, model server or FC server that the context describes, to its end.
+
+    ``task``: for those that compute, instead of what ``[job] task`` names. Raises what went wrong.
+    """
+    if context.role.kind == "worker":
+        await run_worker(context, task=task, make_work=merged_fc.make_work if context.placement.fc_roles else make_work)
+    elif context.role.kind == "fc":
+        await _while_needed(context, run_fc(context, task=task))
+    else:
+        await _while_needed(context, run_server(context))
+
+
+async def _while_needed(context: RoleContext, serving: Coroutine[Any, Any, None]) -> None:
+    """A server's life. It ends by itself when its workers say that they have finished; those that have never asked for anything (a
+    script that replicates no model) leave without a word to it."""
+    server, left = asyncio.ensure_future(serving), asyncio.ensure_future(context.membership.finished.wait())
+    try:
+        await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not server.done():
+            await asyncio.wait({server}, timeout=context.ladder.flush_s)  # what is under way
+            if not server.done():
+                return
+        await server
+    finally:
+        for one in (server, left):
+            one.cancel()
+        await asyncio.wait({server, left})

@@ -1,0 +1,221 @@
+"""What a server does with the gradients that come in: checks them, collects them and says what to apply and whom to answer.
+
+A state machine without I/O around `StalenessMachine`. What is decided at one stroke is a *unit*: one piece, so that the answer to a
+bucket never waits for another bucket; or all pieces of the server at once, where a global norm or snapshots ask for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zmqtrain.server.held import Gradient, Sum
+from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
+from zmqtrain.wire.payload import Value
+
+#: ``none``: pushes take effect as they come. With snapshots all servers apply the steps of groups in one order: server 0 is to
+#: ``decide`` it, the others ``follow``.
+Order = Literal["none", "decide", "follow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A group's gradient of one piece for one step. The gradient is only read."""
+
+    group: int
+    step: int
+    piece: int
+    version: int
+    gradient: Gradient
+    hyperparameters: Mapping[str, Value] | None = None
+    passed_over: bool = False
+    """The group's whole gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step of one piece's optimizer."""
+
+    piece: int
+    gradient: Gradient
+    hyperparameters: Mapping[str, Value] | None
+    reads: tuple[tuple[int, int, int], ...]
+    """(group, step, version that it had read) of each gradient in the update."""
+    passed_over: bool = False
+    """It counts, but changes nothing."""
+
+
+EventKind = Literal["step", "left", "keep", "show"]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedEvent:
+    """What comes next with snapshots: a group's step, that the group has left, or that servers keep (or keep and show) what they
+    have for a checkpoint."""
+
+    kind: EventKind
+    number: int
+    """Of the group, or of the checkpoint's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the server has goes into the checkpoint at ``step``; with ``show`` group 0 reads it, too."""
+
+    step: int
+    show: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer``, then ``keep``."""
+
+    updates: tuple[Update, ...]
+    pieces: tuple[int, ...]
+    answer: tuple[tuple[int, int], ...]
+    reason: str
+    keep: Keep | None = None
+
+
+class Aggregator:
+    """Takes the pushes to one server. Whatever is wrong with a push raises `ProtocolError` and changes nothing."""
+
+    def __init__(
+        self,
+        pieces: Sequence[int],
+        policy: Policy,
+        groups: int,
+        *,
+        sums: Callable[[Sequence[int]], Sum],
+        first_step: int = 0,
+        whole: bool = False,
+        order: Order = "none",
+    ) -> None:
+        """``sums(groups)`` adds up a piece's gradients of these groups. ``whole``: the server's pieces are one unit (``order``
+        needs it); else each is one of its own."""
+        assert whole or order == "none"
+        members = range(groups)
+        cut = [tuple(pieces)] if whole else [(piece,) for piece in pieces]
+        make_sum = sums if policy.kind == "sync" else None
+        self._units = [_Unit(part, StalenessMachine(policy, members, first_step), make_sum) for part in cut]
+        self._unit_of = {piece: unit for unit in self._units for piece in unit.pieces}
+        self._order = order
+        self._to_come: deque[OrderedEvent] = deque()
+        #: With order "decide": what the other servers have to be told, oldest first; the caller empties it.
+        self.decided: list[OrderedEvent] = []
+
+    def lead(self, piece: int, group: int) -> int:
+        """Steps that the group has pushed this piece beyond the slowest group."""
+        return self._unit_of[piece].machine.lead(group)
+
+    def pushed(self, push: Push) -> list[Batch]:
+        """Take a gradient of a piece of this server."""
+        unit = self._unit_of[push.piece]
+        if not unit.take(push):
+            return []
+        if self._order == "follow":
+            return self._follow()
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("step", push.group))
+        return [unit.complete(push.group)]
+
+    def left(self, group: int) -> list[Batch]:
+        """The group trains no more. Where another server orders events, its word counts and this does nothing."""
+        if self._order == "follow":
+            return []
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("left", group))
+        return _useful(unit.leave(group) for unit in self._units)
+
+    def keep(self, step: int, *, show: bool) -> list[Batch]:
+        """A checkpoint is to be kept. Where another server orders events, its word counts and this does nothing."""
+        if self._order == "follow":
+            return []
+        if self._order == "decide":
+            self.decided.append(OrderedEvent("show" if show else "keep", step))
+        return [_keeping(step, show=show)]
+
+    def ordered(self, event: OrderedEvent) -> list[Batch]:
+        """With order "follow": server 0 has said what comes next. (A server that holds no piece has nothing to order.)"""
+        if self._order != "follow":
+            return []
+        self._to_come.append(event)
+        return self._follow()
+
+    def _follow(self) -> list[Batch]:
+        """All that has both been ordered and arrived, in the order's order."""
+        (unit,) = self._units
+        batches = []
+        while self._to_come:
+            event = self._to_come[0]
+            if event.kind in ("keep", "show"):
+                batches.append(_keeping(event.number, show=event.kind == "show"))
+            elif event.kind == "left":
+                batches.append(unit.leave(event.number))
+            elif unit.is_complete(event.number):
+                batches.append(unit.complete(event.number))
+            else:
+                break
+            self._to_come.popleft()
+        return _useful(batches)
+
+
+class _Unit:
+    """Pieces that are decided about at one stroke."""
+
+    __slots__ = ("_arrived", "_make_sum", "_sums", "machine", "pieces")
+
+    def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, make_sum: Callable[[Sequence[int]], Sum] | None) -> None:
+        """``make_sum``: where the gradients of all groups take effect together."""
+        self.pieces = pieces
+        self.machine = machine
+        self._make_sum = make_sum
+        self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has one step on the way at most
+        self._sums: dict[int, Sum] = {}
+
+    def take(self, push: Push) -> bool:
+        """Keep a push. Returns whether the group's step is complete now."""
+        self.machine.check(push.group, push.step)
+        arrived = self._arrived.get(push.group, {})
+        if push.piece in arrived:
+            raise DuplicatePushError(f"group {push.group} pushed piece {push.piece} of step {push.step} already")
+        if self._make_sum is not None:
+            if push.piece not in self._sums:
+                self._sums[push.piece] = self._make_sum(self.machine.groups)
+            self._sums[push.piece].add(push.group, push.gradient)
+        arrived[push.piece] = push
+        self._arrived[push.group] = arrived
+        return len(arrived) == len(self.pieces)
+
+    def is_complete(self, group: int) -> bool:
+        return len(self._arrived.get(group, {})) == len(self.pieces)
+
+    def complete(self, group: int) -> Batch:
+        """The group's step, all of it, takes effect."""
+        step = next(iter(self._arrived[group].values())).step
+        return self._batch(self.machine.pushed(group, step))
+
+    def leave(self, group: int) -> Batch:
+        return self._batch(self.machine.left(group))
+
+    def _batch(self, decision: Decision) -> Batch:
+        updates: list[Update] = []
+        if decision.apply:
+            pushes = [self._arrived.pop(group) for group in decision.apply]
+            for piece in self.pieces:
+                of_piece = [by_piece[piece] for by_piece in pushes]
+                gradient = self._sums.pop(piece).mean() if self._make_sum is not None else of_piece[0].gradient
+                reads = tuple((push.group, push.step, push.version) for push in of_piece)
+                passed_over = any(push.passed_over for push in of_piece)
+                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads, passed_over))
+        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason)
+
+
+def _useful(batches: Iterable[Batch]) -> list[Batch]:
+    return [batch for batch in batches if batch.updates or batch.answer or batch.keep]
+
+
+def _keeping(step: int, *, show: bool) -> Batch:
+    return Batch((), (), (), f"checkpoint {step}", Keep(step, show))

@@ -1,0 +1,1 @@
+"""Checkpoints and the run's model: how they are written, collected, and read again."""

@@ -1,0 +1,364 @@
+"""Checkpoints on disk: one folder a step, which is there as a whole or not at all.
+
+::
+
+    checkpoints/step-00000100/
+        checkpoint.msgpack        format version, step, shape of the run, and size and CRC of every file
+        model.safetensors         the model's ordinary state_dict, for anybody
+        NAME.safetensors, NAME.msgpack    tensors and plain values of each part: worker-0, server-1, ...
+
+A folder is written under another name and renamed when it is complete. No pickle, and no torch needed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgpack
+
+from zmqtrain.errors import CheckpointError, WireError
+from zmqtrain.train.checkpoint.meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
+from zmqtrain.wire.dtypes import DTYPES, dtype_named
+from zmqtrain.wire.tensor import TensorPayload
+
+__all__ = [
+    "META",
+    "MODEL",
+    "Checkpoint",
+    "CheckpointWriter",
+    "PartWriter",
+    "RunShape",
+    "find_checkpoints",
+    "find_latest",
+    "prune",
+    "read_safetensors",
+]
+
+META = "checkpoint.msgpack"
+_NAME = re.compile(r"step-(\d{8,})")
+_PART = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+_WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES}
+#: No header of ours comes near it; a larger one is a torn or foreign file.
+_LARGEST_HEADER = 100 << 20
+Listed = Sequence[tuple[str, str, tuple[int, ...]]]
+
+
+class PartWriter:
+    """Writes one part, tensor by tensor, in the order in which they were listed."""
+
+    def __init__(self, folder: Path, name: str, listed: Listed, sidecar: Mapping[str, Any]) -> None:
+        if not _PART.fullmatch(name):
+            raise CheckpointError(f"{name!r} is no name of a part of a checkpoint")
+        self._folder, self._name, self._left = folder, name, list(listed)
+        header = _header(listed)
+        self._tensors = _File(folder / f"{name}.safetensors")
+        self._tensors.write(header)
+        values = _File(folder / f"{name}.msgpack")
+        values.write(msgpack.packb(dict(sidecar)))
+        self._files = {f"{name}.msgpack": values.close()}
+
+    @property
+    def complete(self) -> bool:
+        return not self._left
+
+    def write(self, frames: Iterable[memoryview], dtype: str, numel: int) -> None:
+        """The next tensor."""
+        if not self._left:
+            raise CheckpointError(f"part {self._name} of a checkpoint has more tensors than it listed")
+        name, expected, shape = self._left.pop(0)
+        if (dtype, numel) != (expected, _numel(shape)):
+            raise CheckpointError(
+                f"part {self._name} of a checkpoint listed {name} as {expected} {list(shape)}, but {numel} elements of {dtype} came"
+            )
+        for frame in frames:
+            self._tensors.write(frame)
+
+    def close(self) -> dict[str, tuple[int, int]]:
+        """Put everything on disk. Returns size and CRC of each file."""
+        assert self.complete
+        return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
+
+    def discard(self) -> None:
+        """Give the part up."""
+        self._tensors.abandon()
+
+
+class CheckpointWriter:
+    """One checkpoint while it is written."""
+
+    def __init__(self, checkpoints: Path, step: int, shape: RunShape) -> None:
+        self._final = checkpoints / f"step-{step:08d}"
+        self._partial = checkpoints / f".step-{step:08d}.partial"
+        self._step, self._shape = step, shape
+        self._files: dict[str, tuple[int, int]] = {}
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+
+    def part(self, name: str, listed: Listed, sidecar: Mapping[str, Any]) -> PartWriter:
+        return PartWriter(self._partial, name, listed, sidecar)
+
+    def add(self, files: Mapping[str, tuple[int, int]]) -> None:
+        """A part is on disk."""
+        self._files.update(files)
+
+    def commit(self, workers: Collection[int] | None = None) -> Path:
+        """Give the folder its final name; the checkpoint exists from now on. ``workers``: whose parts there are, if not all."""
+        meta = _File(self._partial / META)
+        there = None if workers is None or len(workers) == self._shape.world_size else frozenset(workers)
+        meta.write(Meta(self._step, self._shape, self._files, there).packed())
+        meta.close()
+        _sync_folder(self._partial)
+        before = self._partial.with_suffix(".old")
+        if self._final.exists():  # the run was resumed from an earlier step and came by again
+            shutil.rmtree(before, ignore_errors=True)
+            self._final.rename(before)
+        self._partial.rename(self._final)
+        shutil.rmtree(before, ignore_errors=True)
+        _sync_folder(self._final.parent)
+        return self._final
+
+    def discard(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+class Checkpoint:
+    """A complete checkpoint on disk, checked."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `CheckpointError` where it is missing, of another release, or not whole."""
+        self.folder = folder
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no checkpoint {folder}; --resume takes the folder of one, a run, or latest")
+        try:
+            meta = Meta.parse(_content(folder / META, LARGEST_META))
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} is no checkpoint: it has no {META}") from None
+        except AnotherFormatError as error:
+            raise CheckpointError(
+                f"{folder} has format {error}, this zmqtrain reads {FORMAT}: use the release that wrote it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / META} cannot be read: {error}; use an earlier checkpoint") from error
+        self.step, self.shape, self._files, self._workers = meta.step, meta.shape, meta.files, meta.workers
+        for name, (size, crc) in self._files.items():
+            self._check(folder / name, size, crc)
+
+    def require(self, shape: RunShape) -> None:
+        """Raise `CheckpointError` unless it is of a run of this shape."""
+        for name, mine in asdict(self.shape).items():
+            if mine != getattr(shape, name):
+                raise CheckpointError(
+                    f"{self.folder} was made with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
+                    "set it as it was, or start without --resume"
+                )
+        if self._workers is not None and (shape.kind != "gossip" or shape.group_size > 1):
+            raise CheckpointError(f"{self.folder} has not all workers, and only gossip among groups of one goes on from that")
+        for part in shape.parts(self._workers):
+            self._require_part(part)
+
+    def stands_in(self, part: str) -> int | None:
+        """The worker's neighbour, by rank, where the part is one of a worker that was lost; ``None``: the part is there."""
+        kind, _, number = part.partition("-")
+        if self._workers is None or kind not in ("worker", "group") or int(number) in self._workers:
+            return None
+        return max((rank for rank in self._workers if rank < int(number)), default=max(self._workers))
+
+    def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:
+        """Tensors, which alias the mapped file, and plain values of a part."""
+        self._require_part(name)
+        path = self.folder / f"{name}.msgpack"
+        try:
+            sidecar = unpack(_content(path, self._files[path.name][0]))
+            if sidecar.get("step", self.step) != self.step:
+                raise ValueError(f"it is of step {sidecar['step']!r:.60}, and the checkpoint of step {self.step}")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
+        return read_safetensors(self.folder / f"{name}.safetensors"), sidecar
+
+    def _require_part(self, name: str) -> None:
+        if not {f"{name}.safetensors", f"{name}.msgpack"} <= self._files.keys():
+            raise CheckpointError(f"{self.folder} has no part {name}: use an earlier checkpoint")
+
+    @staticmethod
+    def _check(path: Path, size: int, crc: int) -> None:
+        try:
+            _require_file(path)
+            with path.open("rb") as file:
+                found, now = 0, 0
+                while block := file.read(4 << 20):
+                    found, now = found + len(block), zlib.crc32(block, now)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
+        if (found, now) != (size, crc):
+            what = f"{found} bytes instead of {size}" if found != size else "other content than was written"
+            raise CheckpointError(f"{path} is torn: it has {what}; use an earlier checkpoint")
+
+
+_SETTINGS = {
+    "kind": "[exchange] kind",
+    "groups": "[compute] groups",
+    "group_size": "[compute] group_size",
+    "servers": "[exchange] shards",
+    "fc_servers": "[exchange] merged_fc",
+}
+
+
+def read_safetensors(path: Path) -> dict[str, TensorPayload]:
+    """The tensors of a safetensors file, mapped and not copied. Raises `CheckpointError` for anything else."""
+    try:
+        _require_file(path)
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        length = int.from_bytes(mapped[:8], "little")
+        if length > min(_LARGEST_HEADER, len(mapped) - 8):
+            raise ValueError(f"its header is said to have {length} bytes")
+        header = json.loads(bytes(mapped[8 : 8 + length]), object_pairs_hook=_once)
+        data = mapped[8 + length :]
+        tensors, before = {}, 0
+        # As the format says: one after the other, without gap or overlap.
+        entries = [(name, _entry(name, entry)) for name, entry in header.items() if name != "__metadata__"]
+        for name, (start, stop, dtype, shape) in sorted(entries, key=lambda each: each[1][:2]):
+            if start != before or stop > len(data):
+                raise ValueError(f"{name} lies beyond its end" if stop > len(data) else f"{name} does not lie where it must")
+            before = stop
+            tensors[name] = TensorPayload.received(data[start:stop], dtype, shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, WireError) as error:
+        raise CheckpointError(f"{path} is no safetensors file that can be read: {type(error).__name__}: {error!s:.200}") from error
+    return {name: tensors[name] for name, _ in entries}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
+
+
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[int, int, str, tuple[int, ...]]:
+    """Start, stop, dtype and shape of a tensor. Raises `ValueError`, `KeyError` and `TypeError`."""
+    (start, stop), dtype, shape = entry["data_offsets"], _WIRE[entry["dtype"]], tuple(entry["shape"])
+    numbers = (start, stop, *shape)
+    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{name} has {shape!r:.60} at {entry['data_offsets']!r:.60}")
+    if _numel([max(1, size) for size in shape]) >= 2**63 or stop - start != _numel(shape) * dtype_named(dtype).itemsize:
+        raise ValueError(f"{name} of {dtype} {shape!r:.60} has {stop - start} bytes")
+    return start, stop, dtype, shape
+
+
+def _content(path: Path, most: int) -> bytes:
+    """A file's content. Raises `OSError`, and `ValueError` where it is none, or larger than ``most`` bytes."""
+    _require_file(path)
+    with path.open("rb") as file:
+        content = file.read(min(path.stat().st_size, most) + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return content
+
+
+def _require_file(path: Path) -> None:
+    """Raise `OSError` for what is there and no file: to open a pipe waits for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is no file")
+
+
+def find_checkpoints(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the latest last."""
+    found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name) and (path / META).is_file()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def find_latest(folder: Path) -> Path:
+    """The latest checkpoint of a run's folder, of its ``checkpoints`` folder, or of any run below ``folder``.
+
+    Raises `CheckpointError` where there is none.
+    """
+    try:
+        if (folder / META).is_file():
+            return folder
+        for checkpoints in (folder, folder / "checkpoints"):
+            if found := find_checkpoints(checkpoints):
+                return found[-1]
+        runs = [found[-1] for checkpoints in folder.glob("*/checkpoints") if (found := find_checkpoints(checkpoints))]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(folder)!r:.300} cannot be looked through for checkpoints: {error!s:.300}") from error
+    if not runs:
+        raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run have [job] checkpoint_every?")
+    return max(runs, key=lambda path: path.stat().st_mtime_ns)
+
+
+def prune(checkpoints: Path, keep: int) -> list[Path]:
+    """Remove all but the latest ``keep`` checkpoints. Returns those removed."""
+    removed = find_checkpoints(checkpoints)[:-keep]
+    for path in removed:
+        # First it must stop being a checkpoint: a removal that is cut short leaves no torn one behind.
+        (path / META).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+class _File:
+    """A file that counts its bytes and their CRC, and is on disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._size, self._crc = 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._size += len(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+    def close(self) -> tuple[int, int]:
+        """Size and CRC."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._size, self._crc
+
+    def abandon(self) -> None:
+        with suppress(OSError):  # what was not written yet may not fit on a full disk
+            self._file.close()
+
+
+def _header(listed: Listed) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in listed:
+        if dtype not in _SAFETENSORS:
+            raise CheckpointError(f"{name} is of type {dtype}, which cannot be kept in a checkpoint")
+        nbytes = _numel(shape) * dtype_named(dtype).itemsize
+        entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # so that the tensors are aligned
+    return len(header).to_bytes(8, "little") + header
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""A checkpoint whose parts are arriving: which it has, which it waits for, and when it is complete. Blocking; no network.
+
+It is complete when everybody who trained its step has sent their part. In an elastic run these may be fewer than the run has
+places for: each worker says with its parts who they are, as far as it knows, and whoever anyone knows to be gone is not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.checkpoint_part import MEMBERS, unpack_manifest
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.train.checkpoint.folder import CheckpointWriter, PartWriter, RunShape
+from zmqtrain.wire.payload import Payload
+
+
+class IncomingCheckpoint:
+    """One checkpoint until it is committed or given up."""
+
+    def __init__(self, checkpoints: Path, step: int, shape: RunShape, began_s: float) -> None:
+        self._writer = CheckpointWriter(checkpoints, step, shape)
+        self.step, self.began_s = step, began_s
+        self.overdue = False
+        """Whether somebody was told that it takes too long."""
+        self._shape = shape
+        self._parts: dict[str, tuple[PeerId, PartWriter]] = {}
+        self._members: frozenset[int] | None = None
+        self._written: dict[str, PeerId] = {}
+        self._all = shape.parts()
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parts of which anything has come."""
+        return self._parts.keys() | self._written.keys()
+
+    def take(self, sender: PeerId, name: str, payload: Payload) -> bool:
+        """The next message of a part. Returns whether the part is on disk. Raises `CheckpointError` and `OSError`."""
+        if name in self._written:
+            if self._written[name] == sender:
+                raise CheckpointError(f"part {name} of checkpoint {self.step} came twice")
+            return False  # somebody believed that who was to send it is gone
+        began, part = self._parts.get(name, (sender, None))
+        if part is not None and began != sender:  # who began it is gone, and another begins anew
+            part.discard()
+            part = None
+        if part is None:
+            listed, sidecar = unpack_manifest(payload)
+            self._hear_of_members(sidecar)
+            part = self._writer.part(name, listed, sidecar)
+            self._parts[name] = (sender, part)
+        else:
+            part.write(payload.frames(), payload.dtype, payload.numel)
+        if not part.complete:
+            return False
+        self._writer.add(part.close())
+        del self._parts[name]
+        self._written[name] = sender
+        return True
+
+    def missing(self, nothing: Collection[str], there: Callable[[int], bool]) -> list[str]:
+        """The parts that have to come still. ``nothing``: parts that are always empty; ``there(rank)``: whether a worker is."""
+        present = self._present(there)
+        parts = self._all if present is None else self._shape.parts(present)
+        return [part for part in parts if part not in self._written and part not in nothing]
+
+    def has_lost(self, there: Callable[[int], bool]) -> bool:
+        """Whether one is gone whose part somebody has waited for."""
+        return self._members is not None and self._members != self._present(there)
+
+    def commit(self, nothing: Mapping[str, Mapping[str, Any]], there: Callable[[int], bool]) -> Path:
+        """Nothing is `missing`: write what is in no message, and let the checkpoint exist."""
+        for name, sidecar in nothing.items():
+            if name not in self._written:
+                self._writer.add(self._writer.part(name, [], {**sidecar, "step": self.step}).close())
+        return self._writer.commit(self._present(there))
+
+    def discard(self) -> None:
+        for _, part in self._parts.values():
+            part.discard()
+        self._writer.discard()
+
+    def _hear_of_members(self, sidecar: Mapping[str, Any]) -> None:
+        match sidecar.get(MEMBERS):
+            case list() as ranks:
+                said = frozenset(ranks)
+                self._members = said if self._members is None else self._members & said
+            case _:
+                return
+
+    def _present(self, there: Callable[[int], bool]) -> frozenset[int] | None:
+        """The workers whose parts belong to it; ``None``: all of the run's."""
+        if self._members is None:
+            return None
+        return frozenset(rank for rank in self._members if f"worker-{rank}" in self._written or there(rank))

@@ -1,0 +1,293 @@
+"""A worker's part of checkpoints: what goes in, and how it comes back.
+
+What is where depends on who has it. Servers keep their pieces themselves; workers that are equal leave it to the first of them.
+The schedule is not kept: it is run through again, which ends in the same state whatever its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.exchange.optimizer import require_state
+from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.train.checkpoint.folder import MODEL
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.divided import Parts
+from zmqtrain.train.random_state import random_state, restore_random_state
+from zmqtrain.train.replica import TorchReplica
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.tensor import TensorPayload
+
+#: What `torch.compile` puts into the names of a module's parameters.
+COMPILED = "_orig_mod."
+_ANOTHER_MODEL = "it is of another model; give one of this model, or start without it"
+
+
+class Keeps(Protocol):
+    """Something with a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Who this worker is, as far as checkpoints care."""
+
+    endpoint: Endpoint
+    kind: Literal["allreduce", "model_server", "gossip", "averaging"]
+    rank: int
+    group: int
+    position: int
+    timeout_s: float
+    data: Keeps | None = None
+    """Knows how far this worker is in its data."""
+    merged: bool = False
+    """Whether this worker has only a phase of the model."""
+    members: tuple[int, ...] | None = None
+    """Who trains, by rank, where these may be fewer than the run's workers."""
+
+    async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
+        """Send this worker's parts of the checkpoint at ``step``, all but the run's model; on return they are on disk. Nothing may
+        change meanwhile.
+
+        All workers of a group that divides its model call it together."""
+        values: dict[str, Any] = {"step": step}
+        if self.members is not None:
+            values[MEMBERS] = list(self.members)
+        parts = Parts.of(replica.model)
+        if self.kind != "model_server":
+            tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
+            tensors = await device.run(lambda: parts.whole(tensors))
+            if self._keeps_group:
+                await self._send(step, self._group_part, tensors, values)
+        tensors, random = random_state(device.torch_device)
+        buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        tensors |= await device.run(lambda: parts.whole(buffers))
+        values |= {"random": random, "exchange": exchange.state_dict()}
+        if replica.loss_scale is not None:
+            values["loss_scale"] = replica.loss_scale.state()
+        if self.data is not None:
+            values["data"] = self.data.state_dict()
+        added = _added_up(exchange, step)
+        if added is not None:
+            # Each worker's own, also where the model is divided: what it will add to them is its own, too.
+            tensors |= {f"gradient/{name}": gradient for name, gradient in replica.memory.added_up().items()}
+            values["added up"] = added
+        await self._send(step, f"worker-{self.rank}", tensors, values)
+
+    async def begin_with_weights(self, replica: TorchReplica) -> None:
+        """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
+        others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        if others and not self.merged:
+            raise CheckpointError(
+                f"[job] weights: the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}"
+            )
+        replica.memory.publish()
+
+    async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
+        """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
+
+        Parameters that the exchange spreads when it starts (from rank 0, or from servers) are not read here.
+        """
+        own = await self._fetch(f"worker-{self.rank}")
+        if own is None:
+            return None
+        neighbour = own.sidecar.get(STANDS_IN)
+        if isinstance(neighbour, int):
+            await self._begin_like(neighbour, replica)
+            return own.step
+        parts = Parts.of(replica.model)
+        tensors = tensors_of(own)
+        buffers = dict(replica.model.named_buffers())
+        _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
+        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
+            others = await self._restore_into(MODEL, _state(replica.model), parts)
+            if others:
+                raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
+        if self.kind != "model_server":
+            into = _parameters(replica) if self._apart else {}
+            _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
+        replica.memory.publish()
+        with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
+            exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            if self.data is not None:
+                self.data.load_state_dict(own.sidecar.get("data"))
+            self._restore_gradients(own, tensors, replica, exchange)
+            restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+        return own.step
+
+    @staticmethod
+    def _restore_gradients(own: Part, tensors: Mapping[str, Tensor], replica: TorchReplica, exchange: Exchange) -> None:
+        """What was added up since the last exchange."""
+        was, now = own.sidecar.get("added up"), _added_up(exchange, own.step)
+        if was != now:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written {_in_words(was)}, but now this step comes {_in_words(now)}: resume "
+                "with [exchange] every as it was, or from another checkpoint"
+            )
+        added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        replica.memory.go_on_adding_to(added)
+
+    async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
+        """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
+        await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
+        state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
+        _load_optimizer_state(replica, state)
+        replica.memory.publish()
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each group has a model of its own."""
+        return self.kind in ("averaging", "gossip")
+
+    @property
+    def _group_part(self) -> str:
+        return f"group-{self.group}" if self._apart else "group-0"
+
+    @property
+    def _keeps_group(self) -> bool:
+        return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
+
+    async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        await send_part(self.endpoint, step, name, _payloads(tensors), values, timeout_s=self.timeout_s)
+
+    async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
+        return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
+
+    async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+        """Fill ``targets`` from the part; those in plain host memory are received in place. Returns the part's other tensors."""
+        whole = {} if parts.divided else targets
+        plain = {key: t for key, t in whole.items() if t.device.type == "cpu" and t.is_contiguous()}
+        part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
+        if part is None:
+            raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
+        tensors = tensors_of(part)
+        if name == MODEL:  # which may be a file of somebody else's
+            tensors = {plain_name(key): tensor for key, tensor in tensors.items()}
+        _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
+        return {key: tensor for key, tensor in tensors.items() if key not in targets}
+
+
+def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
+    """Over how many steps gradients are added up before ``step``, and how many are still to come with them; ``None``: none."""
+    since = 0
+    while since < step and not exchange.exchanges(step - 1 - since):
+        since += 1
+    if not since:
+        return None
+    to_come = 1
+    while not exchange.exchanges(step - 1 + to_come):
+        to_come += 1
+    return [since, to_come]
+
+
+def _in_words(added: object) -> str:
+    match added:
+        case [since, to_come]:
+            return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
+    return "right after an exchange of gradients"
+
+
+def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, with the task's names and nothing divided. In the compute thread; all workers of a group
+    that divides the model call it together. Without ``copied`` tensors may alias the model's."""
+    state = Parts.of(model).whole({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    return {plain_name(name): tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
+
+
+async def send_model(
+    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
+) -> None:
+    """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
+    values = {"step": step, **about}
+    await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
+
+
+def _payloads(tensors: Mapping[str, Tensor]) -> dict[str, Payload]:
+    return {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's ordinary state_dict, as if nothing in it were compiled. Tensors alias the model's."""
+    return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without what `torch.compile` puts into it."""
+    return name.replace(COMPILED, "")
+
+
+def _parameters(replica: TorchReplica) -> dict[str, Tensor]:
+    return {f"parameter/{name}": parameter.detach() for name, parameter in replica.model.named_parameters()}
+
+
+def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
+    """``optimizer/KEY/PARAMETER`` of everything the optimizer keeps; numbers become tensors."""
+    tensors = {}
+    for name, parameter in replica.model.named_parameters():
+        for key, value in replica.optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{key}/{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return tensors
+
+
+def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(replica.model.named_parameters())
+    groups = {id(parameter): group for group in replica.optimizer.param_groups for parameter in group["params"]}
+    states: dict[str, dict[str, Tensor]] = {}
+    for full, tensor in tensors.items():
+        kind, _, rest = full.partition("/")
+        key, _, name = rest.partition("/")
+        if kind != "optimizer" or name not in parameters or id(parameters[name]) not in groups:
+            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this one has not: {_ANOTHER_MODEL}")
+        states.setdefault(name, {})[key] = tensor
+    for name, state in states.items():
+        parameter = parameters[name]
+        require_state(replica.optimizer, name, parameter, state)
+        group = groups[id(parameter)]
+        for key, tensor in state.items():
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                pass  # counted on the CPU
+            elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
+                tensor = torch.empty_like(parameter).copy_(tensor)
+            else:
+                tensor = tensor.to(parameter.device)
+            replica.optimizer.state[parameter][key] = tensor
+
+
+def tensors_of(part: Part) -> dict[str, Tensor]:
+    """The part's tensors, which alias the part."""
+    tensors = {}
+    for name, payload in part.tensors.items():
+        assert isinstance(payload, TensorPayload)
+        tensors[name] = payload.tensor
+    return tensors
+
+
+def _fill(part: str, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy each of ``tensors`` into the target of its name; `CheckpointError` where they do not fit."""
+    for name, target in targets.items():
+        source = tensors.get(name)
+        if source is None:
+            raise CheckpointError(f"the checkpoint's part {part} has no {name}: {_ANOTHER_MODEL}")
+        if source.dtype != target.dtype or source.shape != target.shape:
+            raise CheckpointError(
+                f"the checkpoint's {name} is {source.dtype} {list(source.shape)}, but the model's is {target.dtype} "
+                f"{list(target.shape)}: {_ANOTHER_MODEL}"
+            )
+        if source.data_ptr() != target.data_ptr():
+            with torch.no_grad():
+                target.copy_(source)

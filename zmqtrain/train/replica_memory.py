@@ -1,0 +1,189 @@
+"""The memory of a replica: one run of parameters and one of gradients a bucket, of which the model's own tensors become views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.train.buckets import BucketPlan
+from zmqtrain.train.device.base import Device
+from zmqtrain.train.shared import Allocate
+
+
+@dataclass(slots=True)
+class HeldBucket:
+    """The memory of one bucket. Flat tensors have the bucket's dtype and ``plan.numel`` elements."""
+
+    plan: BucketPlan
+    parameters: Tensor  # in the device's memory
+    gradients: Tensor
+    host_parameters: Tensor  # what the network sees; the same tensors without staging
+    host_gradients: Tensor
+    views: list[Tensor]  # of `gradients`, one a parameter
+    parameter_views: list[Tensor]  # of `parameters`, one a parameter
+    written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
+    host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
+    sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
+    arrive: Callable[[], None] | None = None  # what the exchange wrote is on its way to the device
+
+
+def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, allocate: Allocate) -> HeldBucket:
+    """Move the plan's parameters into flat memory."""
+    first, staging = named[plan.names[0]].data, device.staging
+    host_parameters, host_gradients = allocate(plan.numel, first.dtype), allocate(plan.numel, first.dtype)
+    parameters, gradients = host_parameters, host_gradients
+    if staging is not None:
+        parameters, gradients = (first.new_zeros(plan.numel) for _ in range(2))
+        staging.pin(host_parameters)
+        staging.pin(host_gradients)
+    views, parameter_views = views_of(plan, gradients, named), views_of(plan, parameters, named)
+    with torch.no_grad():
+        for name, view, gradient in zip(plan.names, parameter_views, views, strict=True):
+            parameter = named[name]
+            view.copy_(parameter)
+            parameter.data = view
+            if parameter.grad is not None:
+                gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+    if staging is not None:
+        host_parameters.copy_(parameters)
+    return HeldBucket(
+        plan, parameters, gradients, host_parameters, host_gradients, views, parameter_views, set(), host_gradients, views
+    )
+
+
+class ReplicaMemory:
+    """All buckets of a replica. Used in the compute thread."""
+
+    def __init__(self, plans: Sequence[BucketPlan], named: Mapping[str, nn.Parameter], device: Device, allocate: Allocate) -> None:
+        """``named``: the parameters by name, in the model's order. They move into flat memory, bucket by bucket."""
+        self.named = named
+        self.staging = device.staging
+        self.buckets = [hold(plan, named, device, allocate) for plan in plans]
+        self._added_before: dict[str, Tensor] = {}
+
+    def gradient_views(self) -> dict[str, Tensor]:
+        """Where the gradient of each parameter lies in its bucket, in the parameter's shape."""
+        return dict(self._gradients())
+
+    def fill_gradients(self, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Copy gradients, times ``factor``, to where the network sees them; zeros where there are none."""
+        for held in self.buckets:
+            for name, view in zip(held.plan.names, held.views, strict=True):
+                gradient = gradients.get(name)
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+            if factor != 1.0:
+                held.gradients.mul_(factor)
+            if self.staging is not None:
+                self.staging.to_host(held.gradients, held.host_gradients, nothing)
+        self.synchronize()
+
+    def fetch_gradients(self, factor: float = 1.0) -> None:
+        """The network has changed the gradients: have them, times ``factor``, in `gradient_views`."""
+        for held in self.buckets:
+            if self.staging is not None:
+                self.staging.to_device(held.host_gradients, held.gradients, nothing)()
+            if factor != 1.0:
+                held.gradients.mul_(factor)
+
+    def added_up(self) -> dict[str, Tensor]:
+        """The gradients of steps since the last exchange, by parameter: none right after one. They are the replica's own memory."""
+        return {name: parameter.grad for name, parameter in self.named.items() if parameter.grad is not None}
+
+    def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
+        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
+        for name, gradient in gradients.items():
+            parameter = self.named.get(name)
+            if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
+                own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
+                raise CheckpointError(
+                    f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
+                    "resume with the model and the grid that it was made with"
+                )
+        self._added_before = dict(gradients)
+
+    def before_backward(self) -> None:
+        """Put back, once, what `go_on_adding_to` was given."""
+        for name, view in self._gradients() if self._added_before else ():
+            if name in self._added_before:
+                with torch.no_grad():
+                    view.copy_(self._added_before[name])
+                self.named[name].grad = view
+        self._added_before.clear()
+
+    def finite(self) -> bool:
+        """Whether the gradients that an update goes by are finite. One synchronization."""
+        flats = [held.host_sums if self.staging is None else held.gradients for held in self.buckets]
+        return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
+
+    def bind(self) -> list[str]:
+        """Let parameters whose ``data`` was replaced be part of their buckets again, with the new content. Returns their names."""
+        replaced = []
+        for held in self.buckets:
+            for name, view in zip(held.plan.names, held.parameter_views, strict=True):
+                parameter = self.named[name]
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.data)
+                    parameter.data = view
+                    replaced.append(name)
+        return replaced
+
+    def sample_parameters(self, most: int = 64) -> Tensor:
+        """A few elements of each bucket of parameters, the same ones each time: one dimension, float64."""
+        return torch.cat([held.parameters[:: -(-held.parameters.numel() // most)].double() for held in self.buckets])
+
+    def flat_parameters(self) -> list[Tensor]:
+        """Each bucket's parameters, in one run of memory."""
+        return [held.parameters for held in self.buckets]
+
+    def publish(self) -> None:
+        """The parameters were changed by the compute side: let the network see them, too."""
+        if self.staging is not None:
+            for held in self.buckets:
+                self.staging.to_host(held.parameters, held.host_parameters, nothing)
+        self.synchronize()
+
+    def fetch(self, bucket: int) -> None:
+        """What the exchange has written of a bucket is in the memory that the compute side reads."""
+        held = self.buckets[bucket]
+        if held.arrive is not None:
+            held.arrive()
+            held.arrive = None
+
+    def synchronize(self) -> None:
+        """Wait until all copies have ended."""
+        if self.staging is not None:
+            self.staging.synchronize()
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for held in self.buckets:
+            yield from zip(held.plan.names, held.views, strict=True)
+
+
+def nothing() -> None:
+    """Nobody waits for the end of this copy."""
+
+
+def views_of(plan: BucketPlan, flat: Tensor, named: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The plan's parameters in flat memory, each in its own shape."""
+    spans = zip(plan.names, plan.offsets, plan.offsets[1:], strict=False)
+    return [_view(flat[start:stop], named[name]) for name, start, stop in spans]
+
+
+def _view(flat: Tensor, parameter: Tensor) -> Tensor:
+    """``flat`` in the shape and memory format of ``parameter``; contiguous where that format has gaps or overlaps."""
+    strides = parameter.stride()
+    expected = 1
+    for dimension in sorted(range(parameter.dim()), key=lambda d: strides[d]):
+        if parameter.shape[dimension] != 1:
+            if strides[dimension] != expected:
+                return flat.view(parameter.shape)
+            expected *= parameter.shape[dimension]
+    return flat.as_strided(parameter.shape, strides)

@@ -1,0 +1,66 @@
+"""Waiting for coroutines: for several as for one, and no longer than a limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from zmqtrain.errors import PeerTimeoutError
+
+
+async def together(*coroutines: Coroutine[Any, Any, Any]) -> None:
+    """Run all at once. When one raises, the others are cancelled and its error is raised as it is, not in a group."""
+    if not coroutines:
+        return
+    if len(coroutines) == 1:
+        await coroutines[0]
+        return
+    async with task_group() as tasks:
+        for coroutine in coroutines:
+            tasks.create_task(coroutine)
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first error of its tasks as it is, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error that is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@asynccontextmanager
+async def in_time(
+    peer: str | Callable[[], str], what: str, limit_s: float | None, setting: str | None = None
+) -> AsyncIterator[None]:
+    """Give up what is awaited within after ``limit_s`` seconds (None: never).
+
+    Arguments:
+        peer: who is waited for; a function is called when the time is over.
+        what: what the peer has to do or to send.
+        setting: what to raise if the peer is only slow; ``[job] timeout`` if not given.
+
+    Raises `PeerTimeoutError`. Errors of what is awaited pass through, time-outs of its own included.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except PeerTimeoutError:
+        raise
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        name = peer if isinstance(peer, str) else peer()
+        more = () if setting is None else (setting,)
+        raise PeerTimeoutError(name, what, limit_s or 0.0, *more) from None
