@@ -57,22 +57,21 @@ WATCH, LONG_WATCH = 2, 8
 PATIENCE = 2.0
 #: What asking may take, as a part of what has been trained; all of it where that has not come half way.
 ASK = 0.5
-#: What falls clearly, and is not this many times as long on its way as it has been already, is left alone.
-SLOW = 0.7
-#: By what a learning rate is lowered.
+#: A fall of the loss is clear beyond so many standard errors, and slow if the target is further away than so much of all training.
+CLEAR, SLOW = 2.0, 0.7
+#: By what smaller steps have a lower learning rate, where there is no momentum left to lower.
 SMALLER = 4.0
-#: A fall of the loss is clear beyond so many standard errors.
-CLEAR = 2.0
 #: How long other steps are tried, as a part of the training so far; of that, which last part counts; and by which part of what is
 #: left smaller ones must bring the loss down.
 ASK_PART, JUDGED, MUCH = 1 / 6, 2 / 3, 0.2
-#: After how many first legs it is asked first, and after how many times as many updates again. Training is divided for that only if
-#: it is so many times as long: what begins anew has no momentum yet.
+#: After how many first legs it is asked for the first time whether other steps get further, and after how many times as many
+#: updates again. Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
 ASK_FIRST, ASK_AGAIN, SPLIT = 4, 2.0, 1.5
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
-#: What a probe for the learning rate's fall may take of all time so far.
-FALLS = 0.1
+#: What a probe for the learning rate's fall may take of all time so far; and how many times the updates of a smoothed loss it must
+#: be able to last, so that it is worth what beginning anew costs.
+FALLS, FALL_LASTS = 0.1, 2
 #: More groups are tried from the beginning if an update takes so many times less.
 WORTH = 1.4
 #: What the cold start may take of the time that there is for searching; and all before the end of training.
@@ -188,10 +187,11 @@ class Search(Machine):
         return min(self._left(groups), max(first_leg(self._space), math.ceil(owed_s / self._update_s[groups])))
 
     def _ask(self) -> Generator[Trial, Outcome, bool]:
-        """Training gets nowhere: whether steps half as large do from there, or twice as large ones, or a setting that was left behind,
-        from where it was left. Returns whether training goes on as that.
+        """Whether other steps get further from where training stands. Returns whether training goes on with any.
 
-        What falls clearly but slowly wants larger steps first, what does not fall beyond its noise smaller ones."""
+        What falls clearly, and not too slowly, is left alone. Where the loss falls clearly but slowly, the larger steps from which
+        it came are tried first; where it does not fall beyond its noise, smaller ones. A loss that has risen goes back to where it
+        was lowest. What is still near its beginning may also be replaced by a setting that the race left behind."""
         lead, begin_s, space = self._lead, self.search_s, self._space
         self._ask_at = round(ASK_AGAIN * lead.updates)
         assert self._start is not None
@@ -208,7 +208,8 @@ class Search(Machine):
         clear = last.fall > CLEAR * last.fall_error
         if clear and not self._stood and here - goal < SLOW * lead.updates * last.fall:
             return False
-        start, larger, smaller = self._best_mark(), self._larger[-1:], [self._smaller_steps(self._setting)]
+        start, smaller = self._best_mark(), [self._smaller_steps(self._setting)]
+        larger = [each for each in self._larger[-1:] if each.groups == self._setting.groups]
         if start != self._start:
             self._decide("setting", f"it has got worse: {self._first[start]:.4g} before, {here:.4g} now; back to there")
             larger = []
@@ -216,7 +217,7 @@ class Search(Machine):
         for other in others:
             if (yield from self._instead(lead, other, start, affords, clear=clear)):
                 return True
-        if far and self._stood and (yield from self._others(lead, replace(lead.here, loss=here), affords, anew=True)):
+        if far and self._stood and (yield from self._others(lead, replace(lead.here, loss=here), affords)):
             return True
         self._patience *= PATIENCE
         self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
@@ -225,8 +226,10 @@ class Search(Machine):
     def _instead(
         self, lead: Runner, other: Setting, start: int, affords: Callable[[Trial], bool], *, clear: bool
     ) -> Generator[Trial, Outcome, bool]:
-        """Some training with another setting, which goes on if the loss is clearly below what the one before would have come to. By
-        smaller steps it must also have come a part of its way to the target, since noise falls at once and progress later."""
+        """Some training with another setting. It goes on if the loss is below what it would have come to otherwise.
+
+        With smaller steps it must be below by a part of what is left to the target, since noise falls at once and slower progress
+        shows later. With larger ones, where nothing falls, it may be as high within its noise, which they raise at once."""
         assert self._start is not None
         space, before, last = self._space, self._setting, self.trials[self._start][1]
         assert before is not None
@@ -272,7 +275,7 @@ class Search(Machine):
         lead, last = self._lead, self.trials[self._start][1]
         then = lead.at(lead.updates // 2)
         falls = 0.0 if then is None else (then.loss - lead.loss) / (lead.updates / 2)
-        return max(0.0, min(falls, last.fall))
+        return max(0.0, falls if last.before is None else min(falls, last.fall))
 
     def _smaller_steps(self, setting: Setting) -> Setting:
         """With less momentum, if that makes them half as large or less; with a lower rate else."""
@@ -280,15 +283,13 @@ class Search(Machine):
         momentum = max(momenta, default=None)
         return replace(setting, lr=setting.lr / SMALLER) if momentum is None else replace(setting, momentum=momentum)
 
-    def _others(
-        self, lead: Runner, here: Point, affords: Callable[[Trial], bool], *, anew: bool
-    ) -> Generator[Trial, Outcome, bool]:
+    def _others(self, lead: Runner, here: Point, affords: Callable[[Trial], bool]) -> Generator[Trial, Outcome, bool]:
         """Those left behind, from where they were left: always the one that is furthest ahead of where the leader was after
-        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples.
-        ``anew``: the leader's setting with less momentum, too."""
+        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples. The
+        leader's setting with less momentum is one of them."""
         race = self._race
         less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
-        if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
+        if less is not None and not race.has(replace(lead.setting, momentum=less)):
             race.enter(replace(lead.setting, momentum=less))
         while runners := race.rivals(lead):
             runner = runners[0]
@@ -330,8 +331,8 @@ class Search(Machine):
     def _stretch(
         self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
-        """Training in parts, of which each is some times as long as all before: it can end only at checkpoints, of which a part has so
-        many, and each part begins without momentum. Returns the last part's outcome, and what is left of the updates."""
+        """Training. Where there is a target it is divided: after each part it is asked whether other steps get further. Returns the
+        last part's outcome, and what is left of the updates."""
         while True:
             part = updates
             if self._space.target is not None and (fall is None or not fall.fallen) and updates > SPLIT * self._until_asked():
@@ -350,7 +351,7 @@ class Search(Machine):
 
     def _long_enough(self, groups: int) -> bool:
         """Whether it has trained for so long that a probe for the learning rate's fall is worth what beginning anew costs."""
-        return FALLS * (self.search_s + self.train_s) >= 2 * self._space.smooth * self._update_s[groups]
+        return FALLS * (self.search_s + self.train_s) >= FALL_LASTS * self._space.smooth * self._update_s[groups]
 
     def _until_asked(self) -> int:
         """Updates until it is asked whether other steps are better, whatever it looks like."""
@@ -397,7 +398,7 @@ class Search(Machine):
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
         """Learning rate and momentum for one group: from large steps to small ones, a short way each, until that gets no better.
 
-        Smaller steps are better later; whether it is time for them is asked where training stands by then (`_glance`)."""
+        Smaller steps are better later; whether it is time for them is asked where training stands by then (`_ask`)."""
         space, one, race = self._space, self._space.groups[0], self._race
         phase = "learning rate"
         # The two largest momenta: the smaller one is between two rates, or has less noise at the highest.
