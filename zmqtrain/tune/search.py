@@ -331,17 +331,19 @@ class Search(Machine):
     def _stretch(
         self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
-        """Training. Where there is a target it is divided: after each part it is asked whether other steps get further. Returns the
+        """Training. Of one group with a target it is divided: after each part it is asked whether other steps get further. Returns the
         last part's outcome, and what is left of the updates."""
         while True:
             part = updates
-            if self._space.target is not None and (fall is None or not fall.fallen) and updates > SPLIT * self._until_asked():
+            # Several groups are watched for drift, beside how their run began: it is not divided.
+            divided = self._space.target is not None and setting.groups == 1 and not (fall is not None and fall.fallen)
+            if divided and updates > SPLIT * self._until_asked():
                 part = self._until_asked()
             until = None if fall is None or not self._long_enough(setting.groups) else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if over or self._space.target is None or (fall is not None and until is not None and fall.near(outcome.end)):
+            if over or not divided or (until is not None and fall is not None and fall.near(outcome.end)):
                 return outcome, updates
             if (yield from self._ask()):
                 assert self._setting is not None
