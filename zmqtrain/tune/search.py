@@ -52,7 +52,7 @@ MOST_TIED = 2
 LEAST = 10
 #: Training is looked at after so many first legs, at first; after a choice of groups and momentum, of which the better ones show
 #: late, after so many probes of it.
-WATCH, LONG_WATCH = 2, 8
+WATCH, LONG_WATCH = 4, 8
 #: Each time that nothing came of asking it trains so many times as long before it is asked again.
 PATIENCE = 2.0
 #: What asking may take, as a part of what has been trained; all of it where that has not come half way.
@@ -331,8 +331,8 @@ class Search(Machine):
     def _stretch(
         self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
-        """Training. Of one group with a target it is divided: after each part it is asked whether other steps get further. Returns the
-        last part's outcome, and what is left of the updates."""
+        """Training. That of one group with a target is divided: after each part it is asked whether other steps get further. Returns
+        the last part's outcome, and what is left of the updates."""
         while True:
             part = updates
             # Several groups are watched for drift, beside how their run began: it is not divided.
