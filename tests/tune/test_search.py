@@ -370,11 +370,10 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     assert done.setting == Setting(4, 0.6, pytest.approx(0.001))
     falls = [(trial, outcome) for trial, outcome in search.trials if trial.phase == "fall"]
     assert falls[0][1].loss > 1.0 >= falls[-1][1].loss  # once too early, which tells when
-    trains = [trial.until for trial, _ in search.trials if trial.kind == "train" and trial.phase == "train"]
-    asked = [until for until in dict.fromkeys(trains) if until is not None]
-    assert trains[0] is None  # a training that may be over soon is not divided for that
-    assert asked == [pytest.approx(1.4), pytest.approx(1.2, rel=0.02)]  # half way; 1 / 0.8 would be sooner
-    assert trains[-1] is None
+    before = list(dict.fromkeys(trial.until for trial, _ in search.trials if trial.kind == "train" and trial.phase == "train"))
+    assert before[0] == pytest.approx(1.4)
+    assert before[1] == pytest.approx(1.2, rel=0.02)  # half way; 1 / 0.8 would be sooner
+    assert before[-1] is None
     assert len(falls) == 2
     reasons = [decision.reason for decision in search.decisions() if decision.what == "learning rate"]
     assert any("a tenth would bring the loss from" in reason for reason in reasons)

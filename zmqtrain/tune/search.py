@@ -331,8 +331,8 @@ class Search(Machine):
     def _stretch(
         self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
-        """Training. That of one group with a target is divided: after each part it is asked whether other steps get further. Returns
-        the last part's outcome, and what is left of the updates."""
+        """Training. With one group and a target it is divided: after each part it is asked whether other steps get further.
+        Returns the last part's outcome, and what is left of the updates."""
         while True:
             part = updates
             # Several groups are watched for drift, beside how their run began: it is not divided.
@@ -352,8 +352,9 @@ class Search(Machine):
                     return outcome, updates
 
     def _long_enough(self, groups: int) -> bool:
-        """Whether it has trained for so long that a probe for the learning rate's fall is worth what beginning anew costs."""
-        return FALLS * (self.search_s + self.train_s) >= FALL_LASTS * self._space.smooth * self._update_s[groups]
+        """Whether it has trained for so long that a probe for the learning rate's fall is worth what beginning anew costs. What is
+        not divided is not asked again, so that it is always worth it."""
+        return groups > 1 or FALLS * (self.search_s + self.train_s) >= FALL_LASTS * self._space.smooth * self._update_s[groups]
 
     def _until_asked(self) -> int:
         """Updates until it is asked whether other steps are better, whatever it looks like."""
