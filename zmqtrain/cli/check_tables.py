@@ -62,7 +62,7 @@ def rows_of(
         }
     for role in placement.roles if placement else ():
         yield {"row": "role", **asdict(role)}
-    for rung in topology.job.ladder.rows():
+    for rung in topology.job.timeouts.rows():
         yield {"row": "timeout", **asdict(rung)}
     for fault in topology.faults:
         yield {"row": "planned", **_planned(fault)}

@@ -56,9 +56,9 @@ class Core:
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
-        ladder = context.ladder
+        timeouts = context.timeouts
         # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
-        self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, ladder.barrier_s + 2 * ladder.lost_s)
+        self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, timeouts.barrier_s + 2 * timeouts.lost_s)
         self.members = make_members(context)
         self.replicated: Replicated | None = None
         self._part: Participant | None = None
@@ -68,7 +68,7 @@ class Core:
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
-        self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
+        self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
         self._samples = 0
         self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
@@ -124,12 +124,12 @@ class Core:
         check_model(model)
         served = self.context.topology.exchange.kind == "model_server"
         check_optimizer(model, optimizer, served=served)
-        topology, ladder = self.context.topology, self.context.ladder
+        topology, timeouts = self.context.topology, self.context.timeouts
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
             overlap=topology.compute.overlap,
-            gate_timeout_s=ladder.barrier_s,
+            gate_timeout_s=timeouts.barrier_s,
         )
         where = next(model.parameters()).device
         device = CallersDevice(self.bridge, where, _staging(where))
@@ -187,7 +187,7 @@ class Core:
         context = self.context
         role, placement = context.role, context.placement
         members = StepScope.of(context.topology, placement, role).members
-        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.ladder.barrier_s)
+        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.timeouts.barrier_s)
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
@@ -212,7 +212,7 @@ class Core:
 
     async def end_batches(self, feed: Feed) -> None:
         self._feeds.remove(feed)
-        await feed.close(self.context.ladder.grace_s)
+        await feed.close(self.context.timeouts.grace_s)
 
     async def _agree(self, mine: bool) -> bool:
         async def agree(group: Group, call: str) -> bool:
@@ -372,7 +372,7 @@ class Core:
             samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
             metrics = self._evaluated[1] if self._evaluated[0] == replicated.step else {}
             state = whole_state(replicated.replica.model, copied=False)
-            about, timeout_s = part.about_model(samples, metrics), self.context.ladder.barrier_s
+            about, timeout_s = part.about_model(samples, metrics), self.context.timeouts.barrier_s
             await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)
 
         await self.members.together("model", replicated.step, leave)
