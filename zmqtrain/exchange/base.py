@@ -159,19 +159,26 @@ class Exchange(Protocol):
         (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
         (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
 
-    Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_step``, ``settle`` and ``stop``, and says what it is
-    (``synchronous``, ``averaged``, ``model``). In the other members these do something:
+    Who has and who needs which member (*loop*: `zmqtrain.train.loop`; *sessions*: `zmqtrain.embed`; *scripts*: sessions and
+    ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints*: `zmqtrain.train.checkpoint`):
 
-    ===============================  =========  ======  =========  ============
-    member                           allreduce  gossip  averaging  model_server
-    ===============================  =========  ======  =========  ============
-    exchanges                        x
-    keep, read, leave, staleness                                   x
-    center                                              x
-    state_dict, load_state_dict                         x          x
-    ===============================  =========  ======  =========  ============
+    ==================================  =================  ===========================  ============================================
+    member                              does something in  called by                    for
+    ==================================  =================  ===========================  ============================================
+    start, settle, stop                 all                loop, scripts                the beginning and the end
+    begin_step, bucket_ready, end_step  all                loop, scripts                every step
+    synchronous                         all                loop                         who evaluates and who stops together
+    averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
+    exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only added up
+    keep                                model_server       loop                         the servers' parts of a checkpoint
+    read                                model_server       loop, sessions               the run's model, where servers have it
+    leave                               model_server       loop, sessions               workers that have no more data
+    staleness                           model_server       loop, sessions               the record
+    center                              averaging          checkpoints                  the run's model, where that is it
+    state_dict, load_state_dict         gossip, averaging  checkpoints                  what the exchange itself goes on from
+    ==================================  =================  ===========================  ============================================
 
-    The others have what `zmqtrain.exchange.serverless.Serverless` does: nothing.
+    In the others a member does what `zmqtrain.exchange.serverless.Serverless` does: nothing.
     """
 
     @property

@@ -58,12 +58,12 @@ class ModelServerExchange:
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
         members = settings.groups[settings.group]
-        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
+        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.barrier_s)
         self._judges = self._group
         if settings.policy == "sync":
             everybody = tuple(peer for group in settings.groups for peer in group)
             rank = everybody.index(endpoint.peer)
-            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.wait_s)
+            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.barrier_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
@@ -313,7 +313,7 @@ class ModelServerExchange:
             "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
             "shown": f"the parameters ({tag[-1]})",
         }.get(str(tag[0]), "the initial parameters")
-        async with in_time(server, what, self._settings.wait_s):
+        async with in_time(server, what, self._settings.barrier_s):
             return await self._endpoint.receive(server, tag, into=into)
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:

@@ -144,7 +144,7 @@ class Link:
     def next_deadline(self) -> float | None:
         times = []
         if self.state is State.GREETING and self._demanded_at is not None:
-            times.append(self._demanded_at + self.settings.connect_s)
+            times.append(self._demanded_at + self.settings.greet_s)
         if self._hello_at is not None:
             times.append(self._hello_at)
         if self.state is State.OPEN:
@@ -157,7 +157,7 @@ class Link:
     def tick(self, now: float) -> str | None:
         """Do what is due; returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
         settings = self.settings
-        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.connect_s:
+        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.greet_s:
             return "connect"
         if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
             return "lost"

@@ -59,7 +59,7 @@ class ServerSettings:
     """All workers of the run, by rank; the server is done when each has said that it is."""
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
-    wait_s: float = 600.0
+    barrier_s: float = 600.0
     """How long to wait for what other servers owe."""
 
 
@@ -158,7 +158,7 @@ class ModelServer:
         ordered = configuration.snapshot and not sync and bool(self._held)
         # Servers without a piece take no part: they see no step.
         holding = sorted({piece.server for piece in configuration.pieces()})
-        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.wait_s)
+        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.barrier_s)
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
@@ -200,7 +200,7 @@ class ModelServer:
         for held in self._held.values():
             source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s):
+            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.barrier_s):
                 await wait
         return 0
 
