@@ -11,7 +11,7 @@ from zmqtrain.cli.divided import decided
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
-from zmqtrain.embed.script_settings import check_script
+from zmqtrain.embed.script_settings import check_length, check_script
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.engine import Engine, GatheringEngine, make_engine
@@ -71,6 +71,7 @@ def run_launch(
     _check_program(file, topology, script)
     if script:
         check_script(topology, resume=resume)
+        check_length(topology)
     if submit:
         return run_submit(
             topology,

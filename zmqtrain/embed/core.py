@@ -370,7 +370,7 @@ class Core:
                 return
             # 0 where batches were not the session's.
             samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
-            metrics = self._evaluated[1] if self._evaluated[0] == replicated.step else {}
+            metrics = self._evaluated[1] if self._evaluated[0] == step else {}  # else of an earlier model
             state = whole_state(replicated.replica.model, copied=False)
             about, timeout_s = part.about_model(samples, metrics), self.context.timeouts.barrier_s
             await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)

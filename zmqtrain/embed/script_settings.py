@@ -24,6 +24,14 @@ def check_script(topology: Topology, *, resume: str | None) -> None:
         )
 
 
+def check_length(topology: Topology) -> None:
+    """Raise `UsageError` for how long a file that is launched with a script asks to train, and when to evaluate."""
+    job = topology.job
+    asked = {"steps": job.steps, "until": job.until, "epochs": job.epochs != 1 and job.epochs, "eval_every": job.eval_every}
+    if given := [name for name, value in asked.items() if value]:
+        raise UsageError(f"[job] {given[0]} is for tasks: a script has a loop of its own, which nothing else ends. Leave it out")
+
+
 def check_session(topology: Topology, groups: int, *, overlap: bool | None) -> None:
     """Raise `UsageError` for what a session's loop says itself. ``overlap``: as `zmqtrain.embed.session.Session.replicate`."""
     if topology.optimizer.scale_lr != "none":
