@@ -42,6 +42,8 @@ from zmqtrain.topology.schema import Topology
 
 GROUPS = (2, 4, 8)
 WAYS = ("sync", "before", "ahead")
+#: Cells that were computed when the look-ahead had no rise of the rate, of tasks with momentum.
+UNRISEN = "unrisen"
 #: Of the time that a group takes for a batch, about its mean.
 JITTER = 0.1
 SGD, PLAIN, RMSPROP, ADAM = "SGD, momentum 0.9", "SGD", "RMSprop", "Adam"
@@ -299,8 +301,11 @@ def table(folder: Path) -> None:
     found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}
     for name, groups, lr in dict.fromkeys(key[:3] for key in found):
         three = [found.get((name, groups, lr, how)) for how in WAYS]
+        three[2] = three[2] or found.get((name, groups, lr, UNRISEN))
         sync, _, ahead = three
         texts = ["-" if cell is None else f"{cell['accuracy']:.1f} %, {cell['loss']:.3f}" for cell in three]
+        if ahead is not None and ahead["how"] == UNRISEN:
+            texts[2] += " (*)"
         good = "-"
         if sync is not None and ahead is not None:
             near = ahead["loss"] <= 1.02 * sync["loss"] if name == "transformer" else ahead["accuracy"] >= sync["accuracy"] - 1

@@ -18,7 +18,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Host
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.profile import Profile
 
 
@@ -73,7 +73,7 @@ async def test_probes_measure_every_way_and_end() -> None:
     engine = MemoryEngine(network)
     endpoint = network.endpoint("coordinator")
     hosts = [Host(name=name, slots=slots) for name, slots in (("a", 1), ("b", 2), ("c", 3))]
-    async with Probes(endpoint, hosts, Ladder.of(10.0)) as probes:
+    async with Probes(endpoint, hosts, Timeouts.of(10.0)) as probes:
         await probes.start(Adapted(engine), "token")
         links = [await probes.measure_way(*pair) for pair in pairs_of(["a", "b", "c"])]
         found = Links(tuple([await probes.measure_processor(host) for host in hosts]), tuple(links))
@@ -92,7 +92,7 @@ async def test_a_probe_that_ends_early_is_named() -> None:
     endpoint = network.endpoint("coordinator")
     hosts = [Host(name=name, slots=1) for name in ("a", "b")]
     with pytest.raises(ZmqTrainError, match="probe on b ended with code 3"):
-        async with Probes(endpoint, hosts, Ladder.of(10.0)) as probes:
+        async with Probes(endpoint, hosts, Timeouts.of(10.0)) as probes:
             await probes.start(Adapted(MemoryEngine(network, broken="b")), "token")
     await endpoint.close()
 

@@ -337,7 +337,7 @@ class Replicated:
             raise TaskError(
                 "model servers run the optimizer, so it cannot unscale gradients: call scaler.unscale_(optimizer) before"
             )
-        replica.without = frozenset(own.keys() - gradients.keys())
+        replica.without, replica.zeros_count = frozenset(own.keys() - gradients.keys()), True
         self._guards.check_unused(replica.without)
         # Each worker contributes a part of what is the same on all: the exchange sums over a group.
         replica.divisor = scope.group.size / scope.groups
@@ -381,7 +381,7 @@ class Replicated:
             )
         state.weights = self._weights
         self._carried = not self.exchange.exchanges(self.step)
-        replica.without = frozenset()
+        replica.without, replica.zeros_count = frozenset(), self._zeroed == "to zero"
         replica.end_backward()
         return {}
 

@@ -44,6 +44,9 @@ class Bucket:
     parameter_group: int  # which of the optimizer's parameter groups
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
     rows: Rows | None = None  # None: all workers of a group have the same parameters
+    starts: tuple[
+        int, ...
+    ] = ()  # where each parameter begins, if gradients say what was not reached (`zmqtrain.exchange.unreached`)
 
     def sharers(self, group: Group) -> Group:
         """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""
@@ -130,9 +133,9 @@ class Replica(Protocol):
         For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
         ...
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
-        """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
-        parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.
+    async def update(self, *, hold: bool = False) -> None:
+        """Clip the gradients if the job asks for it, and run the local optimizer on all parameters, in the device's compute thread.
+        For exchanges without a server, with `Optimize.APART`.
 
         Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
         before the step ends. With ``hold`` none does until it is called for it."""
@@ -155,6 +158,27 @@ class Exchange(Protocol):
         (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
         (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
         (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+
+    Who has and who needs which member (*loop*: `zmqtrain.train.loop`; *sessions*: `zmqtrain.embed`; *scripts*: sessions and
+    ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints*: `zmqtrain.train.checkpoint`):
+
+    ==================================  =================  ===========================  ============================================
+    member                              does something in  called by                    for
+    ==================================  =================  ===========================  ============================================
+    start, settle, stop                 all                loop, scripts                the beginning and the end
+    begin_step, bucket_ready, end_step  all                loop, scripts                every step
+    synchronous                         all                loop                         who evaluates and who stops together
+    averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
+    exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only added up
+    keep                                model_server       loop                         the servers' parts of a checkpoint
+    read                                model_server       loop, sessions               the run's model, where servers have it
+    leave                               model_server       loop, sessions               workers that have no more data
+    staleness                           model_server       loop, sessions               the record
+    center                              averaging          checkpoints                  the run's model, where that is it
+    state_dict, load_state_dict         gossip, averaging  checkpoints                  what the exchange itself goes on from
+    ==================================  =================  ===========================  ============================================
+
+    In the others a member does what `zmqtrain.exchange.serverless.Serverless` does: nothing.
     """
 
     @property

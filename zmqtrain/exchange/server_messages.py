@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from zmqtrain.errors import ProtocolError
@@ -46,6 +47,13 @@ class BucketDescription:
     parameter_group: int
     positions: tuple[int, ...] | None = None
     """The workers of each group that have it, by their places; ``None``: all."""
+    starts: tuple[int, ...] = ()
+    """Where each parameter begins, if gradients say which of them nothing has reached (`zmqtrain.exchange.unreached`)."""
+
+    def starts_in(self, piece: Piece) -> tuple[int, ...]:
+        """Where parameters, or the rest of one, begin in a piece of the bucket."""
+        within = [start - piece.start for start in self.starts if piece.start < start < piece.stop]
+        return (0, *within) if self.starts else ()
 
     @property
     def size(self) -> BucketSize:
@@ -58,12 +66,15 @@ class BucketDescription:
 
     def to_value(self) -> Value:
         """As a row: a model may have a thousand buckets, and headers are limited."""
-        return [self.numel, self.dtype, self.parameter_group, *(self.positions or ())]
+        return [self.numel, self.dtype, self.parameter_group, list(self.positions or ()), list(self.starts)]
 
     @classmethod
     def from_value(cls, row: Sequence[Any]) -> BucketDescription:
-        numel, dtype, parameter_group, *positions = row
-        return cls(numel, dtype, parameter_group, tuple(positions) or None)
+        numel, dtype, parameter_group, positions, starts = row
+        starts = tuple(starts)
+        if any(type(start) is not int for start in starts) or not all(a < b for a, b in pairwise((-1, *starts, numel))):
+            raise ValueError("a bucket's parameters do not lie one after another")
+        return cls(numel, dtype, parameter_group, tuple(positions) or None, starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.measured import HostSpeed, LinkSpeed
 from zmqtrain.wire.payload import Value
 
@@ -46,9 +46,9 @@ async def open_probes(
     """
     hosts = topology.hosts
     async with AsyncExitStack() as stack:
-        ladder = Ladder.of(topology.job.timeout_s)
+        timeouts = topology.job.timeouts
         identity = Identity.coordinator(token) if topology.encrypted(emulated=emulation is not None) else None
-        settings = net_settings(ladder, token, ports=topology.job.port_range, identity=identity)
+        settings = net_settings(timeouts, token, ports=topology.job.port_range, identity=identity)
         towards: dict[str, str] = {}  # this machine's address, as each host sees it
         if emulation is None:
             engine = make_engine(topology.engine.kind)
@@ -77,8 +77,8 @@ async def open_probes(
             stack.push_async_callback(engine.close)
             endpoint.pardon(len(hosts))  # who try the way from each host
             known = topology if with_files and not topology.engine.sync else _bare(topology)
-            await engine.open(_probing(known, coordinators, ladder, directory, say))
-        probes = Probes(endpoint, hosts, ladder, ports=topology.job.port_range)
+            await engine.open(_probing(known, coordinators, timeouts, directory, say))
+        probes = Probes(endpoint, hosts, timeouts, ports=topology.job.port_range)
         await stack.enter_async_context(probes)
         await probes.start(engine, token, coordinators)
         yield probes
@@ -92,7 +92,7 @@ def _bare(topology: Topology) -> Topology:
 
 
 def _probing(
-    topology: Topology, coordinators: Mapping[str, str], ladder: Ladder, directory: Path, say: Callable[[str], None]
+    topology: Topology, coordinators: Mapping[str, str], timeouts: Timeouts, directory: Path, say: Callable[[str], None]
 ) -> EngineRun:
     """What an engine is told of a run that consists of probes."""
     return EngineRun(
@@ -102,7 +102,7 @@ def _probing(
         folder=Path.cwd(),
         directory=directory,
         script=None,
-        ladder=ladder,
+        timeouts=timeouts,
         say=say,
         log=lambda host, text: say(f"{host}: {text.rstrip()}"),
     )
@@ -111,9 +111,11 @@ def _probing(
 class Probes:
     """The probes of all hosts, as their launcher has them. Whatever can start a process on a host (`Engine`) can start them."""
 
-    def __init__(self, endpoint: Endpoint, hosts: Sequence[Host], ladder: Ladder, *, ports: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, hosts: Sequence[Host], timeouts: Timeouts, *, ports: tuple[int, int] | None = None
+    ) -> None:
         """``ports``: the range that they listen in; ``None``: any."""
-        self._endpoint, self._hosts, self._ladder, self._ports = endpoint, hosts, ladder, ports
+        self._endpoint, self._hosts, self._timeouts, self._ports = endpoint, hosts, timeouts, ports
         self._here: dict[PeerId, asyncio.Future[str]] = {
             probe_of(host.name): asyncio.get_running_loop().create_future() for host in hosts
         }
@@ -128,7 +130,7 @@ class Probes:
         """End what is left of them."""
         if self._engine is not None:
             engine = self._engine
-            await asyncio.gather(*(engine.stop(handle, self._ladder.grace_s) for handle in self._handles.values()))
+            await asyncio.gather(*(engine.stop(handle, self._timeouts.grace_s) for handle in self._handles.values()))
         for peer in self._here:
             self._endpoint.forget(peer, "all is measured")
 
@@ -139,7 +141,7 @@ class Probes:
 
         async def start(host: Host) -> None:
             address = (coordinators or {}).get(host.name, self._endpoint.address)
-            timeout_s = self._ladder.request_s
+            timeout_s = self._timeouts.request_s
             environment = RoleEnvironment(probe_of(host.name), address, token, timeout_s=timeout_s, ports=self._ports)
             if isinstance(engine, RemoteEngine):
                 environment = replace(environment, host=host.address, bind=host.listens_at)
@@ -182,7 +184,7 @@ class Probes:
 
     async def ask(self, host: str, method: str, *values: Value) -> Value:
         """Let a host's probe do something (`zmqtrain.launcher.link_probe`); its answer."""
-        answer = await self._endpoint.request(probe_of(host), f"probe.{method}", *values, timeout=self._ladder.barrier_s)
+        answer = await self._endpoint.request(probe_of(host), f"probe.{method}", *values, timeout=self._timeouts.barrier_s)
         return answer.meta
 
     async def _all_here(self) -> dict[PeerId, str]:
@@ -191,13 +193,13 @@ class Probes:
         every = asyncio.gather(*self._here.values())
         both: list[asyncio.Future[Any]] = [every, *ends]
         try:
-            await asyncio.wait(both, timeout=self._ladder.join_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, timeout=self._timeouts.join_s, return_when=asyncio.FIRST_COMPLETED)
             for task, host in ends.items():
                 if task.done():
                     raise ZmqTrainError(f"the probe on {host} ended with code {task.result()}; what it said stands above")
             if not every.done():
                 missing = next(peer for peer, here in self._here.items() if not here.done())
-                raise PeerTimeoutError(missing, "its probe to come", self._ladder.join_s)
+                raise PeerTimeoutError(missing, "its probe to come", self._timeouts.join_s)
             return dict(zip(self._here, every.result(), strict=True))
         finally:
             for one in both:

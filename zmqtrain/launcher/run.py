@@ -48,7 +48,6 @@ from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
-from zmqtrain.topology.timeouts import Ladder
 
 
 class Launch:
@@ -69,7 +68,7 @@ class Launch:
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
-        self._ladder = Ladder.of(self._topology.job.timeout_s)
+        self._timeouts = self._topology.job.timeouts
         self._emulation, self._engine = emulation, engine
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary
@@ -191,7 +190,7 @@ class Launch:
             folder=Path.cwd(),
             directory=self._directory.path,
             script=script[0] if script else None,
-            ladder=self._ladder,
+            timeouts=self._timeouts,
             say=self._record.note,
             log=self._record.agent_log,
         )
@@ -224,7 +223,7 @@ class Launch:
 
     async def _stop_agents(self, engine: Engine, handles: dict[str, Handle]) -> None:
         """End what is left of them, all at once; without any patience when the person has none."""
-        grace_s = self._ladder.grace_s if self._interrupts < 2 else 0.0
+        grace_s = self._timeouts.grace_s if self._interrupts < 2 else 0.0
         with engine_faults(self._topology.engine.kind, "stop agents"):
             await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
 

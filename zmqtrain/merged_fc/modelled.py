@@ -46,7 +46,7 @@ class ModelledLayers:
     @classmethod
     def of(cls, context: RoleContext, profile: Profile) -> ModelledLayers:
         """A worker's. On the loop's thread."""
-        client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
+        client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
         return cls(client, profile, payloads_of(context.topology), context.topology.compute.batch_size)
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
@@ -66,10 +66,10 @@ class ModelledLayers:
 class ModelledExecutor:
     """Implements `zmqtrain.merged_fc.executor.Executor` by waiting. Gradients are as large as what came."""
 
-    def __init__(self, profile: Profile, tempo: Callable[[int], float], group: Group, make: MakePayload) -> None:
-        """``tempo(turn)``: how many times as long work takes that begins now. ``group``: all FC servers. ``make`` makes what they
+    def __init__(self, profile: Profile, speed_factor: Callable[[int], float], group: Group, make: MakePayload) -> None:
+        """``speed_factor(turn)``: multiplies the time of work that begins now. ``group``: all FC servers. ``make`` makes what they
         send."""
-        self._profile, self._tempo, self._group, self._make = profile, tempo, group, make
+        self._profile, self._speed_factor, self._group, self._make = profile, speed_factor, group, make
         self._stages = tuple(_stages(profile.layers))
         self._turns = 0
 
@@ -80,7 +80,7 @@ class ModelledExecutor:
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         number = context.placement.world_size + context.role.index
         peers = tuple(role.peer for role in context.placement.fc_roles)
-        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.ladder.barrier_s)
+        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.timeouts.barrier_s)
         return cls(
             fc_profile(context.topology),
             lambda turn: noise.factor(seed, number, turn) * context.slowdown(),
@@ -122,10 +122,10 @@ class ModelledExecutor:
 
     async def _work(self, seconds: float, samples: int) -> None:
         """This FC server's part of so much of the profile's time."""
-        await asyncio.sleep(seconds * self._profile.scaled(samples) * self._tempo(self._turns) / self._group.size)
+        await asyncio.sleep(seconds * self._profile.scaled(samples) * self._speed_factor(self._turns) / self._group.size)
 
     async def update(self, applied: Applied) -> None:
-        await asyncio.sleep(self._profile.update_s * self._tempo(self._turns) / self._group.size)
+        await asyncio.sleep(self._profile.update_s * self._speed_factor(self._turns) / self._group.size)
 
     async def evaluate(self, part: BatchPart) -> list[float]:
         raise ProtocolError("modelled devices evaluate by themselves")

@@ -45,7 +45,7 @@ class Endpoint(Protocol):
     """One process's place on the network.
 
     Messages between two incarnations of two peers arrive exactly once and, for one tag, in order, also when the link between
-    them drops and comes back. A peer that stays away longer than the time-out ladder allows, or comes back as a new process, is
+    them drops and comes back. A peer that stays away longer than the time-out timeouts allows, or comes back as a new process, is
     *lost*: every wait for it raises `PeerLostError`.
     """
 
@@ -97,6 +97,15 @@ class Endpoint(Protocol):
 
     def forget(self, peer: PeerId, reason: str) -> None:
         """Treat the peer as lost now (membership says so); waits for it raise at once, and `on_lost` is called."""
+        ...
+
+    def pardon(self, count: int) -> None:
+        """``count`` callers will only try whether they get through, and break off before they say anything: no intruders, so no
+        warning. For whoever has its hosts tried before the run (only its own process knows how many are coming)."""
+        ...
+
+    def waits(self) -> list[str]:
+        """What this process waits for from others, in words: what is said when a simulated world stands still."""
         ...
 
     def traffic(self) -> dict[PeerId, tuple[int, int]]:

@@ -18,9 +18,9 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.recorder import RunRecorder, Witness
+from zmqtrain.observe.recorder import AuditEvents, RunRecorder
 from zmqtrain.run.report import report_of
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -39,7 +39,7 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
     try:
         endpoint = await open_zeromq(environment.peer, settings=environment.settings(arena))
         try:
-            async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
+            async with enter(endpoint, environment.coordinator, environment.timeouts, arena=arena) as entered:
                 yield entered
         finally:
             await endpoint.close()
@@ -52,17 +52,17 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
 async def enter(
     endpoint: Endpoint,
     coordinator: str,
-    ladder: Ladder,
+    timeouts: Timeouts,
     *,
     arena: Arena | None = None,
     description: RunDescription | None = None,
-    witness: Witness | None = None,
+    audit: AuditEvents | None = None,
     recorder: Recorder | None = None,
 ) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
     """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
     ``arena`` this process's place in the memory of its host.
 
-    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
+    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``audit`` hears what the role
     states for an auditor. ``recorder``: takes what the role records, instead of one that posts it to the coordinator.
 
     After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
@@ -70,21 +70,21 @@ async def enter(
     """
     endpoint.add_peer(COORDINATOR, coordinator)
     if description is None:
-        description = await fetch_description(endpoint, timeout=ladder.join_s)
+        description = await fetch_description(endpoint, timeout=timeouts.join_s)
     try:
         role = description.placement.role(endpoint.peer)
     except KeyError as error:
         raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
-    membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
+    membership = await Membership.join(endpoint, coordinator_address=coordinator, timeouts=timeouts)
     tracing = description.topology.observe.trace_steps
-    async with _recording(membership, recorder, trace_steps=tracing, witness=witness) as recording:
+    async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
         context = RoleContext(
             endpoint=endpoint,
             membership=membership,
             role=role,
             placement=description.placement,
             topology=description.topology,
-            ladder=ladder,
+            timeouts=timeouts,
             recorder=recording,
             data_path=description.data_path,
             resume=description.resume,
@@ -101,13 +101,13 @@ async def enter(
 
 @asynccontextmanager
 async def _recording(
-    membership: Membership, given: Recorder | None, *, trace_steps: int, witness: Witness | None
+    membership: Membership, given: Recorder | None, *, trace_steps: int, audit: AuditEvents | None
 ) -> AsyncIterator[Recorder]:
     """The recorder that was given, or one that posts to the coordinator until the end of the block."""
     if given is not None:
         yield given
         return
-    recorder = RunRecorder(membership.report, trace_steps=trace_steps, witness=witness)
+    recorder = RunRecorder(membership.report, trace_steps=trace_steps, audit=audit)
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield recorder

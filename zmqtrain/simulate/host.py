@@ -16,7 +16,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.observe.recorder import Witness
+from zmqtrain.observe.recorder import AuditEvents
 from zmqtrain.run.agent import Agent
 from zmqtrain.run.enter import enter
 from zmqtrain.run.report import report_of
@@ -45,7 +45,7 @@ class Plan:
     task: Task | None = None
     make_device: Callable[[RoleContext], Device] | None = None
     """Makes the device of a worker that computes for real on virtual time; none: its time alone is modelled."""
-    witness: Callable[[PeerId, str, Mapping[str, object]], None] | None = None
+    audit: Callable[[PeerId, str, Mapping[str, object]], None] | None = None
 
     def environment(self, peer: PeerId) -> RoleEnvironment:
         """How a process finds the run."""
@@ -136,10 +136,12 @@ class SimulatedHost:
     async def run(self) -> None:
         """The agent's life: join, be the host's agent, and leave nothing behind."""
         plan, environment = self._plan, self._plan.environment(f"agent/{self._name}")
-        endpoint = plan.cluster.network.endpoint(environment.peer, self._name, net_settings(environment.ladder, environment.token))
+        endpoint = plan.cluster.network.endpoint(
+            environment.peer, self._name, net_settings(environment.timeouts, environment.token)
+        )
         plan.cluster.processes[endpoint.peer].waits = endpoint.waits
         try:
-            link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=environment.ladder)
+            link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
             processes = SimulatedProcesses(plan.cluster, partial(be_role, plan))
             self._agent = Agent(link, plan.description, environment, processes)
             with suppress(ConnectivityError):  # the run goes on without this host, or is over: its roles end either way
@@ -160,19 +162,19 @@ class SimulatedHost:
 
 async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment, process: Process) -> None:
     """A role's life, in its own process."""
-    ladder = environment.ladder
-    endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(ladder, environment.token))
+    timeouts = environment.timeouts
+    endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(timeouts, environment.token))
     process.waits = endpoint.waits
-    witness: Witness | None = None
-    if plan.witness is not None:
-        tell, peer = plan.witness, role.peer
+    audit: AuditEvents | None = None
+    if plan.audit is not None:
+        tell, peer = plan.audit, role.peer
 
         def hears(what: str, values: Mapping[str, object]) -> None:
             tell(peer, what, values)
 
-        witness = hears
+        audit = hears
     try:
-        entering = enter(endpoint, environment.coordinator, ladder, description=plan.description, witness=witness)
+        entering = enter(endpoint, environment.coordinator, timeouts, description=plan.description, audit=audit)
         async with entering as (entered, _):
             context = replace(entered, slowdown=lambda: plan.cluster.slowdown(role.peer))
             make = plan.make_device

@@ -1,6 +1,6 @@
-"""The ladder of time-outs: all of them from the one number in the topology file.
+"""The time-outs: all of them from the one number in the topology file.
 
-A lower rung gives way before a higher one, so that the error a person sees names the cause: a host that went away is *lost*
+A shorter one gives way before a longer one, so that the error a person sees names the cause: a host that went away is *lost*
 before the request that waits for it times out, and a request gives up before the barrier that contains it.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One line of the printed ladder."""
+class TimeoutRow:
+    """One line of the printed table."""
 
     name: str
     seconds: float
@@ -22,16 +22,16 @@ _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
     "flush_s": "an endpoint that closes sends what is still queued",
     "grace_s": "roles end by themselves after being told to stop; then they are killed",
-    "connect_s": "a peer is reached for the first time",
+    "connect_s": "a machine answers that is looked at before the run",
     "lost_s": "silence of a host's agent, or of a link, after which it counts as lost",
     "request_s": "a peer answers a request",
-    "join_s": "all roles have started and joined",
+    "join_s": "all roles have started and joined; a peer greets for the first time",
     "barrier_s": "all members reach a barrier (the others may evaluate, or write a checkpoint, meanwhile)",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class Timeouts:
     """Time-outs in seconds, from the shortest to the longest."""
 
     heartbeat_s: float
@@ -44,8 +44,8 @@ class Ladder:
     barrier_s: float
 
     @classmethod
-    def of(cls, timeout_s: float) -> Ladder:
-        """The ladder for ``[job] timeout``."""
+    def of(cls, timeout_s: float) -> Timeouts:
+        """All time-outs, for ``[job] timeout``."""
         return cls(
             heartbeat_s=min(1.0, timeout_s / 20),
             flush_s=min(5.0, timeout_s / 12),
@@ -57,6 +57,8 @@ class Ladder:
             barrier_s=timeout_s * 10,
         )
 
-    def rows(self) -> list[Rung]:
+    def rows(self) -> list[TimeoutRow]:
         """What ``zmqtrain check`` prints."""
-        return [Rung(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)]
+        return [
+            TimeoutRow(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)
+        ]
