@@ -7,16 +7,17 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu bench docs format clean
+.PHONY: help demo test test-processors test-gpu bench docs format clean
 
 help:
-	@echo "make demo     train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
-	@echo "make test     formatting, types, import contracts and tests"
-	@echo "make test-gpu what needs a GPU, with the machine's own python3 and torch; needs no package index"
-	@echo "make bench    measure network, collectives, servers, start-up and simulated and emulated worlds"
-	@echo "make docs     write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
-	@echo "make format   put the code into the form that make test asks for"
-	@echo "make clean    remove .venv, caches and runs"
+	@echo "make demo            train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
+	@echo "make test            formatting, types, import contracts and tests"
+	@echo "make test-processors numeric tests with the kernels of older processors"
+	@echo "make test-gpu        what needs a GPU, with the machine's own python3 and torch; needs no package index"
+	@echo "make bench           measure network, collectives, servers, start-up and simulated and emulated worlds"
+	@echo "make docs            write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
+	@echo "make format          put the code into the form that make test asks for"
+	@echo "make clean           remove .venv, caches and runs"
 
 demo: $(DEMO)
 	$(BIN)/zmqtrain launch launch/digits.toml
@@ -26,7 +27,11 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+
+# The numeric tests once more with the kernels of older processors, and with more threads.
+test-processors: $(READY)
+	$(BIN)/python -m tests.on_processors $(ARGS)
 
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)

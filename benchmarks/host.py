@@ -249,7 +249,7 @@ async def _ours(node: Endpoint, work: Work, inputs: Tensor, target: Tensor) -> C
     sums = HostSums(
         _group(node, work), _team(arena, work), None, slices=work.world, scale=1.0 / work.world, in_place=True
     )  # fmt: skip
-    exchange = AllReduceExchange(sums, work.world, by_bucket=True)
+    exchange = AllReduceExchange(sums, by_bucket=True)
     replica.connect(exchange.bucket_ready)
     await exchange.start(replica)
     done = 0

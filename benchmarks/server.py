@@ -236,5 +236,5 @@ class _Replica:
     def optimize(self, when: Optimize) -> None:
         raise AssertionError("the server runs the optimizer")
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("the server runs the optimizer")

@@ -41,6 +41,9 @@ from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
 GROUPS = (2, 4, 8)
+WAYS = ("sync", "before", "ahead")
+#: Cells that were computed when the look-ahead had no rise of the rate, of tasks with momentum.
+UNRISEN = "unrisen"
 #: Of the time that a group takes for a batch, about its mean.
 JITTER = 0.1
 SGD, PLAIN, RMSPROP, ADAM = "SGD, momentum 0.9", "SGD", "RMSprop", "Adam"
@@ -175,14 +178,15 @@ def batches(size: int, batch: int, seed: int) -> Iterator[Tensor]:
 
 
 def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: float = JITTER) -> dict[str, Any]:
-    """Train, ``how`` one of sync, before, ahead. Returns what came of it."""
+    """Train, ``how`` one of `WAYS`. Returns what came of it."""
     replica = Replica(job, seed)
     given = job.optimizer([nn.Parameter(torch.zeros(1))], lr)
     sync = how == "sync"
     compensation = Compensation(expected_staleness("sync" if sync else "async", groups), on=True, look_ahead=how == "ahead")
     spec = compensation.of(describe_optimizer(given))
+    rises = [compensation.rise(group) for group in describe_optimizer(given).groups]
     size = replica.flat.numel()
-    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon)
+    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon, rises=rises)
     held.load({"values": replica.flat.clone()}, 0)
     samples = batches(len(job.train[0]), job.batch * (groups if sync else 1), seed)
     members, steps, chance = 1 if sync else groups, job.updates // groups, random.Random(seed)
@@ -209,7 +213,7 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
     return {"loss": loss, "accuracy": accuracy, "course": [round(each, 4) for each in course]}
 
 
-def run(name: str, folder: Path, data: str, seeds: list[int], groups: list[int]) -> None:
+def run(name: str, folder: Path, data: str, seeds: list[int], groups: list[int], ways: list[str]) -> None:
     """All cells of a task that are not there yet."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +224,7 @@ def run(name: str, folder: Path, data: str, seeds: list[int], groups: list[int])
     for seed in seeds:
         for number in groups:
             for lr in job.rates:
-                for how in ("sync", "before", "ahead"):
+                for how in ways:
                     if (how, number, lr, seed) in there:
                         continue
                     begin = time.monotonic()
@@ -258,7 +262,7 @@ def check(folder: Path, data: str, groups: int = 4, lr: float = 0.05) -> None:
         eval_data=TensorDataset(*job.judged),
         schedule=schedule if job.warmup else None,
     )
-    for how, staleness, ahead in (("sync", "sync", "auto"), ("before", "async", "none"), ("ahead", "async", "auto")):
+    for how, staleness, ahead in zip(WAYS, ("sync", "async", "async"), ("auto", "none", "auto"), strict=True):
         topology = Topology.from_dict(
             {
                 "job": {"task": "given:task", "steps": steps, "eval_every": steps, "timeout": "600 s"},
@@ -296,9 +300,12 @@ def table(folder: Path) -> None:
     Path(__file__).with_name("asynchrony.json").write_text(json.dumps(cells, indent=1) + "\n")
     found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}
     for name, groups, lr in dict.fromkeys(key[:3] for key in found):
-        three = [found.get((name, groups, lr, how)) for how in ("sync", "before", "ahead")]
+        three = [found.get((name, groups, lr, how)) for how in WAYS]
+        three[2] = three[2] or found.get((name, groups, lr, UNRISEN))
         sync, _, ahead = three
         texts = ["-" if cell is None else f"{cell['accuracy']:.1f} %, {cell['loss']:.3f}" for cell in three]
+        if ahead is not None and ahead["how"] == UNRISEN:
+            texts[2] += " (*)"
         good = "-"
         if sync is not None and ahead is not None:
             near = ahead["loss"] <= 1.02 * sync["loss"] if name == "transformer" else ahead["accuracy"] >= sync["accuracy"] - 1
@@ -315,6 +322,7 @@ def main() -> int:
     one.add_argument("--data", required=True)
     one.add_argument("--seeds", type=int, nargs="+", default=[1])
     one.add_argument("--groups", type=int, nargs="+", default=list(GROUPS))
+    one.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     checked = what.add_parser("check")
     checked.add_argument("folder", type=Path)
     checked.add_argument("--data", required=True)
@@ -325,7 +333,7 @@ def main() -> int:
     elif given.what == "check":
         check(given.folder.resolve(), given.data)
     else:
-        run(given.name, given.folder, given.data, given.seeds, given.groups)
+        run(given.name, given.folder, given.data, given.seeds, given.groups, given.ways)
     return 0
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from make_tuning import file_of
 
-from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.experiment.runs import Folders, SimulatedRuns
 from zmqtrain.topology.load import load_topology
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 

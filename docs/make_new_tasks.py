@@ -27,9 +27,10 @@ import torch
 from plain_runs import PlainRuns
 from torch.utils.data import DataLoader
 
-from zmqtrain.cli.tune import How, Tuning, run_tune, searched
+from zmqtrain.cli.tune import How, run_tune
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
+from zmqtrain.experiment.tuning import Tuning, searched
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.task import load_task

@@ -20,7 +20,8 @@ The topology file is written in TOML. Every key except a host's `name` has a def
 trains on this machine. `zmqtrain check FILE` lists all faults at once, each with its line, and shows what would run where;
 `zmqtrain schema` prints the JSON Schema. Sizes, times and bandwidths are written with a unit (`"4 MiB"`, `"200 us"`,
 `"1 Gbit/s"`). Wherever a host is named, a range may stand for several: `"node[01-16]"` is `node01` to `node16`.
-`zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/).
+`zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/), and
+the words are explained in the [glossary](glossary.md).
 """
 
 

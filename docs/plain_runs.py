@@ -28,7 +28,7 @@ SPREAD = 0.1
 
 
 class PlainRuns:
-    """Implements `zmqtrain.cli.tune_runs.Runs`."""
+    """Implements `zmqtrain.experiment.runs.Runs`."""
 
     def __init__(self, topology: Topology, task: Task, update_s: Mapping[int, float]) -> None:
         """``update_s``: seconds of an update by groups."""

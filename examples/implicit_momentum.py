@@ -91,7 +91,7 @@ class Watch(NullRecorder):
         self.parameters: list[Numbers] = []
         self.reads: list[tuple[int, int, int]] = []  # group, its step, version that it had read
 
-    def witness(self, what: str, /, **values: object) -> None:
+    def audit(self, what: str, /, **values: object) -> None:
         if what == "applied":
             assert self.server is not None
             (held,) = self.server.held.values()

@@ -15,8 +15,7 @@ from typing import Any
 
 from digits import task
 
-from zmqtrain.embed.own_run import open_run, run_role
-from zmqtrain.topology.schema import Topology
+from zmqtrain import Topology, open_run, run_role
 
 TOPOLOGY = Topology.from_dict(
     {

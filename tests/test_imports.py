@@ -115,3 +115,23 @@ def _unsafe(path: Path) -> list[tuple[int, str]]:
             continue
         found += [(node.lineno, name) for name in names if name.partition(".")[0] in modules or name in calls]
     return sorted(set(found))
+
+
+def test_the_interface_is_imported_as_it_is_used() -> None:
+    """`zmqtrain.simulate` is a function, however and whenever the package of that name was imported."""
+    code = """
+import sys
+import zmqtrain
+assert not {name for name in sys.modules if name.startswith("zmqtrain.")}, "nothing before it is used"
+assert callable(zmqtrain.simulate)
+import zmqtrain.simulate.run
+assert callable(zmqtrain.simulate)
+from zmqtrain import simulate
+assert callable(simulate)
+zmqtrain.load_topology, zmqtrain.Topology, zmqtrain.open_run, zmqtrain.run_role
+assert "torch" not in sys.modules
+for name in zmqtrain.__all__:
+    assert getattr(zmqtrain, name) is not None and (name == "__version__" or getattr(zmqtrain, name).__doc__), name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
 """Train a PyTorch model on a few machines over an ordinary network.
 
-The names below are the whole interface for training; they are imported when they are first used, because torch takes over a
-second to import and much of zmqtrain (its commands, its agents) works without it.
+The names below are the whole interface for training, and for runs inside programs of one's own (docs/embedding.md). They are
+imported when they are first used, because torch takes over a second to import and much of zmqtrain (its commands, its agents) works
+without it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zmqtrain.c10d.hook import Gossip, ddp_comm_hook
     from zmqtrain.c10d.servers import ModelServers
+    from zmqtrain.embed.own_run import OwnRun, open_run, run_role
     from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import RunStopped, ZmqTrainError
+    from zmqtrain.parallel.network import NetworkFabric
     from zmqtrain.parallel.rewrite.model import parallelize
+    from zmqtrain.simulate.run import simulate
+    from zmqtrain.topology.load import load_topology
+    from zmqtrain.topology.schema import Topology
     from zmqtrain.train.task import Task
 
     __version__: str
@@ -24,29 +30,43 @@ __all__ = [
     "AsyncSession",
     "Gossip",
     "ModelServers",
+    "NetworkFabric",
+    "OwnRun",
     "RunStopped",
     "Session",
     "Task",
+    "Topology",
     "ZmqTrainError",
     "__version__",
     "ddp_comm_hook",
     "join",
+    "load_topology",
+    "open_run",
     "parallelize",
+    "run_role",
     "session",
+    "simulate",
 ]
 
 _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
     "Gossip": "zmqtrain.c10d.hook",
     "ModelServers": "zmqtrain.c10d.servers",
+    "NetworkFabric": "zmqtrain.parallel.network",
+    "OwnRun": "zmqtrain.embed.own_run",
     "RunStopped": "zmqtrain.errors",
     "Session": "zmqtrain.embed.session",
     "Task": "zmqtrain.train.task",
+    "Topology": "zmqtrain.topology.schema",
     "ZmqTrainError": "zmqtrain.errors",
     "ddp_comm_hook": "zmqtrain.c10d.hook",
     "join": "zmqtrain.embed.session",
+    "load_topology": "zmqtrain.topology.load",
+    "open_run": "zmqtrain.embed.own_run",
     "parallelize": "zmqtrain.parallel.rewrite.model",
+    "run_role": "zmqtrain.embed.own_run",
     "session": "zmqtrain.embed.session",
+    "simulate": "zmqtrain.simulate.run",
 }
 
 

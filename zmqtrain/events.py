@@ -34,7 +34,7 @@ class Recorder(Protocol):
     ) -> None:
         """Record a span whose ends (the loop's clock, in seconds) are known already."""
 
-    def witness(self, what: str, /, **values: object) -> None:
+    def audit(self, what: str, /, **values: object) -> None:
         """State a fact for the auditor of a simulation. Elsewhere nobody listens; it costs a call."""
 
 
@@ -59,5 +59,5 @@ class NullRecorder:
     ) -> None:
         return None
 
-    def witness(self, what: str, /, **values: object) -> None:
+    def audit(self, what: str, /, **values: object) -> None:
         return None

@@ -12,8 +12,8 @@ import pytest
 from tests.tune.landscape import Landscape
 from zmqtrain.cli.runs import run_status
 from zmqtrain.cli.tune import How, names_of, run_tune
-from zmqtrain.cli.tune_runs import Folders, SimulatedRuns
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
+from zmqtrain.experiment.runs import Folders, SimulatedRuns
 from zmqtrain.topology.load import load_topology
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 

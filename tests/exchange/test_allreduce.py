@@ -33,7 +33,9 @@ async def train(
         return await asyncio.gather(
             *(
                 train_worker(
-                    AllReduceExchange(NetworkSums(world[rank]), groups, every=every, by_bucket=by_bucket, overlap=overlap),
+                    AllReduceExchange(
+                        NetworkSums(world[rank], 1 / (groups * every)), every=every, by_bucket=by_bucket, overlap=overlap
+                    ),
                     NumpyReplica(SIZES, rank, clip_norm=clip_norm),
                     data,
                     rank=rank,
@@ -74,7 +76,7 @@ def test_updates_by_bucket_and_of_several_steps_equal_one_process(
 async def test_by_bucket_the_step_ends_before_the_gradients_are_there() -> None:
     async with endpoints(2) as nodes:
         world = group_of(nodes, "workers")
-        exchange, other = (AllReduceExchange(NetworkSums(group), 2, by_bucket=True) for group in world)
+        exchange, other = (AllReduceExchange(NetworkSums(group, 1 / 2), by_bucket=True) for group in world)
         replica, others = NumpyReplica(SIZES, 0), NumpyReplica(SIZES, 1)
         await asyncio.gather(exchange.start(replica), other.start(others))
         exchange.begin_step(0)
@@ -93,13 +95,13 @@ async def test_by_bucket_the_step_ends_before_the_gradients_are_there() -> None:
 
 def test_nobody_exchanges_less_often_than_never() -> None:
     with pytest.raises(ValueError, match="every 0 steps"):
-        AllReduceExchange.__init__(object.__new__(AllReduceExchange), None, 1, every=0)  # type: ignore[arg-type]
+        AllReduceExchange.__init__(object.__new__(AllReduceExchange), None, every=0)  # type: ignore[arg-type]
 
 
 async def test_a_lost_worker_reaches_end_step_and_stop_leaves_nothing_behind() -> None:
     async with endpoints(3) as nodes:
         world = group_of(nodes, "workers", loss_grace_s=0.02)
-        exchanges = [AllReduceExchange(NetworkSums(world[rank]), 3) for rank in range(3)]
+        exchanges = [AllReduceExchange(NetworkSums(world[rank], 1 / 3)) for rank in range(3)]
         replicas = [NumpyReplica(SIZES, rank) for rank in range(3)]
         await asyncio.gather(*(exchange.start(replica) for exchange, replica in zip(exchanges, replicas, strict=True)))
         for exchange, replica in zip(exchanges[:2], replicas[:2], strict=True):
@@ -118,7 +120,7 @@ async def test_a_lost_worker_reaches_end_step_and_stop_leaves_nothing_behind() -
 
 async def test_stop_in_the_middle_of_a_step_ends_what_is_under_way() -> None:
     async with endpoints(2) as nodes:
-        exchange = AllReduceExchange(NetworkSums(group_of(nodes, "workers")[0]), 2)
+        exchange = AllReduceExchange(NetworkSums(group_of(nodes, "workers")[0], 1 / 2))
         exchange._replica = replica = NumpyReplica(SIZES, 0)
         exchange.begin_step(0)
         exchange.bucket_ready(replica.buckets[0])

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
+from tests.collectives.world import endpoints, group_of
+from tests.exchange.gossip.test_exchange import exchanges as gossip_exchanges
+from tests.exchange.world import Data, NumpyReplica, train_worker
+from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
+from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
+from zmqtrain.exchange.averaging.fragments import Fragments
+from zmqtrain.exchange.averaging.methods import Elastic, Outer
+from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.gossip.exchange import GossipSettings
+from zmqtrain.exchange.sums import NetworkSums
+from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
@@ -91,3 +103,49 @@ def test_on_virtual_time_it_is_done_at_once_in_the_only_thread() -> None:
         assert asyncio.get_running_loop().time() == start
 
     run_virtual(main())
+
+
+def averaging(nodes: list[Endpoint], **more: Any) -> list[Exchange]:
+    alone = [group_of([node], f"group/{rank}")[0] for rank, node in enumerate(nodes)]
+    world, column = group_of(nodes, "workers"), group_of(nodes, "column")
+    return [
+        AveragingExchange(AveragingGroups(world[rank], alone[rank], column[rank]), Fragments(1), **more)
+        for rank in range(len(nodes))
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda nodes: [AllReduceExchange(NetworkSums(group, 1 / 2), by_bucket=True) for group in group_of(nodes, "workers")],
+        averaging,
+        lambda nodes: averaging(nodes, method=Elastic(2)),
+        lambda nodes: averaging(nodes, method=Outer(0.7, 0.9)),
+        lambda nodes: averaging(nodes, deltas="fp16"),
+        lambda nodes: gossip_exchanges(nodes, 1, GossipSettings(seed=1)),
+    ],
+    ids=["allreduce", "average", "elastic", "outer", "rounded", "gossip"],
+)
+async def test_no_exchange_multiplies_whole_buckets_on_the_loop(
+    make: Callable[[list[Endpoint]], list[Exchange]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: set[int] = set()
+    scale = TensorPayload.scale_
+
+    def watched(payload: TensorPayload, factor: float) -> None:
+        if payload.nbytes >= INLINE_BYTES:
+            where.add(threading.get_ident())
+        scale(payload, factor)
+
+    monkeypatch.setattr(TensorPayload, "scale_", watched)
+    sizes = (INLINE_BYTES // 4, 3)  # in float64: half of the first, of which a rank of two rounds the mean, is still large
+    data = Data(sum(sizes), 4, 2)
+    async with endpoints(2) as nodes:
+        await asyncio.gather(
+            *(
+                train_worker(exchange, NumpyReplica(sizes, rank), data, rank=rank, groups=2, group_size=1, steps=range(2))
+                for rank, exchange in enumerate(make(nodes))
+            )
+        )
+    assert where
+    assert threading.get_ident() not in where

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zmqtrain.exchange.look_ahead import horizon, is_mean, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.look_ahead import RISE, horizon, is_mean, risen, spread, steps_ahead, with_rate_of_one
 from zmqtrain.exchange.momentum import Compensation, compensated, explicit_of, implicit_momentum
 from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
@@ -18,6 +18,14 @@ from zmqtrain.topology.load import parse_topology
 @pytest.mark.parametrize(("staleness", "updates"), [(0.0, 0.0), (1.0, 2.0), (1.5, 2.75), (3.0, 5.0), (7.0, 11.0)])
 def test_the_horizon(staleness: float, updates: float) -> None:
     assert horizon(staleness) == updates
+
+
+def test_a_rate_rises_with_the_root_of_the_updates_and_no_further() -> None:
+    assert [risen(updates, 4.0) ** 2 for updates in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert [risen(updates, 4.0) for updates in (0, 3, 4)] == [0.5, 1.0, 1.0]
+    assert risen(0, 2.5) ** 2 == pytest.approx(0.4)
+    assert risen(10**12, 220.0) == 1.0
+    assert [risen(0, rise) for rise in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9, 0.99])
@@ -68,7 +76,11 @@ def test_four_updates_do_what_one_does_by_their_mean(kind: str) -> None:
         "updates": 5.0,
         "steps": pytest.approx(steps_ahead(momentum, 5)),
         "lr_factor": pytest.approx(lr / 0.1),
+        "rise": RISE * 5.0,
     }
+    assert Compensation(3.0, on=True, look_ahead=True, own_rate=True).rise(given.groups[0]) == RISE * 5.0
+    for off in (Compensation(3.0, on=True), Compensation(3.0, look_ahead=True), Compensation(0.0, on=True, look_ahead=True)):
+        assert off.rise(given.groups[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -84,6 +96,7 @@ def test_what_has_no_rule_stays_as_it_is(make: Any) -> None:
     compensation = Compensation(3.0, on=True, look_ahead=True)
     assert compensation.of(spec) == spec
     assert compensation.describe(spec)["look_ahead"] is None
+    assert compensation.rise(spec.groups[0]) == 0
 
 
 #: Without momentum: the optimizer, and by what its rate is multiplied among four groups.
@@ -111,7 +124,7 @@ def test_without_momentum_the_rate_alone_is_fitted(kind: str) -> None:
     for key, value in spec.groups[0].items():
         assert key in fitted or changed.groups[0][key] == value
     told = Compensation(3.0, on=True, look_ahead=True).describe(spec)
-    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor)}
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor), "rise": 0.0}
     assert told["total"] == 0.75, "nothing is looked ahead, so it acts like the implicit one"
 
 
@@ -158,6 +171,7 @@ def test_a_momentum_of_the_job_s_own_is_kept_with_its_rate() -> None:
         "updates": 5.0,
         "steps": pytest.approx(steps_ahead(0.6, 5)),
         "lr_factor": 1.0,
+        "rise": 0.0,
     }
 
 
@@ -170,6 +184,7 @@ def test_only_where_gradients_are_stale(policy: Any, groups: int) -> None:
     stale = policy == "async" and groups > 1
     assert settings.compensation.horizon == (5.0 if stale else 0.0)
     assert (settings.compensation.of(spec) == spec) is not stale
+    assert settings.compensation.rise(spec.groups[0]) == (RISE * 5.0 if stale else 0.0)
     without = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
     assert settings.compensation.of(without).groups[0]["lr"] == (0.025 if stale else 0.1)
 

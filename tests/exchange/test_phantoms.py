@@ -36,7 +36,7 @@ class PhantomReplica(NumpyReplica):
 
 
 def allreduce(nodes: list[Endpoint], groups: int) -> list[Exchange]:
-    return [AllReduceExchange(NetworkSums(group), groups) for group in group_of(nodes, "workers")]
+    return [AllReduceExchange(NetworkSums(group, 1 / groups)) for group in group_of(nodes, "workers")]
 
 
 def averaging(nodes: list[Endpoint], groups: int) -> list[Exchange]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -30,6 +30,8 @@ CONFIGURATION = Configuration(
     policy="bound",
     bound=3,
     clip_norm=0.5,
+    horizon=5.0,
+    rises=(100.0, 0.0),
 )
 
 plain: Any = st.recursive(
@@ -48,6 +50,12 @@ def test_a_configuration_travels() -> None:
     assert [(piece.bucket, piece.position, piece.numel) for piece in CONFIGURATION.pieces()] == [
         (0, 0, 3), (0, 0, 2), (0, 1, 3), (0, 1, 2), (1, 0, 4), (1, 1, 3),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rises", [[1.0], [1.0, 2.0, 3.0], ["x", 1.0], None, 3.0])
+def test_rises_of_something_else_are_refused(rises: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Configuration.from_value({**cast(dict[str, Any], CONFIGURATION.to_value()), "rises": rises})
 
 
 @given(plain)

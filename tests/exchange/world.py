@@ -75,12 +75,10 @@ class NumpyReplica:
         for gradient in self.gradients:
             gradient[:] = 0.0
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         await asyncio.sleep(0)
-        for gradient in self.gradients:
-            gradient *= gradient_scale
         norm = float(np.sqrt(sum(float(gradient @ gradient) for gradient in self.gradients)))
-        if clip and self.clip_norm and norm > self.clip_norm:
+        if self.clip_norm and norm > self.clip_norm:
             for gradient in self.gradients:
                 gradient *= self.clip_norm / norm
         for index in range(len(self.weights)):

@@ -54,7 +54,7 @@ class Run:
         )
 
     def endpoint(self, peer: str, token: str = "secret") -> Node:
-        self.nodes.append(self.network.endpoint(peer, NetSettings(token=token, lost_s=0.1, flush_s=0.1, connect_s=1.0)))
+        self.nodes.append(self.network.endpoint(peer, NetSettings(token=token, lost_s=0.1, flush_s=0.1, greet_s=1.0)))
         return self.nodes[-1]
 
     async def close(self) -> None:

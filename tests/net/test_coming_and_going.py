@@ -192,7 +192,7 @@ async def test_only_one_side_needs_to_know_the_other(world: World) -> None:
 
 
 async def test_a_peer_that_never_comes(world: World) -> None:
-    a = await world.open("a", connect_s=0.1, flush_s=0.1)
+    a = await world.open("a", greet_s=0.1, flush_s=0.1)
     if world.name == "zeromq":
         a.add_peer("b", "tcp://127.0.0.1:1,1")
     waits = [asyncio.create_task(a.receive("b", ("x",))), asyncio.create_task(a.request("b", "x", timeout=5))]

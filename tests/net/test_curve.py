@@ -39,7 +39,7 @@ class Nodes:
         self.nodes: list[Node] = []
 
     async def open(self, peer: str, identity: Identity | None, **changes: object) -> Node:
-        settings = replace(FAST, token=TOKEN, connect_s=2.5, identity=identity, **changes)  # type: ignore[arg-type]
+        settings = replace(FAST, token=TOKEN, greet_s=2.5, identity=identity, **changes)  # type: ignore[arg-type]
         self.nodes.append(await open_zeromq(peer, settings=settings))
         return self.nodes[-1]
 

@@ -20,7 +20,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
 MIB = 1 << 20
-SETTINGS = NetSettings(connect_s=10.0, lost_s=2.0, flush_s=2.0)
+SETTINGS = NetSettings(greet_s=10.0, lost_s=2.0, flush_s=2.0)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from zmqtrain.topology.links import NetworkModel, Way
 
 FAST = NetSettings(
     token="secret",
-    connect_s=10.0,
+    greet_s=10.0,
     hello_s=0.02,
     lost_s=0.4,
     probe_s=0.05,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ MAKE: dict[str, Any] = {
 }
 
 
-def piece_of(spec: OptimizerSpec, horizon: float, *, dtype: str = "float64", size: int = 5) -> HeldPiece:
-    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), dtype, 0, spec, horizon=horizon)
+def piece_of(spec: OptimizerSpec, horizon: float, *, dtype: str = "float64", size: int = 5, rise: float = 0.0) -> HeldPiece:
+    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), dtype, 0, spec, horizon=horizon, rises=(rise,))
     generator = torch.Generator().manual_seed(3)
     held.load({"values": torch.randn(size, dtype=held.values.dtype, generator=generator)}, 0)
     return held
@@ -65,6 +66,21 @@ def test_the_values_are_ahead_by_so_many_of_the_newest_step(name: str) -> None:
         torch.testing.assert_close(held.values.detach(), values.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_the_rate_rises_on_top_of_the_schedule_s(name: str) -> None:
+    """While it rises and afterwards, whether the schedule changes the rate or not."""
+    held = piece_of(spec_of(name), 0.0, rise=4.5)
+    values = torch.nn.Parameter(held.values.detach().clone())
+    optimizer = MAKE[name]([values])
+    for number, gradient in enumerate(gradients(9)):
+        scheduled = 0.1 if number < 2 else 0.05 if number < 7 else 0.02
+        held.update(gradient, None if number < 2 else {"lr": scheduled})
+        values.grad = gradient.clone()
+        optimizer.param_groups[0]["lr"] = scheduled * (1 if number > 3 else math.sqrt((number + 1) / 4.5))
+        optimizer.step()
+        torch.testing.assert_close(held.values.detach(), values.detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_without_staleness_not_a_bit_is_different(name: str) -> None:
     held = piece_of(spec_of(name), 0.0, dtype="float32")
@@ -90,14 +106,14 @@ def test_without_momentum_not_a_bit_is_different() -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_checkpoint_keeps_it(name: str) -> None:
-    """Kept after any update and put back, it goes on with the same bits."""
-    whole = piece_of(spec_of(name), 5.0)
+    """Kept after any update and put back, it goes on with the same bits; a rate that rises goes on rising."""
+    whole = piece_of(spec_of(name), 5.0, rise=6.0)
     kept = []
     for gradient in gradients(8):
         whole.update(gradient)
         kept.append(whole.tensors())
     for done in (1, 3, 7):
-        resumed = piece_of(spec_of(name), 5.0)
+        resumed = piece_of(spec_of(name), 5.0, rise=6.0)
         resumed.load(kept[done - 1], done)
         for gradient in gradients(8)[done:]:
             resumed.update(gradient)

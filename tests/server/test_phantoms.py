@@ -43,13 +43,13 @@ class PhantomReplica(LinearReplica):
         self.ready = [asyncio.Event() for _ in sizes]
 
 
-class Witnesses(NullRecorder):
+class AuditRecorder(NullRecorder):
     """Keeps what is stated for an auditor."""
 
     def __init__(self) -> None:
         self.stated: list[tuple[str, Mapping[str, Any]]] = []
 
-    def witness(self, what: str, /, **values: object) -> None:
+    def audit(self, what: str, /, **values: object) -> None:
         self.stated.append((what, values))
 
     def of(self, what: str) -> list[Mapping[str, Any]]:
@@ -163,11 +163,11 @@ async def test_pushes_of_the_other_kind_are_refused(phantom: bool, codec: str) -
 
 @pytest.mark.parametrize("settings", POLICIES[:4], ids=str)
 @pytest.mark.parametrize("phantom", [True, False], ids=["phantom", "real"])
-async def test_servers_witness_each_gradient_once_and_what_it_had_read(settings: dict[str, Any], phantom: bool) -> None:
+async def test_servers_tell_the_auditor_of_each_gradient_once_and_what_it_had_read(settings: dict[str, Any], phantom: bool) -> None:
     groups, count = 3, 4
     world = World(groups, 1, 2, **settings)
     for role in (*world.servers, *world.exchanges):
-        role._recorder = Witnesses()
+        role._recorder = AuditRecorder()
     replicas = [PhantomReplica() if phantom else LinearReplica(SGD) for _ in range(groups)]
     await world.run(*(steps(world, rank, replica, count) for rank, replica in enumerate(replicas)))
     reads: list[tuple[int, int, int]] = []

@@ -65,7 +65,7 @@ class LinearReplica:
     def optimize(self, when: Optimize) -> None:
         raise AssertionError("the server runs the optimizer")
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
 
     def backward(self, features: Sequence[Tensor], target: Tensor, batch: int) -> None:
@@ -129,13 +129,13 @@ class World:
             0,
             names,
             tuple(f"server/{index}" for index in range(servers)),
-            **{"split_bytes": 80, "wait_s": 20.0, "request_s": 20.0, **settings},
+            **{"split_bytes": 80, "barrier_s": 20.0, "request_s": 20.0, **settings},
         )
         self.workers = tuple(name for members in names for name in members)
         self.servers = [
             ModelServer(
                 self._open(f"server/{index}"),
-                ServerSettings(index, self.workers, request_s=20.0, wait_s=20.0),
+                ServerSettings(index, self.workers, request_s=20.0, barrier_s=20.0),
                 checkpoints=checkpoints[index] if checkpoints else None,
             )
             for index in range(servers)

@@ -26,7 +26,7 @@ from zmqtrain.train.device.memory import (
     gradient,
     wrong_pieces,
 )
-from zmqtrain.train.device.modelled import ModelledReplica, Tempo
+from zmqtrain.train.device.modelled import ModelledReplica, SpeedFactor
 from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.wire.phantom import PhantomPayload
 
@@ -107,8 +107,8 @@ def test_noise_and_slowdown_make_steps_longer() -> None:
     async def main() -> None:
         nonlocal slow
         profile = Profile(LAYERS, update_s=0.01, batch_size=4)
-        tempo = Tempo(lambda step: (1.0, 2.5)[step], lambda: slow)
-        replica = replica_of(profile=profile, tempo=tempo)
+        speed_factor = SpeedFactor(lambda step: (1.0, 2.5)[step], lambda: slow)
+        replica = replica_of(profile=profile, speed_factor=speed_factor)
         NoExchange(replica)
         whole = FORWARD_S + BACKWARD_S
         assert (await replica.step(0, 4)).compute_s == pytest.approx(whole)
@@ -131,7 +131,7 @@ def test_a_slowdown_counts_for_work_that_begins_later() -> None:
 
     async def main() -> None:
         layers = tuple(Layer(f"l{index}", 100, 1.0, 1.0) for index in range(3))
-        replica = replica_of(profile=Profile(layers), tempo=Tempo(slowdown=lambda: slow))
+        replica = replica_of(profile=Profile(layers), speed_factor=SpeedFactor(slowdown=lambda: slow))
         NoExchange(replica)
         asyncio.get_running_loop().call_later(4.5, slow_down)
         # The second layer of the backward runs already.
@@ -195,9 +195,9 @@ def test_small_payloads_end_where_they_must(exchange: dict[str, Any], groups: in
     assert exact(topology)
     result = trained(topology)
     asynchronous = topology.exchange.kind == "model_server" and topology.exchange.policy != "sync"
-    stated = [fact for peer in result.recorders for fact in result.recorders[peer].witnessed if fact["what"] == "values"]
+    stated = [fact for peer in result.recorders for fact in result.recorders[peer].audited if fact["what"] == "values"]
     assert [fact["wrong"] for fact in stated] == ([] if asynchronous else [None] * groups * size)
-    held = [fact["pieces"] for peer in result.recorders for fact in result.recorders[peer].witnessed if fact["what"] == "held"]
+    held = [fact["pieces"] for peer in result.recorders for fact in result.recorders[peer].audited if fact["what"] == "held"]
     assert len(held) == (topology.exchange.shards if topology.exchange.kind == "model_server" else 0)
     for pieces in held:
         assert pieces

@@ -24,7 +24,6 @@ from zmqtrain.run.assembly import Assembly
 from zmqtrain.run.enter import enter, live_without_agent
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task
 
@@ -35,13 +34,13 @@ class ListRecorder:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.spans: list[tuple[str, str]] = []
-        self.witnessed: list[dict[str, Any]] = []
+        self.audited: list[dict[str, Any]] = []
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         self.events.append({"kind": kind, "step": step, **values})
 
-    def witness(self, what: str, /, **values: object) -> None:
-        self.witnessed.append({"what": what, **values})
+    def audit(self, what: str, /, **values: object) -> None:
+        self.audited.append({"what": what, **values})
 
     def span(self, name: str, category: str, /, *, step: int | None = None) -> AbstractContextManager[object]:
         self.spans.append((name, category))
@@ -94,7 +93,7 @@ async def run(
 
     ``region``: memory that all roles share. ``meanwhile``: what the launcher does, with the coordinator's endpoint.
     """
-    network, placement, ladder = MemoryNetwork(), place(topology), Ladder.of(topology.job.timeout_s)
+    network, placement, ladder = MemoryNetwork(), place(topology), topology.job.ladder
     endpoint = network.endpoint(COORDINATOR)
     description = RunDescription(topology, placement, "", resume=None if resume is None else str(resume))
     assembly = Assembly(endpoint, description, checkpoints=folder, model=folder, agents=False)

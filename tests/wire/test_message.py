@@ -172,6 +172,8 @@ BAD: dict[str, dict[str, object]] = {
     "tag is long": {"tag": list(range(17))},
     "tag holds a long text": {"tag": ["x" * 1000]},
     "sequence is negative": {"sequence": -1},
+    "flags are negative": {"flags": -1},
+    "flags are text": {"flags": "+"},
     "sequence is text": {"sequence": "1"},
     "message is nothing": {"message": None},
     "dtype is unknown": {"dtype": "float33"},
@@ -253,7 +255,8 @@ def test_bad_frames_are_refused() -> None:
         [fields(magic="zmqr"), bytes(24)],
         [b"GET / HTTP/1.1\r\n\r\n"],
         [fields(kind="phantom"), bytes(24)],
-        [checked(bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(9)]))), b""],
+        [fields(flags=1), bytes(24)],
+        [checked(bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(10)]))), b""],
         [bytes(msgpack.packb([MAGIC, WIRE_VERSION, 1])), b""],
         [bytes(msgpack.packb({"magic": MAGIC})), b""],
     ):

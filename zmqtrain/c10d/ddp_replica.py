@@ -91,7 +91,7 @@ class DdpReplica:
     def abort(self, error: BaseException) -> None:
         self._gates.abort(error)
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
 
     # For the caller's threads.

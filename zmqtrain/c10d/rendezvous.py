@@ -79,7 +79,7 @@ def settings_here(token: str, timeout_s: float) -> NetSettings:
         host=bind,
         advertise="" if bind == address else address,
         ports=ports_in(os.environ.get(PORTS, "")),
-        connect_s=timeout_s,
+        greet_s=timeout_s,
     )
 
 

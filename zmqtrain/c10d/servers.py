@@ -111,7 +111,7 @@ class ModelServers:
                 bound=staleness if isinstance(staleness, int) else 0,
                 split_bytes=bucket_bytes,
                 request_s=timeout_s,
-                wait_s=timeout_s,
+                barrier_s=timeout_s,
             )
             self._exchange = ModelServerExchange(self._worker, settings)
             self._replica.connect(self._network.loop, self._exchange)
@@ -184,7 +184,7 @@ class ModelServers:
                     if peer != node.peer:
                         node.add_peer(peer, address)
         workers = tuple(f"worker/{rank}" for rank in range(len(addresses)))
-        server_settings = ServerSettings(self._rank, workers, request_s=self._timeout_s, wait_s=self._timeout_s)
+        server_settings = ServerSettings(self._rank, workers, request_s=self._timeout_s, barrier_s=self._timeout_s)
         serving = ModelServer(self._nodes[1], server_settings, arena=self._arenas[1])
         self._serving = asyncio.create_task(serving.run(), name=f"server/{self._rank}")
         self._serving.add_done_callback(self._on_served)

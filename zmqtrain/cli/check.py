@@ -11,11 +11,11 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from zmqtrain.cli.check_file import Finding, look_at_file
-from zmqtrain.cli.check_hosts import findings_of
 from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyError, UsageError
+from zmqtrain.launcher.check.file import Finding, look_at_file
+from zmqtrain.launcher.check.hosts import findings_of
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.look import Look, look_at_hosts
 from zmqtrain.topology.load import load_topology
@@ -53,7 +53,7 @@ def run_check(
     if load is None:
         load = not file_only and (emulate or topology.engine.kind == "local")
     if load and all(finding.ok or finding.name not in _NEEDED for finding in findings):
-        from zmqtrain.cli.check_load import look_at_code
+        from zmqtrain.launcher.check.code import look_at_code
 
         findings += look_at_code(topology, data)
     look: Look | None = None

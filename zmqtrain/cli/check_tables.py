@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps
 from typing import Any
@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zmqtrain.cli.check_file import Finding
-from zmqtrain.cli.check_hosts import machine_cells, machine_row
 from zmqtrain.errors import TopologyError
-from zmqtrain.launcher.look import Look
+from zmqtrain.launcher.check.file import Finding
+from zmqtrain.launcher.look import HostLook, Look
 from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.rounded import rounded_size, rounded_time
 from zmqtrain.topology.schema import Fault, Topology
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.topology.toml_writer import write_value
 from zmqtrain.topology.units import format_rate
 
@@ -63,7 +62,7 @@ def rows_of(
         }
     for role in placement.roles if placement else ():
         yield {"row": "role", **asdict(role)}
-    for rung in Ladder.of(topology.job.timeout).rows():
+    for rung in topology.job.ladder.rows():
         yield {"row": "timeout", **asdict(rung)}
     for fault in topology.faults:
         yield {"row": "planned", **_planned(fault)}
@@ -226,3 +225,21 @@ def print_faults(error: TopologyError, json: bool) -> None:
         print(dumps({"row": "result", "ok": False, "faults": len(faults), "message": str(error)}))
     else:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def machine_row(host: HostLook) -> dict[str, Any]:
+    """A host as a JSON line."""
+    clock = {"clock_offset_s": host.clock_offset_s, "clock_error_s": host.clock_error_s}
+    return {"row": "machine", "host": host.name, **clock, **host.facts}
+
+
+def machine_cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """The same for people."""
+    return {
+        "host": row["host"],
+        "clock": f"{rounded_time(row['clock_offset_s'])} ± {rounded_time(row['clock_error_s'])}",
+        "memory": rounded_size(row["memory_bytes"]),
+        "shm": "-" if row["shm_bytes"] is None else rounded_size(row["shm_bytes"]),
+        "run_folder": f"{rounded_size(row['run_folder'][1])}",
+        "scratch_folder": f"{rounded_size(row['scratch_folder'][1])} ({row['scratch_folder'][0]})",
+    }

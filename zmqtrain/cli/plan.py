@@ -103,7 +103,7 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
 
 
 def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tables | None) -> None:
-    from zmqtrain.cli.plan_measure import measured_rows
+    from zmqtrain.experiment.measured_plan import measured_rows
 
     rows = measured_rows(topology, planned, data)
     if tables is None:

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import get_args
 
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.tune_runs import Folders, LaunchedRuns, Runs, SimulatedRuns
 from zmqtrain.cli.tune_tables import Shown
-from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
-from zmqtrain.launcher.run import write_pid
-from zmqtrain.observe.run_directory import RunDirectory
-from zmqtrain.plan.group_step import variants
+from zmqtrain.errors import UsageError
+from zmqtrain.experiment.search import TuningRun
+from zmqtrain.experiment.tuning import require_losses
 from zmqtrain.plan.regroup import regrouped
-from zmqtrain.plan.setup import source_of
-from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
-from zmqtrain.tune.baselines import StrategyName, strategies
-from zmqtrain.tune.curves import EveryNumberOfGroups, penalties
-from zmqtrain.tune.job import space_of
-from zmqtrain.tune.machine import Machine
-from zmqtrain.tune.plot import curves_svg, trials_svg
-from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
-from zmqtrain.world import wall_s
-
-M = TypeVar("M", bound=Machine)
-
-#: Emulated updates may take so many times as long as predicted: predictions have errors, too.
-LATE = 1.5
+from zmqtrain.tune.baselines import StrategyName
 
 NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
 
@@ -78,182 +59,17 @@ def run_tune(
         raise UsageError('[faults] of a tuning come at a time: each trial has steps of its own, so give "at" instead of "step"')
     emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
     data_path = data_path_of(data, topology)
-    # Where everything is modelled the planner knows all times.
-    measured = not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None
-    space = searched(topology, data_path, measured=measured)
-    if how.resume is None:
-        directory = RunDirectory.create(f"{topology.job.name}-tune", exact=run_dir)
-        directory.write("topology.toml", topology.to_toml())
-    else:
-        directory = begun(how.resume)
-    write_pid(directory)
+    search = TuningRun(
+        topology,
+        folder=file.resolve().parent,
+        data=data_path,
+        simulate=how.simulate,
+        emulation=emulation,
+        # Where everything is modelled the planner knows all times.
+        measured=not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None,
+    )
     shown = Shown(json_lines=json_lines)
-    shown.begin(topology, space, directory.path)
-
-    def runs_of(name: str) -> Runs:
-        folders = Folders(directory.path / name)
-        if how.simulate:
-            return SimulatedRuns(topology, folders, data_path)
-        return LaunchedRuns(topology, folders, data_path, str(file.resolve().parent), emulation)
-
-    dilation = None if measured or emulation is None else emulation.dilation.factor
-    tuning = Tuning(topology, space, directory, shown, dilation=dilation)
-    try:
-        if how.curves:
-            tuning.curves(runs_of("curves"))
-        else:
-            for name in how.strategies:
-                tuning.strategy(name, runs_of(name))
-            tuning.compare()
-            return tuning.exit_code
-    except KeyboardInterrupt:
-        shown.note(f"interrupted; {again(directory.path)}")
-        return INTERRUPTED
-    except ConnectivityError:
-        shown.note(again(directory.path))
-        raise
-    finally:
-        (directory.path / "pid").unlink(missing_ok=True)
-        directory.close()
-    return 0
-
-
-def begun(folder: Path) -> RunDirectory:
-    """The folder of a command that is to go on. Raises `UsageError` where it is none."""
-    if not (folder / "topology.toml").exists():
-        raise UsageError(f"--resume {folder}: there is no search in it; it is the folder that the first command has printed")
-    return RunDirectory.go_on(folder)
-
-
-def again(folder: Path) -> str:
-    """How to go on after what need not last."""
-    return f"the same command with --resume {folder} goes on"
-
-
-def require_losses(file: Path, topology: Topology) -> None:
-    """Raises `UsageError` where trials would compute nothing."""
-    if not topology.trains:
-        raise UsageError(
-            f'{file}: [compute] device = "modelled" computes nothing, and a search needs losses: set [simulation] payload = "real" '
-            "to train in the time that its profile gives"
-        )
-
-
-def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Space:
-    """What there is to choose from. Raises `UsageError`, and `TaskError` where the task's own code fails."""
-    return space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
-
-
-class Tuning:
-    """One command's strategies, one after another."""
-
-    def __init__(
-        self, topology: Topology, space: Space, directory: RunDirectory, shown: Shown, *, dilation: float | None = None
-    ) -> None:
-        """``dilation``: of an emulation whose times are all modelled, so that nothing may take longer than predicted."""
-        self._topology, self._space, self._directory, self._shown = topology, space, directory, shown
-        self._dilation = dilation
-        self._rows: list[dict[str, Any]] = []
-
-    @property
-    def exit_code(self) -> int:
-        """0 where each strategy has found something to train with."""
-        return 0 if all(row["groups"] is not None for row in self._rows) else ZmqTrainError.exit_code
-
-    def strategy(self, name: StrategyName, runs: Runs) -> None:
-        """Run one to its end, and leave its table, plot and result."""
-        tune = self._topology.tune
-        make = strategies(self._space, trials=tune.bayesian_trials, seed=self._topology.job.seed)[name]
-        machine = self.resumed(name, make())
-        self.end(name, machine, self.drive(name, machine, runs))
-
-    def end(self, name: StrategyName, machine: Machine, done: Done) -> None:
-        """Its plot, its result, and a line for the table."""
-        self._directory.write(f"{name}.svg", trials_svg(f"{self._topology.job.name}: {name}", machine.trials))
-        if name == "omnivore" and done.setting is not None:
-            self._directory.write("tuned.toml", tuned(self._topology, done.setting).to_toml())
-            self._shown.note(f"zmqtrain launch {self._directory.path / 'tuned.toml'} trains with what was found")
-        row = summary_row(name, machine, done)
-        self._rows.append(row)
-        self._shown.done(row)
-
-    def compare(self, summary: Mapping[str, Any] | None = None) -> None:
-        """All strategies in one table, and in summary.json, beside what else there is to say."""
-        values = summary or self._summary(sum(row["updates"] for row in self._rows), sum(row["seconds"] for row in self._rows))
-        self._directory.write_json("summary.json", {**values, "strategies": self._rows})
-        self._shown.compare(self._rows)
-
-    def curves(self, runs: Runs) -> None:
-        """The trade-off over groups."""
-        tune = self._topology.tune
-        machine = self.resumed("curves", EveryNumberOfGroups(self._space, tune.period, beyond=tune.beyond))
-        self.drive("curves", machine, runs)
-        rows = list(penalties(machine.points()))
-        updates, seconds = sum(row["updates"] or 0 for row in rows), sum(row["seconds"] or 0.0 for row in rows)
-        self._directory.write_json("summary.json", {**self._summary(updates, seconds), "curves": rows})
-        self._directory.write("curves.svg", curves_svg(f"{self._topology.job.name}: time to the target", rows))
-        self._shown.curves(rows)
-
-    def _summary(self, updates: int, seconds: float) -> dict[str, Any]:
-        """What commands say of any run."""
-        return {"status": "done", "exit_code": self.exit_code, "steps": updates, "seconds": seconds}
-
-    def resumed(self, name: str, machine: M) -> M:
-        """The machine as far as an earlier command has come in this folder."""
-        file = self._directory.path / f"{name}.json"
-        if not file.exists():
-            return machine
-        try:
-            machine.replay(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"--resume: {file} is of another search than this file describes: {error}") from error
-        return machine
-
-    def drive(self, name: str, machine: Machine, runs: Runs) -> Done:
-        """Run what it asks for until it is done. What it was told is on disk after each trial."""
-        while True:
-            self._tell(name, machine)
-            trial = machine.next()
-            if isinstance(trial, Done):
-                return trial
-            runs.elapsed_s = sum(max(outcome.whole_s, outcome.seconds) for _, outcome in machine.trials)
-            if not runs.shows(trial):
-                self._shown.begins(trial)
-            try:
-                outcome = runs.run(trial)
-            finally:
-                self._shown.ends()
-            machine.result(trial, outcome)
-            self._event(name, "trial", trial.reason, {**trial.to_value(), "outcome": outcome.to_value()})
-            self._shown.trial(name, trial, outcome)
-            self._warn_if_late(trial, outcome)
-            self._directory.write_json(f"{name}.json", machine.to_value())
-
-    def _warn_if_late(self, trial: Trial, outcome: Outcome) -> None:
-        """Once."""
-        if self._dilation is None or not outcome.updates:
-            return
-        late = outcome.update_s / self._space.update_s[trial.setting.groups]
-        if late > LATE:
-            more = math.ceil(2 * late * self._dilation)
-            self._shown.note(
-                f"      updates take {late:.1f} times as long as predicted: is this machine too slow? --dilation {more}"
-            )
-            self._dilation = None
-
-    def decide(self, name: str, decision: Decision) -> None:
-        """Something was decided: keep and show it."""
-        self._event(name, decision.what, decision.reason, dict(decision.values))
-        self._shown.decision(name, decision)
-
-    def _tell(self, name: str, machine: Machine) -> None:
-        for decision in machine.decisions():
-            self.decide(name, decision)
-
-    def _event(self, name: str, kind: str, reason: str, values: dict[str, Any]) -> None:
-        line = {"time": wall_s(), "host": "", "role": "tune", "rank": None, "step": None, "kind": kind}
-        self._directory.event({**line, "values": {"strategy": name, "reason": reason, **values}})
-        self._directory.flush()
+    return search.run(shown, how.strategies, curves=how.curves, resume=how.resume, run_dir=run_dir)
 
 
 def names_of(given: Sequence[str]) -> tuple[StrategyName, ...]:
@@ -267,31 +83,3 @@ def names_of(given: Sequence[str]) -> tuple[StrategyName, ...]:
         if name not in known:
             raise UsageError(f"--strategy {name}: it is one of {', '.join(NAMES)}, or all")
     return tuple(known[name] for name in NAMES if name in given)
-
-
-def summary_row(name: str, machine: Machine, done: Done) -> dict[str, Any]:
-    """A strategy's result: when it reached the target, and what searching took of the time."""
-    last = machine.trials[-1][1] if machine.trials else None
-    setting = done.setting
-    return {
-        "strategy": name,
-        "reached": done.reached,
-        "seconds": machine.search_s + machine.train_s,
-        "updates": sum(outcome.updates for trial, outcome in machine.trials if trial.kind == "train"),
-        "search_s": machine.search_s,
-        "search_share": machine.share,
-        "around_s": sum(outcome.around_s for trial, outcome in machine.trials if trial.kind == "probe"),
-        "trials": len(machine.trials),
-        "loss": None if last is None or last.diverged else last.loss,
-        "groups": None if setting is None else setting.groups,
-        "momentum": None if setting is None else setting.momentum,
-        "lr": None if setting is None else setting.lr,
-        "reason": done.reason,
-    }
-
-
-def tuned(topology: Topology, setting: Setting) -> Topology:
-    """The job with what was found, ready to be launched."""
-    grouped = regrouped(topology, setting.groups)
-    optimizer = grouped.optimizer.model_copy(update={"lr": setting.lr, "momentum": setting.momentum})
-    return grouped.model_copy(update={"optimizer": optimizer})

@@ -1,41 +1,13 @@
-"""``groups = "auto"`` in a launch: find groups, momentum and learning rate, train with them, and watch that they stay right.
-
-First it is measured how long an update takes with each number of groups. From that follows how long the job takes, and so how long
-may be searched: where it is too short for any search, it trains with g* groups at once. Else the search is that of `zmqtrain tune`.
-Where it would train, the job itself does, for as long as the file says. Staleness and momentum are watched meanwhile: where they
-are no longer what the setting was chosen for, the run is stopped at its next checkpoint, tuned again from there, and goes on with
-what is left of it.
-"""
+"""``groups = "auto"`` in a launch, as people see it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
-from zmqtrain.cli.tune import Tuning, again, begun, require_losses, searched
-from zmqtrain.cli.tune_job import JobError, JobRuns, rest
-from zmqtrain.cli.tune_runs import Folders, LaunchedRuns
 from zmqtrain.cli.tune_tables import Shown
-from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
+from zmqtrain.experiment import launch
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import write_pid
-from zmqtrain.observe.run_directory import RunDirectory, find_run
-from zmqtrain.plan.efficiency import fewest
-from zmqtrain.plan.regroup import regrouped
-from zmqtrain.run.preemption import INTERRUPTED
-from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.task import load_task
-from zmqtrain.tune.job import space_for
-from zmqtrain.tune.search import Search
-from zmqtrain.tune.space import Space
-from zmqtrain.tune.speeds import Speeds
-from zmqtrain.tune.trial import Decision
-
-#: Steps of each group in which the speed is measured: the first ones are slower than those to come.
-SPEED = 8
 
 
 def launch_tuned(
@@ -48,77 +20,6 @@ def launch_tuned(
     resume: str | None,
     run_dir: Path | None,
 ) -> int:
-    """Tune and train. ``resume``: the folder of a launch like this one. Returns the exit code. Raises what `run_tune` does."""
-    if topology.job.task is None:
-        raise UsageError(f'{file}: groups = "auto" needs [job] task: a search needs losses')
-    require_losses(file, topology)
-    find_task(topology.job.task, (".", *topology.job.python_path))
-    place(regrouped(topology, 1))
-    space = searched(topology, data, measured=True)
-    if resume is None:
-        directory = RunDirectory.create(f"{topology.job.name}-auto", exact=run_dir)
-        directory.write("topology.toml", topology.to_toml())
-    else:
-        directory = begun(Path(resume) if Path(resume).is_dir() else find_run(resume))
-    write_pid(directory)
+    """Tune and train, and print what happens. Returns the exit code. Raises what `zmqtrain.experiment.launch.launch_tuned` does."""
     shown = Shown(json_lines=json_lines)
-    shown.begin(topology, space, directory.path)
-
-    def probes_of(name: str) -> LaunchedRuns:
-        return LaunchedRuns(topology, Folders(directory.path / name), data, str(file.resolve().parent), emulation)
-
-    job = JobRuns(probes_of("omnivore"), directory.path, json_lines, updates_of(topology, data))
-    tuning = Tuning(topology, space, directory, shown)
-    status, code = "failed", ZmqTrainError.exit_code
-    try:
-        limited = topology.tune.time_limit is not None  # then the file says how long it may take
-        speeds = tuning.resumed("speeds", Speeds(replace(space, speed=SPEED), None if limited else job.updates))
-        tuning.drive("speeds", speeds, probes_of("speeds"))
-        code = _trained(tuning, job, space, speeds)
-        status = "done" if code == 0 else status
-    except JobError as error:
-        code = error.code
-        if code >= ConnectivityError.exit_code:  # worth another try
-            shown.note(again(directory.path))
-    except KeyboardInterrupt:
-        status, code = "interrupted", INTERRUPTED
-        shown.note(f"interrupted; {again(directory.path)}")
-    except ZmqTrainError as error:
-        code = error.exit_code
-        if isinstance(error, ConnectivityError):
-            shown.note(again(directory.path))
-        raise
-    finally:
-        tuning.compare(job.summary(status, code))
-        (directory.path / "pid").unlink(missing_ok=True)
-        directory.close()
-    return code
-
-
-def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
-    """Search, where that is worth it, and train to the job's end. Returns the exit code."""
-    if speeds.too_short is not None:
-        groups = fewest(speeds.known)
-        reason = "as many groups as are of use (g*), with the task's learning rate and [optimizer] momentum"
-        tuning.decide("speeds", Decision("setting", reason, {"groups": groups}))
-        job.train_plainly(groups)
-        return 0
-    machine = tuning.resumed("omnivore", Search(space_for(space, speeds.known, job_s=speeds.job_s(), spent_s=speeds.search_s)))
-    done = tuning.drive("omnivore", machine, job)
-    if done.setting is not None and not job.through:
-        job.train_rest(rest(machine, done.setting, done.reason))
-        done = replace(done, reason=f"{done.reason} for searching; the job went on to its end", reached=True)
-    tuning.end("omnivore", machine, done)
-    return 0 if job.through else ZmqTrainError.exit_code
-
-
-def updates_of(topology: Topology, data: str | None) -> int | None:
-    """How many the job has. ``steps`` are those of all groups together, as of the one that the file describes."""
-    job = topology.job
-    if job.until is not None:
-        return None
-    if job.steps is not None:
-        return job.steps
-    assert job.task is not None
-    samples = load_task(job.task, job.args, data, folders=(".", *job.python_path)).training().samples
-    return math.ceil((job.epochs or 1) * samples / topology.compute.batch_size)
+    return launch.launch_tuned(file, topology, emulation, shown, json_lines=json_lines, data=data, resume=resume, run_dir=run_dir)

@@ -1,14 +1,16 @@
-"""What both kinds of session have in common: this worker's place in the run, and what it can do there, as coroutines."""
+"""What both kinds of session can do in the run, as coroutines."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import threading
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,26 +28,21 @@ from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
-from zmqtrain.exchange.allreduce import spread
-from zmqtrain.exchange.base import RunModel
 from zmqtrain.exchange.make import make_exchange, make_members
-from zmqtrain.exchange.members import group_of
-from zmqtrain.membership.common_stop import Here, StopPoint, may_not_stop
+from zmqtrain.membership.common_stop import Here, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.train.checkpoint.run_model import become_run_model
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.device.streams import StreamStaging
+from zmqtrain.train.participant import Participant
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step
 from zmqtrain.train.task import check_model
-from zmqtrain.versions import versions
-from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -53,83 +50,19 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - M and O: a model and its optimizer
 
 
-class Place:
-    """Where this worker stands in the run. Base of both kinds of session."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    @property
-    def rank(self) -> int:
-        """Number of this worker among all."""
-        return self._core.context.role.index
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        return self._core.context.placement.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this worker among those of its host."""
-        return self._core.context.role.local_rank
-
-    @property
-    def group(self) -> int:
-        """Number of this worker's compute group."""
-        return self._core.context.role.group
-
-    @property
-    def groups(self) -> int:
-        """Number of compute groups."""
-        return self._core.context.placement.groups
-
-    @property
-    def position(self) -> int:
-        """Place of this worker in its group."""
-        return self._core.context.role.position
-
-    @property
-    def group_size(self) -> int:
-        """Workers in a group."""
-        return self._core.context.placement.group_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where to put the model."""
-        return self._core.device
-
-    @property
-    def data_path(self) -> str | None:
-        """What ``--data``, ZMQTRAIN_DATA or ``[data] path`` says."""
-        return self._core.context.data_path
-
-    @property
-    def seed(self) -> int:
-        """``[job] seed``. Torch is seeded with it when the session begins."""
-        return self._core.context.topology.job.seed
-
-    @property
-    def step(self) -> int:
-        """Steps that the replicated optimizer has made."""
-        return 0 if self._core.replicated is None else self._core.replicated.step
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}, group {self.group} of {self.groups}>"
-
-
 class Core:
     """A worker of the run whose training loop is somebody else's. All methods on the loop's thread."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
-        ladder, placement = context.ladder, context.placement
+        ladder = context.ladder
         # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
         self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, ladder.barrier_s + 2 * ladder.lost_s)
-        peers = tuple(role.peer for role in placement.workers)
-        self._world = Group(context.endpoint, peers, context.role.index, "session", timeout_s=ladder.barrier_s)
+        self.members = make_members(context)
         self.replicated: Replicated | None = None
-        self._numbers = {"barrier": 0, "all_reduce": 0, "agree": 0}
+        self._part: Participant | None = None
+        self._calls: Counter[str] = Counter()  # of collectives, by name
+        self._calls_since = 0  # which step they are counted from
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
         self._feeds: list[Feed] = []
@@ -140,7 +73,6 @@ class Core:
         self.finished = False
         """The session has ended in good order."""
         self.closed = False
-        self._stop_point = StopPoint(context.endpoint, timeout_s=ladder.barrier_s)
         may_not_stop(context.endpoint, "there is no replicated model yet")
         self._halted: PeerLostError | None = None
         torch.manual_seed(context.topology.job.seed)
@@ -217,8 +149,17 @@ class Core:
         device = CallersDevice(self.bridge, where, _staging(where))
         allocate = allocate_in(self.context.arena)
         replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
-        exchange = make_exchange(self.context, make_members(self.context), whole_updates=True)
-        first_step = await exchange.start(replica) or 0
+        exchange = make_exchange(self.context, self.members, whole_updates=True)
+        part = Participant(
+            self.context,
+            exchange,
+            self.members,
+            replica,
+            step=lambda: 0 if self.replicated is None else self.replicated.step,
+            quiet=lambda: device.run(replica.take_all),
+        )
+        first_step = await part.start()
+        self._part = part
         self.replicated = Replicated(
             replica,
             exchange,
@@ -235,13 +176,18 @@ class Core:
             wait=lambda coroutine, what: self.bridge.call(self.guard(coroutine), what),
         )
         self.context.recorder.event(
-            "start", parameters=sum(p.numel() for p in replica.parameters), buckets=len(replica.buckets), steps=None
+            "start",
+            step=first_step,
+            parameters=sum(p.numel() for p in replica.parameters),
+            buckets=len(replica.buckets),
+            steps=None,
         )
-        self._stop_point.open(first_step + 1, None)  # not before its first step
+        part.stop_point.open(first_step + 1, None)  # not before its first step
         return model, optimizer
 
     async def _stops(self, step: int) -> bool:
-        return await self._stop_point.here(step) is Here.STOP
+        assert self._part is not None
+        return await self._part.stop_point.here(step) is Here.STOP
 
     def _coupled(self) -> list[PeerId]:
         """The others that wait for this worker in every step."""
@@ -259,9 +205,14 @@ class Core:
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
-    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None) -> Feed:
-        """This worker's batches of an epoch."""
-        feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree)
+    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
+        """This worker's batches of an epoch, from number ``first`` on."""
+        if first is None and self.members.late:
+            raise UsageError(
+                f"this worker came instead of one that was lost, and the others are at step {self._step} already: say where its "
+                "data goes on, session.batches(data, epoch, first=...), which leaves so many batches of the epoch out"
+            )
+        feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
         self._feeds.append(feed)
         return feed
 
@@ -278,12 +229,14 @@ class Core:
         await feed.close(self.context.ladder.grace_s)
 
     async def _agree(self, mine: bool) -> bool:
-        if self._world.size == 1:
-            return mine
-        flag = TensorPayload.empty(1, "float64")
-        flag.numpy()[0] = float(mine)
-        await all_reduce(self._world, flag, ("agree", self._count("agree")))
-        return bool(flag.numpy()[0] == self._world.size)
+        async def agree(group: Group, call: str) -> bool:
+            if group.size == 1:
+                return mine
+            flag = TensorPayload.of(np.array([mine], np.float64))
+            await all_reduce(group, flag, (call,))
+            return bool(flag.numpy()[0] == group.size)
+
+        return await self._together("agree", agree)
 
     def _weight(self) -> float:
         if self._share is None:
@@ -292,14 +245,13 @@ class Core:
         return samples / of
 
     def _step_ended(self, step: int, seconds: float, exposed_s: float) -> None:
-        assert self.replicated is not None
         self._flush_step()
         samples = self._share[0] if self._share else 0
-        self._samples += samples
-        reads = self.replicated.exchange.staleness()
-        staleness = sum(reads) / len(reads) if reads else None
+        # Who is lost cannot be asked at the end: then each counts for all.
+        self._samples += samples * (len(self.members.at(step)) if self.members.survives else 1)
+        assert self._part is not None
         self._ended_step = {
-            "step": step, "samples": samples, "seconds": seconds, "exposed_s": exposed_s, "staleness": staleness
+            "step": step, "samples": samples, "seconds": seconds, "exposed_s": exposed_s, **self._part.staleness()
         }  # fmt: skip
 
     def _flush_step(self) -> None:
@@ -311,8 +263,7 @@ class Core:
             self.context.recorder.event("step", step=step, **values)
 
     def report(self, kind: str, values: dict[str, float | int | str | bool]) -> None:
-        loss = values.get("loss")
-        step = 0 if self.replicated is None else self.replicated.step
+        loss, step = values.get("loss"), self._step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
             kept = "No model of the run is left: a script reports a loss after its step, which cannot be taken back"
             raise NonFiniteLossError(loss, self.context.role.index, step, kept)
@@ -355,24 +306,52 @@ class Core:
             await self.replicated.exchange.settle()
 
     async def barrier(self) -> None:
-        await self.context.membership.barrier(f"session-{self._count('barrier')}")
+        async def nothing(_group: Group, call: str) -> None:
+            if not self.members.survives:
+                await self.context.membership.barrier(call)
+
+        await self._together("session-barrier", nothing)
 
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
         flat = tensor.detach().cpu().contiguous()
-        payload = TensorPayload.of(flat)
-        await all_reduce(self._world, payload, ("all_reduce", self._count("all_reduce")))
-        if operation == "mean":
-            payload.scale_(1.0 / self._world.size)
+        own = flat.clone() if self.members.survives else None
+
+        async def reduce(group: Group, call: str) -> None:
+            if own is not None:  # an attempt may have gone before, in which another was lost
+                flat.copy_(own)
+            payload = TensorPayload.of(flat)
+            await all_reduce(group, payload, (call,))
+            if operation == "mean":
+                payload.scale_(1.0 / group.size)
+
+        await self._together("all_reduce", reduce)
         if flat.device != tensor.device or flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
-    def _count(self, name: str) -> int:
-        """All workers count alike, so a number names the same call on all of them."""
-        self._numbers[name] += 1
-        return self._numbers[name]
+    async def _together(self, what: str, run: Callable[[Group, str], Awaitable[T]]) -> T:
+        """``run(group, call)`` with all workers: those that trained the step before, as far as they are still there. All of them
+        call it as often. ``call`` names the same call on all."""
+        step = self._step
+        if not self.members.survives:
+            step = 0  # asynchronous groups are at different steps
+        elif step != self._calls_since:
+            # Counted anew in each step, so that whoever has come late counts as the others do.
+            self._calls, self._calls_since = Counter(), step
+        if self.members.late and (self.replicated is None or step == self.replicated.first_step):
+            raise UsageError(
+                f"this worker came instead of one that was lost, and the others, at step {step}, count on it from its first step "
+                "on: leave out what all workers do together before the loop"
+            )
+        call = f"{what}/{step}/{self._calls[what]}"
+        self._calls[what] += 1
+        return await self.members.together(call, step, lambda group: run(group, call))
+
+    @property
+    def _step(self) -> int:
+        return 0 if self.replicated is None else self.replicated.step
 
     async def finish(self, *, early: bool = False) -> None:
         """The user's code is through, or stops ``early`` at the same step as all: the model is complete on return, and the others
@@ -380,48 +359,37 @@ class Core:
         if self.finished:
             return
         self._flush_step()
-        if self.replicated is not None:
+        if self.replicated is not None and self._part is not None:
+            exchange = self._part.exchange
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
             self.replicated.check_weights()
-            await self.replicated.exchange.settle()
-            await self.replicated.exchange.leave()
-            await self._take_run_model(self.replicated)
-            await self._leave_model(self.replicated)
-            await self.replicated.exchange.stop()
-        step = 0 if self.replicated is None else self.replicated.step
+            step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
+            await self._part.become_run_model("finish")
+            await self._leave_model(self.replicated, self._part, step)
+            await self._part.stop()
         if early:
-            self.context.recorder.event("stopped", step=step, kept=False)
+            self.context.recorder.event("stopped", step=self._step, kept=False)
         else:
-            self.context.recorder.event("finish", step=step)
+            self.context.recorder.event("finish", step=self._step)
         self.finished = True
 
-    async def _take_run_model(self, replicated: Replicated) -> None:
-        """The user's model becomes the run's, on all workers."""
-        replica, exchange, role = replicated.replica, replicated.exchange, self.context.role
-        if exchange.averaged:
-            members = self.context.placement.group_members(role.group)
-            own = group_of(self.context.endpoint, members, f"session/{role.group}", self.context.ladder.barrier_s)
-            await become_run_model(replica, exchange, self._world, own, "finish")
-        elif exchange.model is RunModel.SERVERS:
-            await self.context.membership.barrier("session-trained")  # then servers have what all have pushed
-            await exchange.read("finish", last=True)
-            await spread(self._world, replica)
-        replica.take_all()  # the caller's thread, whose this is, waits here
+    async def _leave_model(self, replicated: Replicated, part: Participant, step: int) -> None:
+        """The first worker's model, which is the run's, goes into the run's directory, if there is one."""
 
-    async def _leave_model(self, replicated: Replicated) -> None:
-        """Rank 0's model, which is the run's, goes into the run's directory, if there is one."""
-        samples = TensorPayload.empty(1, "float64")
-        samples.numpy()[0] = self._samples
-        await all_reduce(self._world, samples, ("finish", "samples"))
-        if self.context.role.index != 0 or replicated.step == 0:
-            return
-        about: dict[str, Value] = {"model": replicated.exchange.model.value, "versions": dict(versions())}
-        if samples.numpy()[0]:  # else the batches were not the session's
-            about["samples"] = int(samples.numpy()[0])
-        about["metrics"] = dict(self._evaluated[1]) if self._evaluated[0] == replicated.step else {}
-        state = whole_state(replicated.replica.model, copied=False)
-        timeout_s = self.context.ladder.barrier_s
-        await send_model(self.context.endpoint, replicated.step, state, about, alone=True, timeout_s=timeout_s)
+        async def leave(group: Group) -> None:
+            counts = TensorPayload.of(np.zeros(group.size))
+            counts.numpy()[group.rank] = self._samples
+            await all_reduce(group, counts, ("finish", "samples"))
+            if group.rank != 0 or replicated.step == 0:
+                return
+            # 0 where batches were not the session's.
+            samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
+            metrics = self._evaluated[1] if self._evaluated[0] == replicated.step else {}
+            state = whole_state(replicated.replica.model, copied=False)
+            about, timeout_s = part.about_model(samples, metrics), self.context.ladder.barrier_s
+            await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)
+
+        await self.members.together("model", replicated.step, leave)
 
     async def close(self) -> None:
         """Let go of the user's model and of the loaders' threads. Also after an error."""
@@ -430,6 +398,7 @@ class Core:
             self.replicated.detach()
         for feed in self._feeds[:]:
             await self.end_batches(feed)
+        await self.members.stop()
         await self.bridge.close()
 
 

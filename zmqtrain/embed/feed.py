@@ -65,9 +65,17 @@ class StreamFeed:
 
 
 def make_feed(
-    context: RoleContext, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, pin: bool, agree: Agree
+    context: RoleContext,
+    data: Any,
+    epoch: int,
+    batch_size: int | None,
+    shard: Shard | None,
+    pin: bool,
+    agree: Agree,
+    *,
+    first: int = 0,
 ) -> Feed:
-    """``data`` as `zmqtrain.data.source` takes it. Raises `UsageError` and `TaskError`."""
+    """``data`` as `zmqtrain.data.source` takes it; from batch ``first`` of the epoch on. Raises `UsageError` and `TaskError`."""
     topology, role, placement = context.topology, context.role, context.placement
     source = source_of("the session's data", data, shard=shard)
     size = batch_size or source.batch_size or topology.compute.batch_size
@@ -80,6 +88,8 @@ def make_feed(
     finish = Finish(_as_collated, pin=pin if source.pin is None else source.pin)
     seed = topology.job.seed
     if source.stream:
+        if first:
+            raise UsageError(f"{source.name} is a stream, which begins where it begins: leave `first` out")
         if topology.elastic:
             raise UsageError("a stream cannot be taken over in the middle by others: set [job] elastic = false")
         start, stop = shares.bounds(0)
@@ -88,6 +98,8 @@ def make_feed(
         return StreamFeed(loader, epoch, agree, size)
     partition = partition_of(source, placement.groups, topology, size)
     steps = partition.steps_per_epoch
+    if not 0 <= first <= steps:
+        raise UsageError(f"{source.name}: first = {first}, but an epoch has {steps} batches")
     ordered = Loader(
         Fetch(reader_of(source), finish),
         lambda step: partition.run(step, *shares.bounds(step)),
@@ -95,7 +107,7 @@ def make_feed(
         processes=source.processes,
         epoch_steps=steps,
     )
-    return DatasetFeed(ordered, range(epoch * steps, (epoch + 1) * steps), size)
+    return DatasetFeed(ordered, range(epoch * steps + first, (epoch + 1) * steps), size)
 
 
 def _as_collated(collated: Any, samples: int) -> Batch:

@@ -50,11 +50,15 @@ class OwnRun:
         self._address, self._token, self._network = address, token, network
 
     def environment(self, peer: PeerId) -> dict[str, str]:
-        """Environment variables that make a process this role; in it, call `run_role`. They hold the run's secret token."""
+        """Environment variables that make a process this role; in it, await `run_role`. They hold the run's secret token.
+
+        Of a run over ZeroMQ. Raises `UsageError` of a run in memory, whose roles are in one process, and `KeyError` where the run
+        has no such role."""
         return self._environment(peer).to_environ()
 
     def _environment(self, peer: PeerId) -> RoleEnvironment:
-        assert self._network is None, "a run in memory is in one process"
+        if self._network is not None:
+            raise UsageError("a run in memory has all roles in this process: use OwnRun.role, or leave network out")
         host = next(host for host in self.topology.hosts if host.name == self.placement.role(peer).host)
         job = self.topology.job
         environment = RoleEnvironment(peer, self._address, self._token, host.address, job.timeout_s, ports=job.port_range)
@@ -66,9 +70,13 @@ class OwnRun:
         return await self._assembly.stop()
 
     async def role(self, peer: PeerId, *, task: Task | None = None) -> None:
-        """Be this role until the run is through. ``task``: for workers, instead of loading what ``[job] task`` names.
+        """Be this role until the run is through.
 
-        Raises what the role fails with, after telling the others.
+        Args:
+            peer: one of ``placement.roles``, like ``worker/0``; each must be played once, here or in another process.
+            task: for workers (and FC servers), instead of loading what ``[job] task`` names.
+
+        Raises what the role fails with, after telling the others: `TaskError`, `PeerLostError`, ...
         """
         async with self.context(peer) as context:
             await live_without_agent(context, task)
@@ -116,7 +124,7 @@ async def open_run(
             ``leave``, ``lost``, ``failed``, ...; ``values["reason"]`` says why), and what becomes of checkpoints
             (``checkpoint complete``, ``checkpoint failed``, ...).
 
-    Raises, at the end of the block, the failure of a role that runs elsewhere.
+    Yields an `OwnRun`, by which roles are started. Raises, at the end of the block, the failure of a role that runs elsewhere.
     """
     placement, token = place(topology), secrets.token_hex(16)
     encrypted = network is None and topology.encrypted()
@@ -165,7 +173,10 @@ async def enter_world() -> AsyncIterator[RoleContext]:
 async def run_role(*, task: Task | None = None) -> None:
     """Be the role that this process's environment names (`OwnRun.environment`), until the run is through.
 
-    ``task``: for workers, instead of loading what ``[job] task`` names. Raises `UsageError` without such an environment.
+    Args:
+        task: for workers (and FC servers), instead of loading what ``[job] task`` names.
+
+    Raises `UsageError` without such an environment, and what the role fails with, after telling the others.
     """
     environment = RoleEnvironment.from_environ()
     if environment is None:

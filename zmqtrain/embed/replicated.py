@@ -76,7 +76,7 @@ class Replicated:
         in the caller's thread, ends the session and raises, also when more is asked for afterwards. ``wait`` for a coroutine in the
         caller's thread."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
-        self.step = first_step
+        self.step = self.first_step = first_step
         self.others = others
         self._bridge, self._weight, self._ended, self._wait = bridge, weight, ended, wait
         self._served = served
@@ -337,7 +337,7 @@ class Replicated:
             raise TaskError(
                 "model servers run the optimizer, so it cannot unscale gradients: call scaler.unscale_(optimizer) before"
             )
-        replica.without = frozenset(own.keys() - gradients.keys())
+        replica.without, replica.zeros_count = frozenset(own.keys() - gradients.keys()), True
         self._guards.check_unused(replica.without)
         # Each worker contributes a part of what is the same on all: the exchange sums over a group.
         replica.divisor = scope.group.size / scope.groups
@@ -381,7 +381,7 @@ class Replicated:
             )
         state.weights = self._weights
         self._carried = not self.exchange.exchanges(self.step)
-        replica.without = frozenset()
+        replica.without, replica.zeros_count = frozenset(), self._zeroed == "to zero"
         replica.end_backward()
         return {}
 

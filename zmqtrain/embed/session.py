@@ -34,8 +34,9 @@ from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.source import Shard
-from zmqtrain.embed.core import Core, M, O, Place
+from zmqtrain.embed.core import Core, M, O
 from zmqtrain.embed.own_run import enter_world
+from zmqtrain.embed.place import Place
 from zmqtrain.errors import RunStopped
 from zmqtrain.net.loop import run as run_loop
 
@@ -80,7 +81,9 @@ class Session(Place):
         """`torch.nn.utils.clip_grad_value_` of the whole gradient."""
         self._core.clip_grad_value_(clip_value)
 
-    def batches(self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None) -> Iterator[Any]:
+    def batches(
+        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None, first: int | None = None
+    ) -> Iterator[Any]:
         """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
 
         Args:
@@ -89,12 +92,17 @@ class Session(Place):
             epoch: each has an order of its own, from the job's seed.
             batch_size: samples of the whole group in a step, by default those of a DataLoader, or ``[compute] batch_size``.
             shard: as `zmqtrain.Task.shard`.
+            first: how many batches of the epoch are left out, where a loop goes on in its middle; by default none. Of data that
+                is no stream.
 
         What does not fill a step of all groups is left out. A stream ends for all workers when it has ended for one of them, so all
         of them must take its batches alike.
+
+        Raises `UsageError` and `TaskError` for data that cannot be divided; and `UsageError` without ``first`` on a worker that
+        came instead of one that was lost, whose epoch is under way: docs/sessions.md.
         """
         core = self._core
-        feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard)), "batches()")
+        feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard, first)), "batches()")
         try:
             while (batch := self._wait(core.next_batch(feed), "the next batch")) is not None:
                 yield batch.inputs[0]
@@ -158,11 +166,11 @@ class AsyncSession(Place):
         self._core.clip_grad_value_(clip_value)
 
     async def batches(
-        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None
+        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None, first: int | None = None
     ) -> AsyncIterator[Any]:
         """As `Session.batches`."""
         core = self._core
-        feed = core.begin_batches(data, epoch, batch_size, shard)
+        feed = core.begin_batches(data, epoch, batch_size, shard, first)
         try:
             while (batch := await core.guard(core.next_batch(feed))) is not None:
                 yield batch.inputs[0]

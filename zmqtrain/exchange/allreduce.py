@@ -6,20 +6,17 @@ backward has produced it, and updated when the next forward comes to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.sums import Sums
-from zmqtrain.wire.payload import Payload, Value
 
 
-class AllReduceExchange:
-    """Implements `Exchange` with no server. ``sums`` are over the workers of all ``groups``.
+class AllReduceExchange(Serverless):
+    """Implements `Exchange` with no server. ``sums`` are over all workers, and scaled so that they are the gradient to update by.
 
     All replicas stay equal to the bit: they begin with rank 0's parameters, and all-reduce gives every rank identical sums.
 
@@ -33,7 +30,6 @@ class AllReduceExchange:
     def __init__(
         self,
         sums: Sums,
-        groups: int,
         *,
         every: int = 1,
         by_bucket: bool = False,
@@ -42,13 +38,10 @@ class AllReduceExchange:
     ) -> None:
         if every < 1:
             raise ValueError(f"gradients are exchanged every {every} steps: it must be at least 1")
+        super().__init__(sums)
         self._every, self._by_bucket = every, by_bucket
-        # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
-        self._scale = 1.0 / (groups * every * sums.scale)
-        self._arithmetic = Arithmetic("zmqtrain-allreduce")
         summed = self._summed if by_bucket else None
         self._sum = GradientSum(sums, recorder or NullRecorder(), self._abort, overlap=overlap, summed=summed)
-        self._replica: Replica | None = None
         self._step = 0
 
     @property
@@ -67,7 +60,7 @@ class AllReduceExchange:
         # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
         self._replica = replica
         replica.optimize(Optimize.AFTER if self._by_bucket else Optimize.APART)
-        await spread(self._sum.sums.group, replica)
+        await spread(self._sums.group, replica)
         await self._sum.start(replica)
 
     def begin_step(self, step: int) -> None:
@@ -89,48 +82,16 @@ class AllReduceExchange:
             await self._sum.all_added()
         else:
             await self._sum.wait()
-            await self._replica_started().update(gradient_scale=self._scale)
+            await self._replica_started().update()
 
     async def settle(self) -> None:
         await self._sum.settle()
 
-    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
-        return None
-
-    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
-        return None
-
-    def center(self, bucket: Bucket) -> Payload:
-        raise AssertionError("all-reduce has no center")
-
-    async def leave(self) -> None:
-        return None
-
     async def stop(self) -> None:
         await self._sum.stop()
-        self._arithmetic.close()
 
-    def staleness(self) -> Sequence[int]:
-        return ()
-
-    def state_dict(self) -> dict[str, Value]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        return None
-
-    async def _summed(self, bucket: Bucket) -> None:
-        if self._scale != 1.0:
-            await self._arithmetic.do(lambda: bucket.gradients.scale_(self._scale), bucket.gradients)
+    def _summed(self, bucket: Bucket) -> None:
         self._replica_started().parameters_ready(bucket)
-
-    def _abort(self, error: BaseException) -> None:
-        if self._replica is not None:
-            self._replica.abort(error)
-
-    def _replica_started(self) -> Replica:
-        assert self._replica is not None, "start() comes first"
-        return self._replica
 
 
 async def spread(world: Group, replica: Replica) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from zmqtrain.wire.payload import Payload
@@ -25,23 +26,24 @@ class Arithmetic:
         self._thread = ThreadPoolExecutor(1, name)
 
     async def do(self, work: Callable[[], T], *payloads: Payload) -> T:
-        """What ``work()`` returns or raises. ``payloads``: what it reads and writes.
+        """What ``work()`` returns or raises. ``payloads``: what it reads and writes, and so how much there is to do.
 
         It is done to its end also where the caller is cancelled meanwhile, who gets the payloads' memory back after that.
         """
-        if sum(payload.nbytes for payload in payloads if isinstance(payload, TensorPayload)) < INLINE_BYTES:
+        return await self.do_sized(work, sum(payload.nbytes for payload in payloads if isinstance(payload, TensorPayload)))
+
+    async def do_sized(self, work: Callable[[], T], nbytes: int) -> T:
+        """As `do`, with so many bytes to read and write."""
+        if nbytes < INLINE_BYTES:
             return work()
         outcome = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        cancelled: asyncio.CancelledError | None = None
-        while not outcome.done():
-            try:
-                await asyncio.wait({outcome})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            outcome.exception()  # nobody wants it any more
-            raise cancelled
-        return outcome.result()
+        try:
+            return await asyncio.shield(outcome)
+        except asyncio.CancelledError:
+            while not outcome.done():
+                with suppress(asyncio.CancelledError):  # once is enough
+                    await asyncio.wait({outcome})
+            raise
 
     def close(self) -> None:
         """Nothing more will be asked for."""

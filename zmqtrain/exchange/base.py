@@ -44,6 +44,9 @@ class Bucket:
     parameter_group: int  # which of the optimizer's parameter groups
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
     rows: Rows | None = None  # None: all workers of a group have the same parameters
+    starts: tuple[
+        int, ...
+    ] = ()  # where each parameter begins, if gradients say what was not reached (`zmqtrain.exchange.unreached`)
 
     def sharers(self, group: Group) -> Group:
         """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""
@@ -130,9 +133,9 @@ class Replica(Protocol):
         For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
         ...
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
-        """Multiply all gradients by ``gradient_scale``, clip them if the job asks for it, and run the local optimizer on all
-        parameters, in the device's compute thread. For exchanges without a server, with `Optimize.APART`.
+    async def update(self, *, hold: bool = False) -> None:
+        """Clip the gradients if the job asks for it, and run the local optimizer on all parameters, in the device's compute thread.
+        For exchanges without a server, with `Optimize.APART`.
 
         Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
         before the step ends. With ``hold`` none does until it is called for it."""
@@ -150,11 +153,45 @@ class RunModel(Enum):
 class Exchange(Protocol):
     """How this group's replica stays in touch with the others. One instance a worker; all methods on the loop's thread.
 
-    The life of a step::
+        The life of a step::
 
-        (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
-        (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
-        (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+            (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
+            (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
+            (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+
+    <<<<<<< HEAD
+        Who needs which member (the *loop* is `zmqtrain.train.loop`; *scripts* are sessions, `zmqtrain.embed`, and
+        ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints* are `zmqtrain.train.checkpoint`)::
+
+            member                                  needed by           for
+            start, settle, stop                     loop, scripts   its beginning and its end
+            begin_step, bucket_ready, end_step      loop, scripts   every step
+            exchanges                               loop, sessions, steps whose gradients are only added up
+                                                    checkpoints
+            synchronous                             loop            who evaluates together, who stops at a bad loss
+            averaged, model                         loop, sessions, where the run's model is: what is evaluated and kept
+                                                    checkpoints
+            read                                    loop, sessions  the run's model where servers have it
+            center                                  checkpoints     the run's model where it is the center of averaging
+            keep                                    loop            the servers' parts of a checkpoint
+            state_dict, load_state_dict             checkpoints     what an exchange itself goes on from
+            leave                                   loop, sessions  workers that have no more data
+            staleness                               loop, sessions  the record
+    =======
+        Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_ step``, ``settle`` and ``stop``, and says what it is
+        (``synchronous``, ``averaged``, ``model``). In theother members these do something:
+
+        ===============================  =========  ====== =========  ======= =====
+        member                           allreduce  gossip averaging  model_s erver
+        ===============================  =========  ====== =========  ======= =====
+        exchanges                        x
+        keep, read, leave, staleness                        x
+        center                                   x
+        state_dict, load_state_dict              x          x
+        ===============================  =========  ====== =========  ======= =====
+
+        The others have what `zmqtrain.exchange.serverless.Serverless` does: n othing.
+    >>>>>>> main
     """
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Replica
@@ -24,26 +24,25 @@ class GradientSum:
         abort: Callable[[BaseException], None],
         *,
         overlap: bool = True,
-        summed: Callable[[Bucket], Awaitable[None]] | None = None,
+        summed: Callable[[Bucket], None] | None = None,
     ) -> None:
         """Arguments:
-        abort: is told the first error, after ``sums`` have been.
+        abort: is told the first error; it tells ``sums``, too.
         overlap: a bucket is on its way as soon as it is added; otherwise all of them once the last one is added.
-        summed: awaited with each bucket once it holds its sum.
+        summed: called with each bucket once it holds its sum.
         """
-        self.sums = sums
-        self._recorder, self._abort, self._summed = recorder, abort, summed
-        self._under_way = UnderWay(self._sum, self._fail, overlap=overlap)
+        self._sums, self._recorder, self._summed = sums, recorder, summed
+        self._under_way = UnderWay(self._sum, abort, overlap=overlap)
         self._step = 0
 
     async def start(self, replica: Replica) -> None:
         """Once, before the first step."""
-        await self.sums.start(replica)
+        await self._sums.start(replica)
 
     async def stop(self) -> None:
         """Once, after the last one. What is under way is given up."""
         await self._under_way.cancel()
-        await self.sums.stop()
+        await self._sums.stop()
 
     def begin(self, step: int, buckets: int) -> None:
         """Gradients of ``step`` come next, of so many buckets."""
@@ -71,13 +70,9 @@ class GradientSum:
     async def _sum(self, bucket: Bucket, step: int) -> None:
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        await self.sums.sum(bucket, ("gradients", step, bucket.index))
+        await self._sums.sum(bucket, ("gradients", step, bucket.index))
         self._recorder.add_span(
             f"all-reduce bucket {bucket.index}", "send", start_s, clock(), step=step, values={"bytes": bucket.gradients.nbytes}
         )
         if self._summed is not None:
-            await self._summed(bucket)
-
-    def _fail(self, error: BaseException) -> None:
-        self.sums.abort(error)
-        self._abort(error)
+            self._summed(bucket)

@@ -57,10 +57,10 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
     untouched = not whole_updates and not topology.optimizer.clip_norm
     world = group("workers", tuple(worker.peer for worker in placement.workers))
     if kind == "allreduce":
+        # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
         scale = 1.0 / (placement.groups * every)
         return AllReduceExchange(
             make_sums(context, world, 0, scale=scale, in_place=untouched),
-            placement.groups,
             every=every,
             by_bucket=overlap and not whole_updates and not topology.optimizer.clip_norm,
             recorder=context.recorder,
@@ -116,7 +116,7 @@ def make_sums(context: RoleContext, group: Group, number: int, *, scale: float =
     def make(members: Group, family: int) -> HostSums | NetworkSums:
         return _sums_of(context, members, number, 0 if members is group else family + 1, scale=scale, in_place=in_place)
 
-    return RowSums(group, make, scale=scale) if context.topology.divided else make(group, 0)
+    return RowSums(group, make) if context.topology.divided else make(group, 0)
 
 
 def _sums_of(
@@ -128,7 +128,7 @@ def _sums_of(
     for peer in group.members:
         hosts.setdefault(placement.role(peer).host, []).append(peer)
     if arena is None or not _in_memory(role.device, context.topology) or max(map(len, hosts.values())) == 1:
-        return NetworkSums(group, scale if context.topology.divided else 1.0)
+        return NetworkSums(group, scale)
     here, slices = hosts[role.host], min(map(len, hosts.values()))
     everybody = [other.peer for other in placement.of_host(role.host)]
     teams = sorted({placement.role(peer).group + 1 for peer in everybody if placement.role(peer).kind == "worker"})

@@ -38,6 +38,7 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.exchange.unreached import Cuts
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
@@ -57,17 +58,18 @@ class ModelServerExchange:
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
         members = settings.groups[settings.group]
-        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.wait_s)
+        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.barrier_s)
         self._judges = self._group
         if settings.policy == "sync":
             everybody = tuple(peer for group in settings.groups for peer in group)
             rank = everybody.index(endpoint.peer)
-            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.wait_s)
+            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.barrier_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
+        self._cuts: dict[int, Cuts] = {}  # bucket -> where pieces cut parameters in two
         self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces of which all begin with this worker's values
         self._versions: dict[int, int] = {}  # piece -> version that was read last
         self._staleness: list[int] = []
@@ -107,12 +109,15 @@ class ModelServerExchange:
         if settings.group == settings.position == 0:
             self._recorder.event("momentum", **self._compensation.describe(given))
         numbers = _numbers(replica.buckets)
-        configuration = self._configuration(replica, self._base, restored)
+        rises = tuple(map(self._compensation.rise, given.groups))
+        configuration = self._configuration(replica, self._base, rises, restored)
         cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
+            if bucket.starts and bucket.rows is None and isinstance(bucket.gradients, TensorPayload):
+                self._cuts[bucket.index] = Cuts(bucket.starts, [piece.start for piece in own], bucket.gradients.tensor.dtype)
             self._mine[bucket.index] = [piece for piece in own if piece.position == settings.position]
             if settings.group == 0 and settings.position == configuration.buckets[number].first and not restored:
                 self._first[bucket.index] = own
@@ -136,6 +141,8 @@ class ModelServerExchange:
         return True
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        if (cuts := self._cuts.get(bucket.index)) is not None and isinstance(bucket.gradients, TensorPayload):
+            cuts.say_reached(bucket.gradients.tensor)
         self._under_way.add(bucket)
 
     async def end_step(self) -> None:
@@ -195,7 +202,7 @@ class ModelServerExchange:
 
     # Start.
 
-    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
+    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, rises: tuple[float, ...], restored: bool) -> Configuration:
         settings = self._settings
         return Configuration(
             buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
@@ -209,6 +216,7 @@ class ModelServerExchange:
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             restored=restored,
             horizon=self._compensation.horizon,
+            rises=rises,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 
@@ -244,7 +252,7 @@ class ModelServerExchange:
         for piece in self._mine[bucket.index]:
             into = bucket.parameters.part(piece.start, piece.stop)
             read = self._note(piece, await self._receive(piece, shown_tag(piece.index, label), into))
-            self._recorder.witness("shown", piece=piece.index, label=label, version=read.version)
+            self._recorder.audit("shown", piece=piece.index, label=label, version=read.version)
         await all_gather(bucket.sharers(self._group), bucket.parameters, (label, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
 
@@ -291,12 +299,12 @@ class ModelServerExchange:
         message = gradient
         if self._compressor is not None and not passed_over:
             message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
-        self._recorder.witness("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
+        self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
         into = bucket.parameters.part(piece.start, piece.stop)
         read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
-        self._recorder.witness("read", piece=piece.index, step=step + 1, version=read.version)
+        self._recorder.audit("read", piece=piece.index, step=step + 1, version=read.version)
         self._staleness.append(read.staleness)
 
     async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:
@@ -305,7 +313,7 @@ class ModelServerExchange:
             "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
             "shown": f"the parameters ({tag[-1]})",
         }.get(str(tag[0]), "the initial parameters")
-        async with in_time(server, what, self._settings.wait_s):
+        async with in_time(server, what, self._settings.barrier_s):
             return await self._endpoint.receive(server, tag, into=into)
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:
@@ -357,7 +365,7 @@ def _descriptions(bucket: Bucket) -> list[BucketDescription]:
     """A bucket as servers know it: one for each row of the grid, where rows have different parts of the model."""
     dtype, group = bucket.parameters.dtype, bucket.parameter_group
     if bucket.rows is None:
-        return [BucketDescription(bucket.parameters.numel, dtype, group)]
+        return [BucketDescription(bucket.parameters.numel, dtype, group, starts=bucket.starts)]
     rows = zip(bucket.rows.numels, bucket.rows.positions, strict=True)
     return [BucketDescription(numel, dtype, group, positions) for numel, positions in rows]
 

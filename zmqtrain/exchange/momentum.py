@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.look_ahead import has_rule, horizon, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.look_ahead import RISE, has_rule, horizon, spread, steps_ahead, with_rate_of_one
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.payload import Value
 
@@ -104,6 +104,12 @@ class Compensation:
         """Updates that servers look ahead."""
         return horizon(self.staleness) if self.look_ahead else 0.0
 
+    def rise(self, group: Mapping[str, Value]) -> float:
+        """Updates in which the rate of a parameter group of the task's rises at the beginning of a run; 0: it does not.
+
+        Without momentum it does not: what is stable then is hardly less than in synchronous training."""
+        return RISE * self.horizon if self.on and has_rule(group) and explicit_of(group) else 0.0
+
     def of(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The optimizer as the servers are to run it."""
         if not self.on or not self.staleness:
@@ -135,7 +141,7 @@ class Compensation:
         if not self.horizon or not (explicit or factor != 1):
             return stated
         far = steps_ahead(explicit or 0.0, self.horizon)
-        ahead = {"updates": self.horizon if far else 0.0, "steps": far, "lr_factor": factor}
+        ahead = {"updates": self.horizon if far else 0.0, "steps": far, "lr_factor": factor, "rise": self.rise(given)}
         total = (explicit or 0.0) ** (1 + self.others) if self.on and far else stated["total"]
         return {**stated, "total": total, "look_ahead": ahead}
 

@@ -19,10 +19,8 @@ class RowSums:
     """Implements `zmqtrain.exchange.sums.Sums` with one sum for each set of workers that have the same buckets. Where these lie in
     a host's memory it is the replica's `Sharing`, too."""
 
-    def __init__(self, group: Group, make: Make, *, scale: float = 1.0) -> None:
-        """``scale``: by what all that ``make`` makes multiplies its sums."""
-        self.group, self.scale = group, scale
-        self._make = make
+    def __init__(self, group: Group, make: Make) -> None:
+        self.group, self._make = group, make
         self._of: list[HostSums | NetworkSums] = []  # bucket -> who sums it
         self._all: list[HostSums | NetworkSums] = []
         self.sums: Sequence[Payload] = ()

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from zmqtrain.errors import ProtocolError
@@ -46,6 +47,13 @@ class BucketDescription:
     parameter_group: int
     positions: tuple[int, ...] | None = None
     """The workers of each group that have it, by their places; ``None``: all."""
+    starts: tuple[int, ...] = ()
+    """Where each parameter begins, if gradients say which of them nothing has reached (`zmqtrain.exchange.unreached`)."""
+
+    def starts_in(self, piece: Piece) -> tuple[int, ...]:
+        """Where parameters, or the rest of one, begin in a piece of the bucket."""
+        within = [start - piece.start for start in self.starts if piece.start < start < piece.stop]
+        return (0, *within) if self.starts else ()
 
     @property
     def size(self) -> BucketSize:
@@ -58,12 +66,15 @@ class BucketDescription:
 
     def to_value(self) -> Value:
         """As a row: a model may have a thousand buckets, and headers are limited."""
-        return [self.numel, self.dtype, self.parameter_group, *(self.positions or ())]
+        return [self.numel, self.dtype, self.parameter_group, list(self.positions or ()), list(self.starts)]
 
     @classmethod
     def from_value(cls, row: Sequence[Any]) -> BucketDescription:
-        numel, dtype, parameter_group, *positions = row
-        return cls(numel, dtype, parameter_group, tuple(positions) or None)
+        numel, dtype, parameter_group, positions, starts = row
+        starts = tuple(starts)
+        if any(type(start) is not int for start in starts) or not all(a < b for a, b in pairwise((-1, *starts, numel))):
+            raise ValueError("a bucket's parameters do not lie one after another")
+        return cls(numel, dtype, parameter_group, tuple(positions) or None, starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,8 @@ class Configuration:
     """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
     horizon: float = 0.0
     """Updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
+    rises: tuple[float, ...] = ()
+    """Updates in which the learning rate of each parameter group rises at the beginning, if any does."""
     phantom: bool = False
     """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 
@@ -109,11 +122,14 @@ class Configuration:
             values["buckets"] = tuple(BucketDescription.from_value(row) for row in values["buckets"])
             values["groups"] = tuple(tuple(members) for members in values["groups"])
             values["servers"] = tuple(values["servers"])
+            values["rises"] = tuple(float(rise) for rise in values["rises"])
             optimizer = values["optimizer"]
             values["optimizer"] = OptimizerSpec(optimizer["name"], tuple(optimizer["groups"]))
             configuration = cls(**values)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ProtocolError(f"this is no configuration of a model server: {error}") from None
+        if configuration.rises and len(configuration.rises) != len(configuration.optimizer.groups):
+            raise ProtocolError(f"there are {len(configuration.rises)} rises of {len(configuration.optimizer.groups)} rates")
         if not configuration.buckets or not configuration.groups or configuration.policy not in ("sync", "async", "bound"):
             raise ProtocolError(
                 f"a model server cannot work with {len(configuration.buckets)} buckets, "

@@ -40,7 +40,7 @@ class ModelServerSettings:
     """Exchange buckets during backward and the next forward, instead of between them."""
     request_s: float = 60.0
     """How long a server may take to answer a request."""
-    wait_s: float = 600.0
+    barrier_s: float = 600.0
     """How long parameters or the rest of the group may take (other groups may evaluate meanwhile)."""
 
     @property
@@ -72,5 +72,5 @@ class ModelServerSettings:
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,
             request_s=ladder.request_s,
-            wait_s=ladder.barrier_s,
+            barrier_s=ladder.barrier_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from zmqtrain.collectives.group import Group
@@ -22,16 +23,12 @@ CLOSE_S = 5.0
 
 
 class Sums(Protocol):
-    """Sums each bucket's gradients over all its workers. `start` once, then `sum` each bucket once a step, then `stop`."""
+    """Sums each bucket's gradients over all its workers, times a factor that they are made with. `start` once, then `sum` each
+    bucket once a step, then `stop`."""
 
     @property
     def group(self) -> Group:
         """The workers."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """By what the sums are multiplied already."""
         ...
 
     async def start(self, replica: Replica) -> None: ...
@@ -54,7 +51,8 @@ class NetworkSums:
     """`Sums` over the network."""
 
     def __init__(self, group: Group, scale: float = 1.0) -> None:
-        self.group, self.scale = group, scale
+        """``scale``: what the sums are multiplied by."""
+        self.group, self._scale = group, scale
         self._arithmetic = Arithmetic("zmqtrain-sums")
 
     async def start(self, replica: Replica) -> None:
@@ -64,8 +62,8 @@ class NetworkSums:
         # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
         # matter that workers finish them in different orders.
         await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
-        if self.scale != 1.0:
-            await self._arithmetic.do(lambda: bucket.gradients.scale_(self.scale), bucket.gradients)
+        if self._scale != 1.0:
+            await self._arithmetic.do(partial(bucket.gradients.scale_, self._scale), bucket.gradients)
 
     def abort(self, error: BaseException) -> None:
         return None
@@ -84,7 +82,7 @@ class HostSums:
     def __init__(self, group: Group, team: Team, column: Group | None, *, slices: int, scale: float, in_place: bool) -> None:
         """``team``: those of ``group`` on this host; ``column``: those who deal with the same slice, one a host (None: no others).
         ``slices``: how many there are. ``in_place``: see `Accumulator`."""
-        self.group, self.scale, self.in_place = group, scale, in_place
+        self.group, self.in_place = group, in_place
         self._column = column
         between = None if slices == team.size and column is None else self._between
         self._accumulator = Accumulator(team, scale=scale, in_place=in_place, slices=slices, between=between)

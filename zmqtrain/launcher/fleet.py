@@ -41,7 +41,6 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.run.assembly import coordinator_settings
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
 
 
 def engine_for(topology: Topology, emulation: Emulation | None) -> Engine:
@@ -135,7 +134,7 @@ class Fleet:
             folder=Path.cwd(),
             directory=directory,
             script=script,
-            ladder=Ladder.of(topology.job.timeout_s),
+            ladder=topology.job.ladder,
             say=say,
             log=log,
             agents=agents,

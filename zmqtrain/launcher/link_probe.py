@@ -162,7 +162,7 @@ async def run_probe(environment: RoleEnvironment) -> int:
     """A probe's life. Returns the process's exit code."""
     ladder = environment.ladder
     # Who is not to be reached shows soon: all are there before they are asked about each other.
-    settings = replace(environment.settings(), connect_s=ladder.connect_s)
+    settings = replace(environment.settings(), greet_s=ladder.connect_s)
     async with await open_zeromq(environment.peer, settings=settings) as endpoint:
         probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
         endpoint.add_peer(COORDINATOR, environment.coordinator)

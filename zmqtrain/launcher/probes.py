@@ -53,7 +53,7 @@ async def open_probes(
         needs = topology if with_files and not topology.engine.sync else _bare(topology)
         log = _log_to(say)
         await fleet.open(endpoint, needs.hosts, directory, say=say, log=log, agents=False, needs=needs)
-        probes = Probes(endpoint, fleet, hosts, Ladder.of(topology.job.timeout_s))
+        probes = Probes(endpoint, fleet, hosts, topology.job.ladder)
         await stack.enter_async_context(probes)
         await probes.start()
         yield probes

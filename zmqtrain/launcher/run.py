@@ -34,7 +34,6 @@ from zmqtrain.run.report import report_of
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
-from zmqtrain.topology.timeouts import Ladder
 
 
 class Launch:
@@ -55,7 +54,7 @@ class Launch:
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
-        self._ladder = Ladder.of(self._topology.job.timeout_s)
+        self._ladder = self._topology.job.ladder
         self._emulation, self._engine = emulation, engine if emulation is None else None
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary

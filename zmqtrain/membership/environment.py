@@ -150,7 +150,7 @@ def net_settings(
         host=host,
         port=port,
         ports=ports,
-        connect_s=ladder.join_s,  # peers start in any order: whoever is first waits as long as joining may take
+        greet_s=ladder.join_s,
         lost_s=ladder.lost_s,
         heartbeat_s=ladder.heartbeat_s,
         flush_s=ladder.flush_s,

@@ -66,10 +66,10 @@ class ModelledLayers:
 class ModelledExecutor:
     """Implements `zmqtrain.merged_fc.executor.Executor` by waiting. Gradients are as large as what came."""
 
-    def __init__(self, profile: Profile, tempo: Callable[[int], float], group: Group, make: MakePayload) -> None:
-        """``tempo(turn)``: how many times as long work takes that begins now. ``group``: all FC servers. ``make`` makes what they
+    def __init__(self, profile: Profile, speed_factor: Callable[[int], float], group: Group, make: MakePayload) -> None:
+        """``speed_factor(turn)``: multiplies the time of work that begins now. ``group``: all FC servers. ``make`` makes what they
         send."""
-        self._profile, self._tempo, self._group, self._make = profile, tempo, group, make
+        self._profile, self._speed_factor, self._group, self._make = profile, speed_factor, group, make
         self._stages = tuple(_stages(profile.layers))
         self._turns = 0
 
@@ -122,10 +122,10 @@ class ModelledExecutor:
 
     async def _work(self, seconds: float, samples: int) -> None:
         """This FC server's part of so much of the profile's time."""
-        await asyncio.sleep(seconds * self._profile.scaled(samples) * self._tempo(self._turns) / self._group.size)
+        await asyncio.sleep(seconds * self._profile.scaled(samples) * self._speed_factor(self._turns) / self._group.size)
 
     async def update(self, applied: Applied) -> None:
-        await asyncio.sleep(self._profile.update_s * self._tempo(self._turns) / self._group.size)
+        await asyncio.sleep(self._profile.update_s * self._speed_factor(self._turns) / self._group.size)
 
     async def evaluate(self, part: BatchPart) -> list[float]:
         raise ProtocolError("modelled devices evaluate by themselves")

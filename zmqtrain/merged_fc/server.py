@@ -209,7 +209,7 @@ class FcServer:
         self._recorder.add_span("update", "compute", start, clock(), step=applied.steps[0])
         self._staleness.update(applied.staleness)
         reads = list(zip(applied.groups, applied.steps, strict=True))
-        self._recorder.witness("fc applied", reads=reads, staleness=applied.staleness, version=self._queue.version)
+        self._recorder.audit("fc applied", reads=reads, staleness=applied.staleness, version=self._queue.version)
 
     async def _answer(self, to: PeerId, turn: Turn, answer: AnswerMeta, gradients: Sequence[Payload]) -> None:
         await self._send(to, answer_tag(turn.step, turn.micro_batch), ValuePayload(answer.to_value()))

@@ -33,15 +33,15 @@ def left(peer: PeerId) -> Ending:
     return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for), loss=False)
 
 
-def never_came(peer: PeerId, connect_s: float, address: str, trouble: str = "") -> Ending:
+def never_came(peer: PeerId, greet_s: float, address: str, trouble: str = "") -> Ending:
     """``trouble``: what was wrong with the last attempt, as far as that is known."""
     where = f"at {without_key(address)}" if address else "whose address is unknown"
     why = f": {trouble}" if trouble else ""
     where += why
     return Ending(
-        f"no connection within {connect_s:g} s{why}",
+        f"no connection within {greet_s:g} s{why}",
         lambda waiting_for: PeerTimeoutError(
-            f"{peer} ({where})", f"its first greeting, for {waiting_for or 'a message'}", connect_s, "[job] timeout (connect_s)"
+            f"{peer} ({where})", f"its first greeting, for {waiting_for or 'a message'}", greet_s, "[job] timeout"
         ),
     )
 

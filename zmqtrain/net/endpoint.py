@@ -99,6 +99,15 @@ class Endpoint(Protocol):
         """Treat the peer as lost now (membership says so); waits for it raise at once, and `on_lost` is called."""
         ...
 
+    def pardon(self, count: int) -> None:
+        """``count`` callers will only try whether they get through, and break off before they say anything: no intruders, so no
+        warning. For whoever has its hosts tried before the run (only its own process knows how many are coming)."""
+        ...
+
+    def waits(self) -> list[str]:
+        """What this process waits for from others, in words: what is said when a simulated world stands still."""
+        ...
+
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         """Bytes sent to each peer, and received from it, so far: the parts of ``bytes_sent`` and ``bytes_received``."""
         ...

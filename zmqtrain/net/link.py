@@ -21,13 +21,14 @@ from zmqtrain.net.credit import Allowance, Window
 from zmqtrain.net.demand import UNWANT, WANT, Demand
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS, LASTING, SHARED, check_flags
 from zmqtrain.net.greeting import Hello
 from zmqtrain.net.incoming import Buffer, Incoming
 from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
 from zmqtrain.net.mailbox import Mailbox
-from zmqtrain.net.outbox import BEYOND, BULK, CHUNK, CONTROL, FOLLOWS, Outbox, Outgoing
+from zmqtrain.net.outbox import BULK, CONTROL, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.net.shared import LASTING, SHARED, SharedBodies
+from zmqtrain.net.shared import SharedBodies
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 from zmqtrain.world import random_bits
 
@@ -143,7 +144,7 @@ class Link:
     def next_deadline(self) -> float | None:
         times = []
         if self.state is State.GREETING and self._demanded_at is not None:
-            times.append(self._demanded_at + self.settings.connect_s)
+            times.append(self._demanded_at + self.settings.greet_s)
         if self._hello_at is not None:
             times.append(self._hello_at)
         if self.state is State.OPEN:
@@ -156,7 +157,7 @@ class Link:
     def tick(self, now: float) -> str | None:
         """Do what is due; returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
         settings = self.settings
-        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.connect_s:
+        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.greet_s:
             return "connect"
         if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
             return "lost"
@@ -203,8 +204,8 @@ class Link:
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
             if lent is not None:
-                kind = header.kind + (LASTING + SHARED if lasting else SHARED)
-                header, body = header._replace(kind=kind), memoryview(lent.descriptor)
+                flags = header.flags | (SHARED | LASTING if lasting else SHARED)
+                header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
         encoded = encode_header(header, self.settings.limits)
@@ -263,16 +264,15 @@ class Link:
 
         Raises `WireError` for what a peer of ours never sends.
         """
+        flags = header.flags
+        if flags:
+            check_flags(header.kind, flags)
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
-        borrowed = header.kind.endswith(SHARED)
-        if borrowed:
+        if flags & SHARED:
             if self._shared is None:
                 raise WireError("a descriptor of memory that is not shared")
-            kind, body = header.kind[: -len(SHARED)], self._shared.borrow(body)
-            if kind.endswith(LASTING):
-                kind, borrowed = kind[: -len(LASTING)], False
-            header = header._replace(kind=kind)
+            body = self._shared.borrow(body)
         verdict = self.receiving[lane].judge(header.sequence)
         if verdict is not Verdict.TAKE:
             if verdict is Verdict.NEW_GAP:
@@ -286,7 +286,7 @@ class Link:
         if header.kind in (WANT, UNWANT):
             self.wants.heard(header)
         else:
-            self._piece(lane, header, size, body, borrowed)
+            self._piece(lane, header, size, body)
         if (
             self._unannounced_bytes * 4 >= self.settings.inflight_bytes
             or self._unannounced_pieces * 4 >= self.settings.inflight_messages
@@ -300,13 +300,11 @@ class Link:
         """Whether the peer has the same shared memory open."""
         return self._shared is not None and self.remote is not None and self.remote.region == self._shared.region
 
-    def _piece(self, lane: int, header: Header, size: int, body: Buffer, borrowed: bool) -> None:
-        kind = header.kind
-        beyond = kind.endswith(BEYOND)
-        if beyond:
-            kind = kind[: -len(BEYOND)]
+    def _piece(self, lane: int, header: Header, size: int, body: Buffer) -> None:
+        flags = header.flags
+        beyond, borrowed = bool(flags & BEYOND), flags & (SHARED | LASTING) == SHARED
         length = len(body)
-        if kind == CHUNK:
+        if header.kind == CHUNK:
             incoming = self._open.get(header.message)
             if incoming is None or header.offset != incoming.received:
                 raise WireError(f"a piece at {header.offset} of message {header.message}, which does not continue it")
@@ -315,13 +313,11 @@ class Link:
                     raise WireError(f"a phantom's piece of size {header.meta!r:.60}")
                 length = header.meta
         else:
-            if kind == PHANTOM:
+            if header.kind == PHANTOM and not flags & FOLLOWS:
                 length = header.nbytes
-            elif kind == PHANTOM + FOLLOWS:
-                kind = PHANTOM
             if header.message in self._open:
                 raise WireError(f"message {header.message} begins twice")
-            incoming = Incoming(self.peer, header._replace(kind=kind), self.windows[lane], self.settings.limits)
+            incoming = Incoming(self.peer, header, self.windows[lane], self.settings.limits)
             self._open[header.message] = incoming
             self.mailbox.begin(incoming)
         incoming.add(body, length, size + length, beyond=beyond, borrowed=borrowed)

@@ -122,7 +122,6 @@ class Node:
         self._callbacks.append(callback)
 
     def pardon(self, count: int) -> None:
-        """So many callers will only try whether they get through, and break off before they say anything: not a word about them."""
         self._board.pardon(count)
 
     def forget(self, peer: PeerId, reason: str) -> None:
@@ -135,7 +134,6 @@ class Node:
         return {**self._board.statistics(), **self._mailbox.statistics()}
 
     def waits(self) -> list[str]:
-        """What this process waits for from others, in words."""
         received = [f"message {ticket.key[1]} of {ticket.key[0]}" for ticket in self._waits]
         topics = [
             f"messages of topic {subscription.shelf.topic!r}" for subscription in self._subscriptions if subscription.shelf.waiting

@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from zmqtrain.net.endpoint import Tag
+from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS
 from zmqtrain.wire.message import PHANTOM, Header
 
 CONTROL = 0
 BULK = 1
-
-#: Marks in a header's kind: the piece came beyond the window; the phantom's bytes follow in pieces of their own.
-BEYOND = "+"
-FOLLOWS = "&"
-CHUNK = "chunk"
 
 
 class Outgoing:
@@ -178,20 +174,18 @@ class Outbox:
         header = message.header
         left = header.nbytes - message.offset
         size = left if whole else min(self.chunk_bytes, left)
-        kind = CHUNK
+        kind, flags = CHUNK, BEYOND if message.beyond else 0
         if not message.started:
             message.started = True
             message.number = next(self._numbers)
             kind = header.kind
             if kind == PHANTOM and size < header.nbytes:
-                kind, size = PHANTOM + FOLLOWS, 0
-        if message.beyond:
-            kind += BEYOND
-        if message.offset == 0 and not kind.startswith(CHUNK):
-            piece = header._replace(kind=kind, sequence=sequence, message=message.number)
+                flags, size = flags | FOLLOWS, 0
+        if message.offset == 0 and kind != CHUNK:
+            piece = header._replace(sequence=sequence, message=message.number, flags=flags)
         else:
             meta = size if header.kind == PHANTOM else None
-            piece = Header(kind, (), sequence, message.number, offset=message.offset, nbytes=header.nbytes, meta=meta)
+            piece = Header(kind, (), sequence, message.number, offset=message.offset, nbytes=header.nbytes, meta=meta, flags=flags)
         body = message.body[message.offset : message.offset + size] if len(message.body) else None
         message.offset += size
         message.outstanding += 1

@@ -44,8 +44,9 @@ class NetSettings:
     """The same in pieces, for small messages. The transport's high-water marks are above it, so they never bite."""
     limits: Limits = DEFAULT_LIMITS
     """Bounds of one message."""
-    connect_s: float = 60.0
-    """A peer that somebody waits for must have answered the first greeting after this time."""
+    greet_s: float = 60.0
+    """A peer that this process waits for must have answered the first greeting after this time. Peers start in any order, so it is
+    as long as joining may take."""
     hello_s: float = 0.25
     """Pause before an unanswered greeting is repeated; doubles up to eight times this."""
     lost_s: float = 10.0

@@ -16,10 +16,6 @@ import numpy as np
 from zmqtrain.arena.arena import Arena, Block, Place
 from zmqtrain.errors import HostMemoryError, WireError
 
-#: Mark in a header's kind: the body is a descriptor.
-SHARED = "@"
-#: Mark before it: the memory stays until the message was used, so the receiver need not copy it.
-LASTING = "*"
 #: Smaller bodies go as they are: a descriptor saves nothing.
 LEAST_BYTES = 32 * 1024
 _DESCRIPTOR = struct.Struct("<QI")

@@ -440,7 +440,7 @@ class Switchboard:
             due = link.tick(now)
             if due == "connect":
                 trouble = self._troubles.why(link.peer)
-                self._end(link, endings.never_came(link.peer, settings.connect_s, link.address, trouble))
+                self._end(link, endings.never_came(link.peer, settings.greet_s, link.address, trouble))
             elif due == "lost":
                 self._end(link, endings.lost(link.peer, f"no connection for {settings.lost_s:g} s"))
             elif link.state is not State.CLOSED:

@@ -246,6 +246,8 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     momentum = values["momentum"]
     ahead = None if momentum is None else momentum.get("look_ahead")
     factor = f", learning rate times {ahead['lr_factor']:.3g}" if ahead and ahead["lr_factor"] != 1 else ""
+    if factor and ahead and ahead.get("rise"):
+        factor += f" (rising over the first {ahead['rise']:g} updates)"
     if momentum is not None and ahead and ahead["steps"]:
         spread = f", {momentum['total']:.2f} an update of each group" if momentum["compensated"] else ""
         lines.append(f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead")

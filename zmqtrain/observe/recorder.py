@@ -14,8 +14,8 @@ from zmqtrain.world import wall_s
 #: Takes a batch of events; returns when they have arrived.
 Post: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
 
-#: Takes what `zmqtrain.events.Recorder.witness` is told: what, and the values.
-Witness: TypeAlias = Callable[[str, Mapping[str, object]], None]
+#: Takes what `zmqtrain.events.Recorder.audit` is told: what, and the values.
+AuditEvents: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
 #: Seconds between batches: seldom enough to cost nothing, often enough for a live table.
 INTERVAL_S = 0.25
@@ -31,10 +31,10 @@ class RunRecorder:
     """
 
     def __init__(
-        self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None, witness: Witness | None = None
+        self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None, audit: AuditEvents | None = None
     ) -> None:
         self._post = post
-        self._witness = witness
+        self._audit = audit
         self._clock = clock or asyncio.get_running_loop().time
         self._offset = wall_s() - self._clock()
         self._trace_steps = trace_steps
@@ -78,9 +78,9 @@ class RunRecorder:
         span = {"kind": "span", "time": start_s + self._offset, "step": step, "name": name, "category": category}
         self._add({**span, "seconds": end_s - start_s, "values": dict(values or {})})
 
-    def witness(self, what: str, /, **values: object) -> None:
-        if self._witness is not None:
-            self._witness(what, values)
+    def audit(self, what: str, /, **values: object) -> None:
+        if self._audit is not None:
+            self._audit(what, values)
 
     async def run(self) -> None:
         """Post what has come every `INTERVAL_S`, until cancelled."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -41,15 +42,25 @@ class NetworkFabric:
         peers: tuple[PeerId, ...],
         name: str,
         *,
-        condition: Condition,
-        clock: Callable[[], float],
-        timeout_s: float,
+        condition: Condition | None = None,
+        clock: Callable[[], float] | None = None,
+        timeout_s: float = 60.0,
         recorder: Recorder | None = None,
         zeros: bool = False,
     ) -> None:
-        """``peers``: the group's workers, by rank. ``name`` begins all tags. ``condition`` and ``clock``: the device's.
+        """Call it on the event loop of ``endpoint``, on every worker of the group; `close` it there.
 
-        ``zeros``: tensors without content travel as so many zeros, so that a real network has something to carry.
+        Args:
+            endpoint: this worker's (`zmqtrain.membership.context.RoleContext.endpoint`), which knows the others' addresses.
+            peers: the group's workers, by rank, this one among them; the same on all.
+            name: begins all tags: another for each group and fabric on these endpoints, the same on all of the group.
+            condition: what the compute thread waits at, of its device; by default it waits in real time.
+            clock: of the device, in seconds; by default the event loop's.
+            timeout_s: how long an operation may wait for others. It raises `PeerTimeoutError` then.
+            recorder: takes the spans of operations and of waiting.
+            zeros: tensors without content travel as so many zeros, so that a real network has something to carry.
+
+        Raises `ValueError` where ``endpoint`` is none of ``peers``.
         """
         self.rank, self.size = peers.index(endpoint.peer), len(peers)
         self.messages: Counter[Label] = Counter()
@@ -59,7 +70,10 @@ class NetworkFabric:
         self.waited_s = 0.0
         """Seconds that the compute thread has waited for others: exposed communication."""
         self._group = Group(endpoint, peers, self.rank, name, timeout_s=timeout_s)
-        self._bridge = Bridge(condition, clock, 2 * timeout_s)  # operations are limited to timeout_s themselves
+        clock = clock or asyncio.get_running_loop().time
+        self._bridge = Bridge(
+            condition or threading.Condition(), clock, 2 * timeout_s
+        )  # operations are limited to timeout_s themselves
         self._clock, self._timeout_s = clock, timeout_s
         self._recorder: Recorder = recorder or NullRecorder()
         self.zeros = zeros

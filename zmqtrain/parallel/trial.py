@@ -157,7 +157,7 @@ class TrialRecorder:
     ) -> None:
         self.spans.append(Span(self.step, name, category, start_s, end_s))
 
-    def witness(self, what: str, /, **values: object) -> None:
+    def audit(self, what: str, /, **values: object) -> None:
         return None
 
 

@@ -24,7 +24,6 @@ from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.preemption import Preemption, stop_workers
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Assembly:
         topology, placement = description.topology, description.placement
         self.description = description
         """The run, as roles are told it."""
-        self.ladder = Ladder.of(topology.job.timeout_s)
+        self.ladder = topology.job.ladder
         self.preemption = preemption or Preemption()
         self._endpoint, self._say = endpoint, listeners.say
         self.coordinator = Coordinator(
@@ -162,4 +161,4 @@ def coordinator_settings(
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None
     at = job.port if port is None else port
-    return net_settings(Ladder.of(job.timeout_s), token, host=host, port=at, ports=job.port_range, identity=identity)
+    return net_settings(job.ladder, token, host=host, port=at, ports=job.port_range, identity=identity)

@@ -18,7 +18,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.recorder import RunRecorder, Witness
+from zmqtrain.observe.recorder import AuditEvents, RunRecorder
 from zmqtrain.run.report import report_of
 from zmqtrain.topology.timeouts import Ladder
 
@@ -56,13 +56,13 @@ async def enter(
     *,
     arena: Arena | None = None,
     description: RunDescription | None = None,
-    witness: Witness | None = None,
+    audit: AuditEvents | None = None,
     recorder: Recorder | None = None,
 ) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
     """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
     ``arena`` this process's place in the memory of its host.
 
-    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``witness`` hears what the role
+    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``audit`` hears what the role
     states for an auditor. ``recorder``: takes what the role records, instead of one that posts it to the coordinator.
 
     After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
@@ -77,7 +77,7 @@ async def enter(
         raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
     tracing = description.topology.observe.trace_steps
-    async with _recording(membership, recorder, trace_steps=tracing, witness=witness) as recording:
+    async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
         context = RoleContext(
             endpoint=endpoint,
             membership=membership,
@@ -101,13 +101,13 @@ async def enter(
 
 @asynccontextmanager
 async def _recording(
-    membership: Membership, given: Recorder | None, *, trace_steps: int, witness: Witness | None
+    membership: Membership, given: Recorder | None, *, trace_steps: int, audit: AuditEvents | None
 ) -> AsyncIterator[Recorder]:
     """The recorder that was given, or one that posts to the coordinator until the end of the block."""
     if given is not None:
         yield given
         return
-    recorder = RunRecorder(membership.report, trace_steps=trace_steps, witness=witness)
+    recorder = RunRecorder(membership.report, trace_steps=trace_steps, audit=audit)
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield recorder

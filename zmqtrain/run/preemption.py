@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.membership.common_stop import stop_together
-from zmqtrain.topology.timeouts import Ladder
 
 if TYPE_CHECKING:
     from zmqtrain.membership.coordinator import Coordinator
@@ -56,7 +55,7 @@ class Preemption:
 
         endpoint.serve(PREEMPT, on_preempt)
         await self._asked.wait()
-        ladder = Ladder.of(description.topology.job.timeout_s)
+        ladder = description.topology.job.ladder
         why = ""
         kept = "model could be left" if description.script else "checkpoint could be kept"  # a script keeps its own
         if not coordinator.running.is_set():

@@ -14,7 +14,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -24,7 +23,7 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.arithmetic import INLINE_BYTES
+from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
 from zmqtrain.exchange.server_messages import (
     Configuration,
     ReadMeta,
@@ -60,7 +59,7 @@ class ServerSettings:
     """All workers of the run, by rank; the server is done when each has said that it is."""
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
-    wait_s: float = 600.0
+    barrier_s: float = 600.0
     """How long to wait for what other servers owe."""
 
 
@@ -123,7 +122,7 @@ class ModelServer:
         self._configured: asyncio.Future[Configuration] = loop.create_future()
         self._done: asyncio.Future[None] = loop.create_future()
         self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
-        self._thread = ThreadPoolExecutor(1, "compute")
+        self._arithmetic = Arithmetic("compute")
         self._endpoint.serve("configure", self._on_configure)
         self._endpoint.serve("checkpoint", self._on_checkpoint)
         self._endpoint.serve("show", self._on_show)
@@ -145,7 +144,7 @@ class ModelServer:
             self._ready = False
             pushes.close()
             orders.close()
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._arithmetic.close()
             if self._done.done() and not self._done.cancelled():
                 self._done.exception()  # raised above; or something else was the first error
         self._report()
@@ -159,7 +158,7 @@ class ModelServer:
         ordered = configuration.snapshot and not sync and bool(self._held)
         # Servers without a piece take no part: they see no step.
         holding = sorted({piece.server for piece in configuration.pieces()})
-        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.wait_s)
+        self._sum = ServerSum(self._endpoint, [configuration.servers[index] for index in holding], self._settings.barrier_s)
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if self._settings.index == 0 else "follow"
@@ -183,13 +182,14 @@ class ModelServer:
     async def _begin(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
-        make: Callable[..., Held] = (
-            PhantomPiece if configuration.phantom else partial(HeldPiece, arena=self._arena, horizon=configuration.horizon)
-        )
+        make: Callable[..., Held] = PhantomPiece
+        if not configuration.phantom:
+            make = partial(HeldPiece, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
-                self._held[piece.index] = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer)
+                held = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
+                self._held[piece.index] = held
         if not self._held and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
             self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
@@ -200,7 +200,7 @@ class ModelServer:
         for held in self._held.values():
             source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
             wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.wait_s):
+            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.barrier_s):
                 await wait
         return 0
 
@@ -265,7 +265,7 @@ class ModelServer:
         for group, members in enumerate(self._configured.result().groups):
             if self._left.issuperset(members) and group not in self._gone:
                 self._gone.add(group)
-                self._recorder.witness("left", group=group)
+                self._recorder.audit("left", group=group)
                 async with self._lock:
                     await self._carry_out(partial(self._aggregator.left, group), 0)
 
@@ -362,7 +362,7 @@ class ModelServer:
             staleness = after - 1 - version
             self._staleness[staleness] += 1
             self._last_staleness[group, update.piece] = staleness
-        self._recorder.witness("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
+        self._recorder.audit("applied", piece=update.piece, step=update.reads[0][1], reads=list(update.reads), version=after)
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
         """Send the piece's values as they are now."""
@@ -396,12 +396,10 @@ class ModelServer:
     # Helpers.
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
-        if nbytes < INLINE_BYTES or self._configured.result().phantom:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._arithmetic.do_sized(work, 0 if self._configured.result().phantom else nbytes)
 
     def _report(self) -> None:
-        self._recorder.witness("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
+        self._recorder.audit("held", pieces={index: (held.piece, held.memory()) for index, held in self._held.items()})
         momentum, seen = self._sensors.fitted()
         self._recorder.event(
             "server",

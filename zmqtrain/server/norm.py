@@ -14,10 +14,10 @@ from zmqtrain.wire.value import ValuePayload
 class ServerSum:
     """Sums a number over servers, each of which must call `of` equally often."""
 
-    def __init__(self, endpoint: Endpoint, members: Sequence[PeerId], wait_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, members: Sequence[PeerId], barrier_s: float) -> None:
         self._endpoint = endpoint
         self._members = members
-        self._wait_s = wait_s
+        self._barrier_s = barrier_s
         self._calls = 0
 
     async def of(self, mine: float) -> float:
@@ -33,7 +33,7 @@ class ServerSum:
         return total
 
     async def _number(self, other: PeerId, call: int) -> float:
-        async with in_time(other, "its sum of squared gradients", self._wait_s):
+        async with in_time(other, "its sum of squared gradients", self._barrier_s):
             answer = (await self._endpoint.receive(other, norm_tag(call))).meta
         if not isinstance(answer, float):
             raise ProtocolError(f"{other} sent {answer!r:.100} as its sum of squared gradients")

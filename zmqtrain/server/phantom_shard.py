@@ -21,7 +21,9 @@ class PhantomPiece:
 
     payload_type = PhantomPayload
 
-    def __init__(self, piece: Piece, dtype: str, parameter_group: int, optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self, piece: Piece, dtype: str, parameter_group: int, optimizer: OptimizerSpec, *, starts: Sequence[int] = ()
+    ) -> None:
         self.piece = piece
         self.dtype = dtype
         self.version = 0

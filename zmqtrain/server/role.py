@@ -51,7 +51,7 @@ async def run_server(context: RoleContext) -> None:
         index=role.index,
         workers=tuple(worker.peer for worker in context.placement.workers),
         request_s=ladder.request_s,
-        wait_s=ladder.barrier_s,
+        barrier_s=ladder.barrier_s,
     )
     checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", ladder.barrier_s)
     server = ModelServer(

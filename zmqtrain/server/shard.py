@@ -16,8 +16,10 @@ from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.clip import squares_of
+from zmqtrain.exchange.look_ahead import risen
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.exchange.unreached import Parts
 from zmqtrain.server.held import Loan
 from zmqtrain.server.look_ahead import LookAhead
 from zmqtrain.wire.dtypes import torch_dtype
@@ -30,7 +32,21 @@ class HeldPiece:
 
     payload_type = TensorPayload
 
-    __slots__ = ("_base", "_loans", "_look_ahead", "_now", "_optimizer", "dtype", "piece", "values", "version")
+    __slots__ = (
+        "_base",
+        "_loans",
+        "_look_ahead",
+        "_name",
+        "_now",
+        "_optimizer",
+        "_parts",
+        "_rise",
+        "_split",
+        "dtype",
+        "piece",
+        "values",
+        "version",
+    )
 
     def __init__(
         self,
@@ -41,18 +57,26 @@ class HeldPiece:
         arena: Arena | None = None,
         *,
         horizon: float = 0.0,
+        rises: Sequence[float] = (),
+        starts: Sequence[int] = (),
     ) -> None:
         """The values lie in ``arena``, if there is one: workers of this host then read them there. ``horizon``: how many updates
-        they look ahead (`LookAhead`)."""
+        they look ahead (`LookAhead`). ``rises``: updates in which the rates of the parameter groups rise (`risen`). ``starts``: of
+        the parameters in it, if gradients say which of them nothing has reached."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
         self.version = 0
         self._base = dict(optimizer.groups[parameter_group])
         self._now: Mapping[str, Value] | None = None
-        self._optimizer = build_optimizer(OptimizerSpec(optimizer.name, (self._base,)), [[self.values]])
+        self._name = optimizer.name
+        self._optimizer = build_optimizer(OptimizerSpec(self._name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
         self._look_ahead = LookAhead(horizon)
+        self._rise = rises[parameter_group] if rises else 0.0
+        self._parts = Parts(starts, piece.numel, torch_dtype(dtype))
+        self._split: list[torch.nn.Parameter] = []
+        """The parameters, from when the optimizer passes over one of them for the first time."""
 
     def memory(self) -> TensorPayload:
         return TensorPayload.of(self.values.detach())
@@ -71,15 +95,48 @@ class HeldPiece:
 
     def update(self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
         self._own_memory()
+        unreached = self._parts.unreached(gradient)
         if factor != 1.0:
             gradient = gradient * factor
         if hyperparameters != self._now:
             set_hyperparameters(self._optimizer, [{**self._base, **(hyperparameters or {})}])
             self._now = hyperparameters
-        self.values.grad = gradient
-        self._look_ahead.update(self.values, self._optimizer.step, self._optimizer.param_groups[0], self.version)
-        self.values.grad = None
+        self._give(gradient, unreached)
+        group = self._optimizer.param_groups[0]
+        lr = group["lr"]
+        if (part := risen(self.version, self._rise)) < 1:
+            group["lr"] = lr * part
+        self._look_ahead.update(self.values, self._optimizer.step, group, self.version)
+        group["lr"] = lr
+        for parameter in (self.values, *self._split):
+            parameter.grad = None
         self.version += 1
+
+    def _give(self, gradient: Tensor, unreached: Sequence[int]) -> None:
+        """Let the optimizer go by the gradient, and pass over what nothing has reached."""
+        if unreached and not self._split and len(self._parts.starts) > 1:
+            self._divide()
+        if not self._split:
+            self.values.grad = None if unreached else gradient
+            return
+        for number, (parameter, part) in enumerate(zip(self._split, self._cut(gradient), strict=True)):
+            parameter.grad = None if number in unreached else part
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat[start:stop] for start, stop in zip(self._parts.starts, self._parts.stops, strict=True)]
+
+    def _divide(self) -> None:
+        """From now on the parameters in the piece have a state each."""
+        self._split = [torch.nn.Parameter(part) for part in self._cut(self.values.detach())]
+        before = self._optimizer
+        self._optimizer = build_optimizer(OptimizerSpec(self._name, ({**self._base, **(self._now or {})},)), [self._split])
+        for key, value in before.state.get(self.values, {}).items():
+            if isinstance(value, Tensor) and value.shape == self.values.shape:
+                states = [part.clone() for part in self._cut(value)]
+            else:
+                states = [value.clone() if isinstance(value, Tensor) else value for _ in self._split]
+            for parameter, state in zip(self._split, states, strict=True):
+                self._optimizer.state[parameter][key] = state
 
     def check_hyperparameters(self, given: Mapping[str, Value] | None) -> None:
         require_known(given, self._base)
@@ -89,12 +146,19 @@ class HeldPiece:
         result = {"values": self.values.detach().clone()}
         if self._look_ahead.ahead is not None:
             result["ahead"] = self._look_ahead.ahead.clone()
-        for key, value in self._optimizer.state.get(self.values, {}).items():
-            if isinstance(value, Tensor):
-                result[f"optimizer.{key}"] = value.detach().clone()
-            elif value is not None:
-                result[f"optimizer.{key}"] = torch.tensor(value)
+        for prefix, parameter in self._owners().items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    result[f"{prefix}.{key}"] = value.detach().clone()
+                elif value is not None:
+                    result[f"{prefix}.{key}"] = torch.tensor(value)
         return result
+
+    def _owners(self) -> dict[str, torch.nn.Parameter]:
+        """Whose state the optimizer keeps, by what a checkpoint calls it."""
+        if not self._split:
+            return {"optimizer": self.values}
+        return {f"part.{number}": parameter for number, parameter in enumerate(self._split)}
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         values = tensors.get("values")
@@ -112,12 +176,15 @@ class HeldPiece:
         with torch.no_grad():
             self.values.copy_(values)
         self._look_ahead.ahead = None if ahead is None else ahead.clone()
-        state: dict[str, Any] = {
-            name.removeprefix("optimizer."): value.clone() for name, value in tensors.items() if name.startswith("optimizer.")
-        }
-        if state:
-            require_state(self._optimizer, f"piece {self.piece.index}", self.values, state)
-            self._optimizer.state[self.values] = state
+        if any(name.startswith("part.") for name in tensors) and not self._split:
+            self._divide()
+        for prefix, parameter in self._owners().items():
+            state: dict[str, Any] = {
+                name.removeprefix(f"{prefix}."): value.clone() for name, value in tensors.items() if name.startswith(f"{prefix}.")
+            }
+            if state:
+                require_state(self._optimizer, f"piece {self.piece.index}", parameter, state)
+                self._optimizer.state[parameter] = state
         self.version = version
 
     def _own_memory(self) -> None:
@@ -125,6 +192,8 @@ class HeldPiece:
         self._loans = [loan for loan in self._loans if loan.out]
         if self._loans:
             self.values.data = self.values.detach().clone()
+            for parameter, part in zip(self._split, self._cut(self.values.detach()) if self._split else (), strict=True):
+                parameter.data = part
             self._loans = []
 
 

@@ -19,7 +19,6 @@ from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import Fault
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.device.memory import wrong_pieces
 from zmqtrain.wire.payload import Payload
 
@@ -32,7 +31,7 @@ class Auditor:
 
     def __init__(self, topology: Topology, placement: Placement, clock: Callable[[], float]) -> None:
         self._topology, self._placement, self._clock = topology, placement, clock
-        self._ladder = Ladder.of(topology.job.timeout_s)
+        self._ladder = topology.job.ladder
         self._broken: list[str] = []
         self._applied: set[tuple[PeerId, int, int, int]] = set()  # server, piece, group, step
         self._versions: dict[tuple[PeerId, int], int] = {}

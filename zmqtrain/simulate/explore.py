@@ -16,7 +16,6 @@ from zmqtrain.simulate.faults import Fault, random_faults
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
 
 #: Where faults come from: the file's schedule, the seed, or nowhere.
 FaultSource = Literal["file", "random", "none"]
@@ -47,7 +46,7 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
     if source == "none":
         return ()
     draw = random.Random(f"{seed}/faults")
-    return random_faults(place(topology), Ladder.of(topology.job.timeout_s), horizon_s, draw)
+    return random_faults(place(topology), topology.job.ladder, horizon_s, draw)
 
 
 def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: float) -> Trial:

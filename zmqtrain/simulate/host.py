@@ -16,7 +16,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.observe.recorder import Witness
+from zmqtrain.observe.recorder import AuditEvents
 from zmqtrain.run.agent import Agent
 from zmqtrain.run.enter import enter
 from zmqtrain.run.report import report_of
@@ -45,7 +45,7 @@ class Plan:
     task: Task | None = None
     make_device: Callable[[RoleContext], Device] | None = None
     """Makes the device of a worker that computes for real on virtual time; none: its time alone is modelled."""
-    witness: Callable[[PeerId, str, Mapping[str, object]], None] | None = None
+    audit: Callable[[PeerId, str, Mapping[str, object]], None] | None = None
 
     def environment(self, peer: PeerId) -> RoleEnvironment:
         """How a process finds the run."""
@@ -163,16 +163,16 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
     ladder = environment.ladder
     endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(ladder, environment.token))
     process.waits = endpoint.waits
-    witness: Witness | None = None
-    if plan.witness is not None:
-        tell, peer = plan.witness, role.peer
+    audit: AuditEvents | None = None
+    if plan.audit is not None:
+        tell, peer = plan.audit, role.peer
 
         def hears(what: str, values: Mapping[str, object]) -> None:
             tell(peer, what, values)
 
-        witness = hears
+        audit = hears
     try:
-        entering = enter(endpoint, environment.coordinator, ladder, description=plan.description, witness=witness)
+        entering = enter(endpoint, environment.coordinator, ladder, description=plan.description, audit=audit)
         async with entering as (entered, _):
             context = replace(entered, slowdown=lambda: plan.cluster.slowdown(role.peer))
             make = plan.make_device

@@ -40,7 +40,6 @@ from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint.collector import OnEvent
 from zmqtrain.train.device.profile import Profile
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.task import Task
 
 #: Hears what a role states for the auditor: who, what, values.
-Witnesses = Callable[[PeerId, str, Mapping[str, object]], None]
+AuditListener = Callable[[PeerId, str, Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Options:
     """When, in virtual seconds, somebody asks the run to stop with a checkpoint."""
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
-    on_witness: Witnesses | None = None
+    on_audit: AuditListener | None = None
     on_checkpoint: OnEvent | None = None
     """Is told what becomes of checkpoints."""
     on_begin: Callable[[Callable[[str], None]], None] | None = None
@@ -93,10 +92,23 @@ class Result:
 
 
 def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
-    """Run the topology's job on virtual time. The same topology, seed (by default the job's) and options give the same run.
+    """Run the topology's job on virtual time. The same topology, seed and options give the same run.
 
-    Raises `UsageError` for what cannot be simulated, `DeadlockError`, and `TimeLimitError` beyond ``[simulation] time_limit``. How
-    the run itself ended, well or badly, stands in the result.
+    Not to be called within an event loop: it has one of its own.
+
+    Args:
+        topology: the job, from `zmqtrain.load_topology`, with ``[network]``; and with modelled devices (``[compute] device =
+            "modelled"``) unless torch is to train in simulated time.
+        seed: of whatever is random, by default the job's.
+        options: faults, a task, folders, callbacks (`zmqtrain.testing.Options`).
+
+    Returns:
+        How the run ended, well or badly, how many virtual seconds it took, and what the auditor found.
+
+    Raises:
+        UsageError: the topology cannot be simulated.
+        DeadlockError: nothing can happen any more, and the run has not ended.
+        TimeLimitError: it takes longer than ``[simulation] time_limit``.
     """
     options = options or Options()
     seed = topology.job.seed if seed is None else seed
@@ -126,7 +138,7 @@ class Simulation:
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology, self._options = topology, options
         self._placement = place(topology)
-        self._ladder = Ladder.of(topology.job.timeout_s)
+        self._ladder = topology.job.ladder
         self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
 
     async def run(self) -> Result:
@@ -186,7 +198,7 @@ class Simulation:
                 coordinator=endpoint.address,
                 task=options.task,
                 make_device=_torch_device if topology.trains else None,
-                witness=self._hear(injector),
+                audit=self._hear(injector),
             )
             injecting = asyncio.create_task(injector.run(plan), name="inject faults")
             agents: list[asyncio.Task[Any]] = []
@@ -222,12 +234,12 @@ class Simulation:
                 self._auditor.note(f"{process.name} still runs after the run's end: {names}")
                 await cluster.kill(process.name)
 
-    def _hear(self, injector: Injector) -> Witnesses:
+    def _hear(self, injector: Injector) -> AuditListener:
         def hear(peer: PeerId, what: str, values: Mapping[str, object]) -> None:
             self._auditor.hear(peer, what, values)
             injector.hear(peer, what, values)
-            if self._options.on_witness is not None:
-                self._options.on_witness(peer, what, values)
+            if self._options.on_audit is not None:
+                self._options.on_audit(peer, what, values)
 
         return hear
 

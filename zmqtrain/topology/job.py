@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from zmqtrain.topology.section import MOST, Every, Section, Texts, Timeout, is_plain, seconds_of
+from zmqtrain.topology.timeouts import Ladder
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -161,3 +162,8 @@ class Job(Section):
     def timeout_s(self) -> float:
         """The time-out in seconds."""
         return self.timeout
+
+    @property
+    def ladder(self) -> Ladder:
+        """All time-outs of the run."""
+        return Ladder.of(self.timeout)

@@ -34,7 +34,10 @@ RULES_ERROR = "broken_rules"
 
 
 class Topology(Section):
-    """A job: what is trained, on which machines, in which shape. Immutable, and complete: every default is filled in."""
+    """A job: what is trained, on which machines, in which shape. Immutable, and complete: every default is filled in.
+
+    Made by `zmqtrain.load_topology` of a file, or by `from_dict`. docs/topology.md says what each field means.
+    """
 
     job: Job = Field(description="What is trained, and for how long.")
     hosts: Hosts = Field(
@@ -155,7 +158,9 @@ class Topology(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Topology:
-        """The topology that `to_dict` was called on."""
+        """The topology of plain values, in the structure of a file: what `to_dict` returned, or what a program has made up.
+
+        Raises `pydantic.ValidationError`, a `ValueError`, with all faults."""
         return cls.model_validate(values)
 
     def to_toml(self) -> str:

@@ -22,10 +22,10 @@ _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
     "flush_s": "an endpoint that closes sends what is still queued",
     "grace_s": "roles end by themselves after being told to stop; then they are killed",
-    "connect_s": "a peer is reached for the first time",
+    "connect_s": "a machine answers that is looked at before the run",
     "lost_s": "silence of a host's agent, or of a link, after which it counts as lost",
     "request_s": "a peer answers a request",
-    "join_s": "all roles have started and joined",
+    "join_s": "all roles have started and joined; a peer greets for the first time",
     "barrier_s": "all members reach a barrier (the others may evaluate, or write a checkpoint, meanwhile)",
 }
 

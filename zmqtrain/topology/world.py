@@ -49,7 +49,8 @@ class Optimizer(Section):
         default="auto",
         description="auto: model servers whose groups do not wait for each other publish the parameters where the momentum will "
         "have taken them by the time a gradient arrives, so that stale gradients do no harm; with `momentum = "
-        '"auto"` they adapt momentum and learning rate to it. Without momentum there is nothing to look ahead to, '
+        '"auto"` they adapt momentum and learning rate to it, and raise the rate over the first updates of a run. '
+        "Without momentum there is nothing to look ahead to, "
         "but the task's learning rate is still adapted (SGD's is divided by the number of groups). none: none of "
         "this.",
     )

@@ -11,8 +11,7 @@ What is evaluated and kept as the run's model: see `zmqtrain.train.checkpoint.ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -21,15 +20,13 @@ from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import CheckpointError, UsageError, ZmqTrainError
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
-from zmqtrain.exchange.members import Members, group_of
-from zmqtrain.membership.common_stop import Here, StopPoint
+from zmqtrain.exchange.members import Members
+from zmqtrain.membership.common_stop import Here
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.train.all_trained import AllTrained
-from zmqtrain.train.checkpoint.run_model import gathered
+from zmqtrain.train.participant import Participant
 from zmqtrain.train.rebalance import Rebalance, announce
 from zmqtrain.train.work import ModelState, Work
-from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -58,49 +55,51 @@ class TrainLoop:
         self.stop_in: int | None = None
         """Stop as soon as this step's gradients are computed, before its exchange ends."""
         self._aim_reached = False  # by group 0, which evaluates for all where groups are not in step
-        role, placement = context.role, context.placement
-        own = placement.group_members(role.group)
-        self._own = group_of(context.endpoint, own, f"evaluate/{role.group}", context.ladder.barrier_s)
+        self._part = Participant(
+            context,
+            exchange,
+            members,
+            work.replica,
+            step=lambda: self.step,
+            quiet=self._quiet,
+            state_mean=work.state_mean,
+        )
         self._rebalance = Rebalance.of(context, work.shares)
-        self._stop_point = StopPoint(context.endpoint, timeout_s=context.ladder.barrier_s)
         self.halted = False
         """The run was stopped in the middle of a step: the replica's parameters may not be waited for any more."""
         self._kept: list[int] = []  # the steps of the newest checkpoints of which this worker's part is on disk
         self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation: at which step
         self._ended_at: int | None = None
-        self._spread = 0.0  # how far this worker's parameters were from the run's model, where that was looked at
         self._job_batch = context.topology.compute.batch_size
         self._samples = 0  # that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
-        self._trained = AllTrained(context, lambda: self.step)
 
     async def run(self) -> None:
         """Train to the end."""
-        work, exchange, job = self.work, self.exchange, self._job
+        work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
         restored = None if self._members.late else await work.restore(self._endpoint, exchange)
         work.connect(exchange.bucket_ready)
-        joined = await exchange.start(work.replica, restored=restored is not None)
-        if joined is not None:
-            for _ in range(joined):
+        self.step = first = await self._part.start(restored=restored)
+        if restored is None:
+            for _ in range(first):
                 work.after_step()
-        self.step = first = restored or joined or 0
         self._samples = first * self._job_batch * self._context.placement.groups
         steps = self._steps()
         self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
-        self._stop_point.open(first, steps)
+        stop_point.open(first, steps)
         reached = False
         early = False
         while not reached and (steps is None or self.step < steps):
             ended = not await work.more(self.step)
-            if ended and await self._stop_point.end():
+            if ended and await stop_point.end():
                 break
-            here = await self._stop_point.here(self.step)
+            here = await stop_point.here(self.step)
             if here is Here.STOP:
                 early = True
                 break
             if ended:  # the data, for all of them, where a checkpoint is asked for
-                await self._stop_point.end()
+                await stop_point.end()
                 if here is Here.KEEP and work.keeps and not job.checkpoint_every:
                     await self._keep(self.step)
                 break
@@ -111,7 +110,7 @@ class TrainLoop:
                 return
             done = self.step
             if job.eval_every and done % job.eval_every == 0 and done != steps:
-                reached = await self._evaluate_between(done) and await self._stop_point.end()
+                reached = await self._evaluate_between(done) and await stop_point.end()
         await self._end(first, early=early)
 
     def _is_due(self, step: int) -> bool:
@@ -180,12 +179,12 @@ class TrainLoop:
         """The run's model, for whoever sends it."""
 
         async def gather(group: Group) -> ModelState | None:
-            async with self._run_model(group, f"keep {step}", kept=None if last else step, last=last):
+            async with self._part.run_model(group, f"keep {step}", kept=None if last else step, last=last):
                 return await self._state(group, step)
 
         if self.exchange.averaged:
             return await self._members.together(f"keep/{step}", step, gather)
-        return await gather(self._own) if self._context.role.group == 0 else None
+        return await gather(self._part.own) if self._context.role.group == 0 else None
 
     async def _state(self, group: Group, step: int) -> ModelState | None:
         """The whole state of what the replica holds, for the first of ``group``."""
@@ -201,30 +200,8 @@ class TrainLoop:
             return
         moved = self.exchange.model is RunModel.SERVERS and not self.exchange.synchronous and step != self._ended_at
         metrics = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == step and not moved else {}
-        about: dict[str, Value] = {
-            "model": self.exchange.model.value,
-            "samples": self._samples,
-            "metrics": dict(metrics),
-            "versions": dict(versions()),
-        }
+        about = self._part.about_model(self._samples, metrics)
         await self.work.send_model(self._endpoint, step, state, about, alone=alone)
-
-    @asynccontextmanager
-    async def _run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:
-        """For a while this worker's replica is the run's model; all of ``group`` call it. ``kept``: as of this checkpoint."""
-        exchange, work = self.exchange, self.work
-        await self._quiet()
-        if not exchange.averaged:
-            await exchange.read(tag, kept=kept, last=last)
-            await self._quiet()
-            yield
-            return
-        async with gathered(work.replica, exchange, group, self._own, tag) as self._spread:
-            await self._quiet()
-            if exchange.model is RunModel.MEAN and last:
-                work.state_mean(group)
-            yield
-        await self._quiet()
 
     async def _quiet(self) -> None:
         if not self.halted:  # else the replica only says why
@@ -247,7 +224,7 @@ class TrainLoop:
         loop, step = asyncio.get_running_loop(), self.step
         start = loop.time()
         self.phase = Phase.COMPUTING
-        self._recorder.witness("begin_step", step=step)
+        self._recorder.audit("begin_step", step=step)
         self.exchange.begin_step(step)
         epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
@@ -264,7 +241,6 @@ class TrainLoop:
         if self._rebalance is not None:
             await self._rebalance.after(step, result.samples, result.compute_s)
         updating_s = self.work.updating_s()
-        staleness = list(self.exchange.staleness())
         self._recorder.event(
             "step",
             step=step,
@@ -275,8 +251,7 @@ class TrainLoop:
             compute_s=result.compute_s + updating_s,
             exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
             data_s=result.data_s,
-            staleness=sum(staleness) / len(staleness) if staleness else None,
-            staleness_max=max(staleness, default=None),
+            **self._part.staleness(),
             **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
         )
         return True
@@ -291,14 +266,14 @@ class TrainLoop:
             reached = self._reached(values)
             if reached and not everybody and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
-                    for peer in (peer for peer in self._members.at(done) if peer not in self._own.members):
+                    for peer in (peer for peer in self._members.at(done) if peer not in self._part.own.members):
                         tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.ladder.request_s))
         if self._job.until is None or everybody or self._context.role.group == 0:
             return reached
         # The members of a group learn at different moments that the run is to end, but must take the same number of steps.
         flag = TensorPayload.empty(1, "float64")
         flag.numpy()[0] = float(self._aim_reached)
-        await all_reduce(self._own, flag, ("reached", done))
+        await all_reduce(self._part.own, flag, ("reached", done))
         return bool(flag.numpy()[0])
 
     def _reached(self, values: Mapping[str, float]) -> bool:
@@ -323,7 +298,7 @@ class TrainLoop:
                 values = await self._evaluate(group, done, tag)
                 self._evaluated = None  # each has judged its own
                 return values
-            async with self._run_model(group, tag):
+            async with self._part.run_model(group, tag):
                 return await self._evaluate(group, done, tag)
 
         return await self._members.together(f"evaluate/{done}", done, evaluate)
@@ -331,8 +306,8 @@ class TrainLoop:
     async def _evaluate_servers(self, done: int) -> dict[str, float]:
         """While other groups train: what the servers have at one moment."""
         tag = f"evaluate {done}"
-        async with self._run_model(self._own, tag):
-            return await self._evaluate(self._own, done, tag, still=True)
+        async with self._part.run_model(self._part.own, tag):
+            return await self._evaluate(self._part.own, done, tag, still=True)
 
     async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float]:
         start = asyncio.get_running_loop().time()
@@ -349,11 +324,8 @@ class TrainLoop:
     async def _end(self, first: int, *, early: bool) -> None:
         """All have trained, or stop before the same step: evaluate the run's model unless ``early``, and keep it."""
         exchange, work, members, job = self.exchange, self.work, self._members, self._job
-        await exchange.settle()
-        await work.quiet()
-        await exchange.leave()  # before waiting: no other group may wait for this one's gradients
         alike = job.until is None or exchange.synchronous or exchange.averaged
-        step = self._ended_at = self.step if members.survives else await self._trained.wait(members, alike=alike)
+        step = self._ended_at = await self._part.ended(alike=alike)
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:
@@ -365,13 +337,12 @@ class TrainLoop:
             if checkpoint:
                 await self._save(step)
                 await self._wait_for_last(step)
-        await exchange.stop()
-        await members.stop()
+        await self._part.stop()
         if early:
             self._recorder.event("stopped", step=step, kept=kept)
             return
         samples = self.step * self._job_batch
-        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._spread)
+        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._part.spread)
 
     async def _wait_for_last(self, step: int) -> None:
         """Until the checkpoint of the end is on disk. Where losses are survived, this one's may be one that nobody can mend."""
@@ -384,9 +355,9 @@ class TrainLoop:
 
     async def _last(self, group: Group) -> ModelState | None:
         """With all workers: the last evaluation. Returns the model that it has judged, for whoever sends it."""
-        async with self._run_model(group, "last", last=True):
+        async with self._part.run_model(group, "last", last=True):
             if not self.exchange.averaged:
-                self._spread = await self.work.make_equal(group, "last")
+                self._part.spread = await self.work.make_equal(group, "last")
             if self.work.evaluates:
                 # Groups that are not in step may have ended at different steps.
                 await self._evaluate(group, self._ended_at or self.step, "last evaluate")

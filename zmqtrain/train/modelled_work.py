@@ -19,7 +19,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
-from zmqtrain.train.device.modelled import ModelledReplica, Tempo
+from zmqtrain.train.device.modelled import ModelledReplica, SpeedFactor
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.remote_layers import ModelledRemoteLayers
@@ -52,7 +52,7 @@ class ModelledWork:
             timeout_s=context.ladder.barrier_s,
             recorder=context.recorder,
             memory=self._memory,
-            tempo=Tempo(lambda step: noise.factor(seed, role.index, step), context.slowdown),
+            speed_factor=SpeedFactor(lambda step: noise.factor(seed, role.index, step), context.slowdown),
             behind=remote,
             slot=Slot.of(context),
         )
@@ -163,4 +163,4 @@ class ModelledWork:
         known = exact(topology) and (topology.exchange.kind != "model_server" or topology.exchange.policy == "sync")
         if known:
             expected = expected_parameters(self._profile, topology, self._steps)
-            context.recorder.witness("values", wrong=differences(memory.values(self._replica.buckets), expected))
+            context.recorder.audit("values", wrong=differences(memory.values(self._replica.buckets), expected))

@@ -5,14 +5,14 @@ Parameters and gradients move into one run of memory a bucket; the model's own t
     begin_step()                                   (compute thread)
     forward: each layer takes its buckets          waits where a gate is closed
     begin_backward(last=True); loss.backward()     complete buckets are handed over, in order, as backward goes on
-    end_backward()                                 those with unused parameters follow, with zeros for gradients
+    end_backward()                                 those with unused parameters follow
 
 `zmqtrain.train.bucket_machine` decides when a bucket is handed over, and what happens to it before and when it is taken back; here
 that is carried out. The local optimizer runs on all parameters at once (`TorchReplica.update`), or bucket by bucket in the compute
 thread: before the bucket is handed over, or when it is taken back (`optimize`).
 
-An unused parameter counts as one with a zero gradient: momentum and weight decay go on for it. (torch alone would skip it. Skipping
-needs all workers to agree on what was unused.)
+An unused parameter has a gradient of zeros that says so (`zmqtrain.exchange.unreached`). Where the sum says it, too, no worker had
+one, and the optimizer passes over the parameter, as torch's alone would.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.unreached import fill_unreached
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.train.bucket_machine import BucketMachine, Do, State
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
@@ -40,7 +41,7 @@ from zmqtrain.train.gates import Gates
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.replica_memory import ReplicaMemory, nothing, views_of
+from zmqtrain.train.replica_memory import HeldBucket, ReplicaMemory, nothing, views_of
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
@@ -107,6 +108,7 @@ class TorchReplica:
                 h.plan.group,
                 h.plan.names,
                 rows_of_bucket(h.plan.names, shards),
+                h.parts.starts,
             )
             for index, h in enumerate(self._held)
         )
@@ -147,7 +149,9 @@ class TorchReplica:
         self.without: frozenset[str] = frozenset()
         """Parameters that the next local update passes over: they have no gradient."""
         self.unreached: tuple[str, ...] = ()
-        """Parameters that no backward of the last step has reached, so that their gradient is taken for zeros."""
+        """Parameters that no backward of the last step has reached."""
+        self.zeros_count = False
+        """They have a gradient of zeros all the same, as in a loop that sets gradients to zero, not to None."""
         self.sound: Callable[..., bool] = _always
         """Whether what the step has computed may be used, as `zmqtrain.train.losses.StepLosses.sound` says."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -204,9 +208,9 @@ class TorchReplica:
             self._recorder.event("loss scale", step=step, scale=scale, passed_over=passed_over)
         return finite
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         """Afterwards all buckets are the compute thread's again, unless ``hold`` leaves that to `parameters_ready`."""
-        await self._device.run(lambda: self._timed_update(gradient_scale, clip))
+        await self._device.run(self._timed_update)
         if not hold:
             self._gates.all_answered()
 
@@ -247,15 +251,19 @@ class TorchReplica:
                 self.waited_s += self._device.clock() - start
         self.memory.before_backward()
         self._backward_s = self._device.clock()
+        self.unreached = ()
         self._machine.begin_backward(last=last)
 
     def end_backward(self) -> None:
         """The backward has ended. After the last one all buckets are handed over."""
         if self._machine.last:
-            self.unreached = tuple(self.missing())
-            views = self.memory.gradient_views() if self.unreached else {}
-            for name in self.unreached:
-                self.named[name].grad = views[name].zero_()
+            missing = self.missing()
+            views = self.memory.gradient_views() if missing else {}
+            for name in missing:
+                self.named[name].grad = fill_unreached(views[name])
+            if self.zeros_count:
+                missing = []
+            self.unreached = tuple(missing)
             self._machine.end_backward()
             self._hand_over()
 
@@ -280,12 +288,12 @@ class TorchReplica:
 
     def missing(self) -> list[str]:
         """Parameters that no backward of this step has reached."""
-        machine, named = self._machine, self.named
         return [
             name
             for index, held in enumerate(self._held)
+            if (missing := self._machine.missing(index))
             for name in held.plan.names
-            if name in machine.missing(index) and named[name].grad is None
+            if name in missing and self.named[name].grad is None
         ]
 
     def _memory_for(self, index: int, place: int) -> Tensor | None:
@@ -363,6 +371,9 @@ class TorchReplica:
 
     def _from_compute(self, index: int) -> None:
         assert self._loop is not None, "connect() comes first"
+        if self._machine.when is not Optimize.BEFORE:
+            held = self._held[index]
+            held.parts.say_reached(held.host_gradients, self._unreached_in(held))
         if self._sharing is not None:
             self._sharing.produced(index)
         self._loop.call_soon_threadsafe(self._deliver, self._buckets[index])
@@ -406,35 +417,42 @@ class TorchReplica:
     def _update_bucket(self, index: int) -> None:
         assert self._optimizers is not None
         held = self._held[index]
-        for name, view in zip(held.plan.names, held.sums, strict=True):
-            self.named[name].grad = view
+        local = self._machine.when is Optimize.BEFORE
+        self._point_at_sums(held, self._unreached_in(held) if local else held.parts.unreached(held.host_sums))
         with self._recorder.span(f"update of bucket {index}", "compute", step=self._step), user_code("the optimizer's step()"):
             self._optimizers.step(index)
         if self._device.staging is None:
             self._read(index)
+
+    def _unreached_in(self, held: HeldBucket) -> list[int]:
+        """The numbers of the parameters that this worker's step has not reached."""
+        return [place for place, name in enumerate(held.plan.names) if name in self.unreached] if self.unreached else []
+
+    def _point_at_sums(self, held: HeldBucket, unreached: Sequence[int]) -> None:
+        """The optimizer goes by the sums next, and passes over parameters that have none."""
+        for place, (name, view) in enumerate(zip(held.plan.names, held.sums, strict=True)):
+            self.named[name].grad = None if place in unreached or name in self.without else view
 
     def _read(self, index: int) -> None:
         """The sums of a bucket were read; with staging, in a thread of its own."""
         if self._sharing is not None:
             self._sharing.taken(index)
 
-    def _timed_update(self, gradient_scale: float, clip: bool) -> None:
+    def _timed_update(self) -> None:
         start = self._device.clock()
         with self._recorder.span("update", "compute", step=self._step):
-            self._update(gradient_scale, clip)
+            self._update()
         self.update_s += self._device.clock() - start
 
-    def _update(self, gradient_scale: float, clip: bool) -> None:
+    def _update(self) -> None:
         staging = self._device.staging
         for index, held in enumerate(self._held):
+            unreached = held.parts.unreached(held.host_sums)
             if staging is not None:
                 staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
-            if gradient_scale != 1.0:
-                held.gradients.mul_(gradient_scale)
-            for name, view in zip(held.plan.names, held.sums, strict=True):
-                self.named[name].grad = None if name in self.without else view
+            self._point_at_sums(held, unreached)
         if self.loss_scale is None or self.judged(self.memory.finite(), self._step):
-            if clip and self.settings.clip_norm > 0:
+            if self.settings.clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
             with user_code("the optimizer's step()"):
                 self.optimizer.step()

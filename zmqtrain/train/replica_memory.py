@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.unreached import Parts
 from zmqtrain.train.buckets import BucketPlan
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.shared import Allocate
@@ -28,6 +29,7 @@ class HeldBucket:
     written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
     host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
     sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
+    parts: Parts  # the parameters, in host memory
     arrive: Callable[[], None] | None = None  # what the exchange wrote is on its way to the device
 
 
@@ -51,8 +53,9 @@ def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, al
                 parameter.grad = gradient
     if staging is not None:
         host_parameters.copy_(parameters)
+    parts = Parts(plan.offsets[:-1], plan.numel, first.dtype)
     return HeldBucket(
-        plan, parameters, gradients, host_parameters, host_gradients, views, parameter_views, set(), host_gradients, views
+        plan, parameters, gradients, host_parameters, host_gradients, views, parameter_views, set(), host_gradients, views, parts
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
-from zmqtrain.parallel.rewrite.model import ParallelModel
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.losses import Losses
@@ -38,6 +37,8 @@ class StepSettings:
     accumulate: int = 1
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
+    rounded: bool = False
+    """Gradients travel in a form in which zeros have no sign, so they cannot say what nothing has reached."""
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
@@ -69,7 +70,7 @@ class TrainStep:
         self._weights, self._weight = weights, 0.0  # this step's, so far
         self._weighted = False
         self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
-        self._looked = settings.rank != 0 or isinstance(replica.model, ParallelModel)  # at what the first backward has reached
+        self._looked = settings.rank != 0 or not settings.rounded  # at what the first backward has reached
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:

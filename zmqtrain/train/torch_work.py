@@ -73,6 +73,7 @@ class TorchWork:
             accumulate=compute.accumulate,
             precision=compute.precision,
             on_nan=context.topology.job.on_nan,
+            rounded=context.topology.exchange.compression in ("int8", "topk"),
         )
         task = self._task
         self._step: Step

@@ -1,4 +1,4 @@
-"""Parameters without a gradient: an optimizer of torch's passes over them, an exchange of whole buckets cannot."""
+"""Parameters without a gradient: an optimizer of torch's passes over them. Where gradients are compressed, nobody can tell."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def unreached_warning(replica: TorchReplica) -> str | None:
     listed = ", ".join(names[:MOST_LISTED])
     return (
         f"the backward pass of the first step gave no gradient to {listed}{more}. PyTorch alone leaves such a parameter as it is; "
-        "here its gradient is zero unless another worker has one, and weight decay and momentum go on. Freeze what is never "
-        "used: requires_grad_(False)"
+        "with this [exchange] compression its gradient is zero unless another worker has one, and weight decay and momentum go on. "
+        "Freeze what is never used: requires_grad_(False)"
     )

@@ -3,9 +3,10 @@
 The header is a msgpack list. Its first two members, `MAGIC` and the version, stay for ever, so that every release can tell
 every other from garbage; the rest belongs to the version::
 
-    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta], and its CRC-32 behind it
+    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags], and its CRC-32 behind it
 
 Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define kinds of its own, whose ``meta`` only it understands.
+The flags are the link's, too: how it carries these bytes.
 
 Decoding raises `WireError` for anything that is no message within the limits, and no other error. Encoding raises `ValueError` or
 `TypeError` for a tag or value that the other side would refuse. Tuples within a ``meta`` arrive as lists.
@@ -30,7 +31,7 @@ from zmqtrain.wire.tensor import Buffer, TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 MAGIC: Final = "zmqt"
-WIRE_VERSION: Final = 2
+WIRE_VERSION: Final = 3
 
 TENSOR: Final = "tensor"
 PHANTOM: Final = "phantom"
@@ -66,6 +67,8 @@ class Header(NamedTuple):
     #: Size of the message's whole body; for phantoms of the body that is not there.
     nbytes: int = 0
     meta: Value = None
+    #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
+    flags: int = 0
     version: int = WIRE_VERSION
 
 
@@ -77,20 +80,20 @@ class Message:
     payload: Payload
 
 
-_LENGTH: Final = 11
+_LENGTH: Final = 12
 #: Behind a header stands the CRC-32 of its bytes. TCP's own sum of 16 bits lets one error in some ten thousand pass, and a wrong
 #: step or size does harm far from where it happened. (Tensors are not summed: that would cost as much as copying them.)
 _CHECK_BYTES: Final = 4
 _pack = msgpack.packb
-#: How every header of this version begins: list of 11, the magic, the version.
-_PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * 9])[: len(MAGIC) + 3])
+#: How every header of this version begins: list of 12, the magic, the version.
+_PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * (_LENGTH - 2)])[: len(MAGIC) + 3])
 
 
 def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
     """The header's bytes. Raises `ValueError` or `TypeError` where the other side would refuse its tag or ``meta``."""
-    kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, version = header
+    kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags, version = header
     try:
-        data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta))
+        data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags))
         _check_tag(tag, limits)
         if meta is not None:
             check_value(meta, limits.depth, limits.items)
@@ -118,13 +121,13 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     if crc32(data) != int.from_bytes(check, "little"):
         raise WireError(f"a header of {size} bytes was damaged on its way")
     fields = _unpack(data, limits.items)
-    kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta = fields[2:]
+    kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta, flags = fields[2:]
     if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
         raise WireError(f"the header's kind is {_shown(kind)}")
     if type(raw_tag) is not list:
         raise WireError(f"the header's tag is {_shown(raw_tag)}")
     _check_tag(raw_tag, limits)
-    for name, number in (("sequence", sequence), ("message", message), ("offset", offset), ("nbytes", nbytes)):
+    for name, number in (("sequence", sequence), ("message", message), ("offset", offset), ("nbytes", nbytes), ("flags", flags)):
         if type(number) is not int or number < 0:
             raise WireError(f"the header's {name} is {_shown(number)}")
     if nbytes > limits.message_bytes:
@@ -143,7 +146,7 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         raise WireError(f"a value of {nbytes} bytes and type {_shown(dtype)} is declared; the limit is {limits.value_bytes}")
     if meta is not None:
         check_value(meta, limits.depth, limits.items)
-    return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta)
+    return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta, flags)
 
 
 def describe(
@@ -163,10 +166,7 @@ def describe(
 
 
 def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> Payload:
-    """The payload of a message whose whole body has arrived; a tensor aliases ``body``. Raises `WireError`.
-
-    Also where a link has put ``kind`` into the header after it was decoded.
-    """
+    """The payload of a message whose whole body has arrived; a tensor aliases ``body``. Raises `WireError`."""
     if header.kind == TENSOR:
         return TensorPayload.received(body, header.dtype, header.shape, header.meta)
     if header.kind == PHANTOM and not len(body) and header.dtype in DTYPES:
@@ -191,6 +191,8 @@ def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Message
     if not 0 < len(frames) <= limits.frames:
         raise WireError(f"a message of {len(frames)} frames; there must be 1 to {limits.frames}")
     header = decode_header(frames[0], limits)
+    if header.flags:
+        raise WireError(f"a whole message with the flags {header.flags}")
     received = sum(len(frame) for frame in frames[1:])
     expected = 0 if header.kind == PHANTOM else header.nbytes
     if header.offset or received != expected:

@@ -59,7 +59,7 @@ def target(made: Machines, name: str) -> Target:
 @asynccontextmanager
 async def logged_in(made: Machines, kind: str, name: str = "m1", run: str = "trial") -> AsyncIterator[Session]:
     client = make_client(kind)  # type: ignore[arg-type]
-    session = await Session.open(client, target(made, name), run, patience_s=10.0)
+    session = await Session.open(client, target(made, name), run, connect_s=10.0)
     try:
         yield session
     finally:
@@ -296,7 +296,7 @@ async def test_the_users_own_configuration_counts(two: Machines, tmp_path: Path,
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     plain = Target("lab", "lab", sys.executable, environment=target(two, "m2").environment)
-    session = await Session.open(make_client("asyncssh"), plain, "config", patience_s=10.0)
+    session = await Session.open(make_client("asyncssh"), plain, "config", connect_s=10.0)
     try:
         assert session.state["agent"] == "none"
         said = (two.folder / "sshd-m2.log").read_text()
@@ -305,7 +305,7 @@ async def test_the_users_own_configuration_counts(two: Machines, tmp_path: Path,
         await session.close()
     # The same from the topology file alone.
     jumped = replace(target(two, "m2"), jump="gate")
-    session = await Session.open(make_client("asyncssh"), jumped, "config", patience_s=10.0)
+    session = await Session.open(make_client("asyncssh"), jumped, "config", connect_s=10.0)
     await session.close()
 
 

@@ -149,7 +149,7 @@ async def test_evaluations_on_the_way_judge_what_each_server_has_at_one_moment(c
     result = await run(topology(CASES[case][0], steps=40, checkpoint_every=0), slow_group(("worker/0",)), folder=tmp_path)
     assert not result.errors, result.errors
     shown: dict[str, dict[int, int]] = {}
-    for event in result.recorders["worker/0"].witnessed:
+    for event in result.recorders["worker/0"].audited:
         if event["what"] == "shown":
             shown.setdefault(event["label"], {})[event["piece"]] = event["version"]
     assert len(shown) == 10  # 9 evaluations, and the last one
@@ -157,7 +157,7 @@ async def test_evaluations_on_the_way_judge_what_each_server_has_at_one_moment(c
     for label, versions in shown.items():
         seen = 0
         for server in servers:
-            moments = list(history(server.witnessed))
+            moments = list(history(server.audited))
             pieces = {piece: version for piece, version in versions.items() if piece in moments[-1]}
             assert any(all(moment.get(piece, 0) == version for piece, version in pieces.items()) for moment in moments), label
             seen += len(pieces)
@@ -166,11 +166,11 @@ async def test_evaluations_on_the_way_judge_what_each_server_has_at_one_moment(c
         assert all(version >= (3 * step if label == "last" else step) for version in versions.values())
 
 
-def history(witnessed: list[dict[str, Any]]) -> Iterator[dict[int, int]]:
+def history(audited: list[dict[str, Any]]) -> Iterator[dict[int, int]]:
     """The versions of all pieces of a server after each of its updates."""
     now: dict[int, int] = {}
     yield dict(now)
-    for event in witnessed:
+    for event in audited:
         if event["what"] == "applied":
             now[event["piece"]] = event["version"]
             yield dict(now)

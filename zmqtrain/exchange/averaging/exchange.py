@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from zmqtrain.collectives.group import Group, bounds
@@ -19,6 +20,7 @@ from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.wire.payload import Payload, Value
@@ -45,7 +47,7 @@ class _Flight:
     task: asyncio.Task[None]
 
 
-class AveragingExchange:
+class AveragingExchange(Serverless):
     """Implements `Exchange`: the gradients are summed within the group at each step, and the groups' models come together as
     ``method`` says after the steps that ``fragments`` names.
 
@@ -74,17 +76,17 @@ class AveragingExchange:
 
         ``mix``: see `zmqtrain.exchange.averaging.methods`; it counts only where ``fragments`` have a delay.
         """
+        super().__init__(sums or NetworkSums(groups.group))
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
         self._mix = mix if fragments.delay else 0.0
         self._arithmetic = Arithmetic("zmqtrain-averaging")
         self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas, self._arithmetic)
         self._recorder: Recorder = recorder or NullRecorder()
-        self._sum = GradientSum(sums or NetworkSums(groups.group), self._recorder, self._abort, overlap=overlap)
+        self._sum = GradientSum(self._sums, self._recorder, self._abort, overlap=overlap)
         self._under_way = UnderWay(self._finish, self._abort)
         self._flights: dict[int, _Flight] = {}
         self._restored: dict[str, Payload] = {}
         self._overlap = overlap
-        self._replica: Replica | None = None
         self._step = 0
 
     @property
@@ -111,7 +113,8 @@ class AveragingExchange:
         # Else each group continues with its own model; its members wrote equal ones into the checkpoint.
         known = set(self._method.state())
         for bucket in replica.buckets:
-            self._method.begin(bucket.index, self._part(bucket))
+            part = self._part(bucket)
+            await self._arithmetic.do(partial(self._method.begin, bucket.index, part), part)
         if restored:
             self._require_whole(replica, known)
         self._resume_flights()
@@ -121,9 +124,6 @@ class AveragingExchange:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._sum.begin(step, len(self._replica_started().buckets))
-
-    def exchanges(self, step: int) -> bool:
-        return True
 
     def bucket_ready(self, bucket: Bucket) -> None:
         self._sum.add(bucket)
@@ -159,19 +159,10 @@ class AveragingExchange:
             await asyncio.wait({flight.task})
             flight.task.result()
 
-    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
-        return None
-
-    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
-        return None
-
     def center(self, bucket: Bucket) -> Payload:
         center = self._method.center(bucket.index)
         assert center is not None, "only elastic averaging has a center"
         return center
-
-    async def leave(self) -> None:
-        return None
 
     async def stop(self) -> None:
         await self._sum.stop()
@@ -186,9 +177,6 @@ class AveragingExchange:
                 if not task.cancelled():
                     task.exception()  # nobody wants it any more
         self._arithmetic.close()
-
-    def staleness(self) -> Sequence[int]:
-        return ()
 
     def state_dict(self) -> dict[str, Value]:
         """What the method keeps, what rounding has lost, and what has come but is not applied yet (`settle` first)."""
@@ -230,7 +218,7 @@ class AveragingExchange:
                 await self._rounded.mean(index, mean, tag, priority=index)
             else:
                 await all_reduce(column, mean, tag, priority=index)
-                await self._arithmetic.do(lambda: mean.scale_(1.0 / column.size), mean)
+                await self._arithmetic.do(partial(mean.scale_, 1.0 / column.size), mean)
 
     def _travelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -245,7 +233,7 @@ class AveragingExchange:
             await asyncio.wait({flight.task})
         flight.task.result()
         part, own, mean = self._part(bucket), flight.own, flight.mean
-        await self._arithmetic.do(lambda: self._method.apply(bucket.index, part, own, mean, mix=self._mix), part, own, mean)
+        await self._arithmetic.do(partial(self._method.apply, bucket.index, part, own, mean, mix=self._mix), part, own, mean)
         if group.size > 1:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
@@ -276,12 +264,3 @@ class AveragingExchange:
         """What of the bucket this worker deals with."""
         group = bucket.sharers(self._groups.group)
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])
-
-    def _abort(self, error: BaseException) -> None:
-        self._sum.sums.abort(error)  # also where it is not a sum that has failed
-        if self._replica is not None:
-            self._replica.abort(error)
-
-    def _replica_started(self) -> Replica:
-        assert self._replica is not None, "start() comes first"
-        return self._replica

@@ -14,7 +14,7 @@ only after log2 p steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -32,12 +32,13 @@ from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_powe
 from zmqtrain.exchange.gossip.state_source import StateSource, Weights
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
 from zmqtrain.waiting import in_time, together
-from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.payload import Payload
 
 #: Steps from one measurement of the distance between partners to the next: it reads both models once more.
 DISTANCE_EVERY = 10
@@ -63,7 +64,7 @@ class GossipSettings:
     """How long to wait for a partner."""
 
 
-class GossipExchange:
+class GossipExchange(Serverless):
     """Implements `Exchange`. The workers of a group hold equal models; the one at position i gossips with those at position i of
     the other groups about part i of each bucket, and the group gathers the parts.
 
@@ -84,6 +85,7 @@ class GossipExchange:
     ) -> None:
         """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups.
         ``like`` makes what is sent."""
+        super().__init__(sums)
         self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
         self._group = group = sums.group
@@ -95,7 +97,6 @@ class GossipExchange:
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
         self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
-        self._replica: Replica | None = None
         self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
         self._lent: dict[int, list[Sent]] = {}  # bucket -> the sendings of it
         self._step = 0
@@ -150,9 +151,6 @@ class GossipExchange:
         if not self._early:
             self._sum.begin(step, len(buckets))
 
-    def exchanges(self, step: int) -> bool:
-        return True
-
     def bucket_ready(self, bucket: Bucket) -> None:
         if self._early:
             self._under_way.add(bucket)
@@ -173,33 +171,12 @@ class GossipExchange:
     async def settle(self) -> None:
         await self._under_way.settle()
 
-    async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
-        return None
-
-    async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
-        return None
-
-    def center(self, bucket: Bucket) -> Payload:
-        raise AssertionError("gossip has no center")
-
-    async def leave(self) -> None:
-        return None
-
     async def stop(self) -> None:
         self._source_of_state.close()
         await self._under_way.cancel()
         await self._sum.stop()
         self._arithmetic.close()
         await self._members.stop()
-
-    def staleness(self) -> Sequence[int]:
-        return ()
-
-    def state_dict(self) -> dict[str, Value]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        return None
 
     # A step.
 
@@ -235,7 +212,7 @@ class GossipExchange:
         group, weights = bucket.sharers(self._group), self._settings.exchange == "weights"
         payload = bucket.parameters if weights else bucket.gradients
         if self._early and self._group.size > 1:
-            await self._sum.sums.sum(bucket, ("gradients", step, bucket.index))
+            await self._sums.sum(bucket, ("gradients", step, bucket.index))
         if partners is not None:
             part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
             await self._trade(bucket.index, part, step, partners, distance)
@@ -307,15 +284,6 @@ class GossipExchange:
     def _survived(self) -> suppress:
         """Where losses are survived, a partner that is lost is gone without."""
         return suppress(*([PeerLostError] if self._members.survives else []))
-
-    def _abort(self, error: BaseException) -> None:
-        self._sum.sums.abort(error)  # also where it is not a sum that has failed
-        if self._replica is not None:
-            self._replica.abort(error)
-
-    def _replica_started(self) -> Replica:
-        assert self._replica is not None, "start() comes first"
-        return self._replica
 
 
 def _average(own: Payload, others: Sequence[Payload]) -> None:

@@ -19,7 +19,6 @@ from zmqtrain.launcher.signals import ON_TERM
 from zmqtrain.membership.environment import TOKEN
 from zmqtrain.topology.hosts import gathered
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.topology.toml_writer import write_toml
 
 #: Where pods see the topology file.
@@ -175,7 +174,7 @@ def _container(
 def _job(
     topology: Topology, name: str, count: int, container: dict[str, Any], volumes: list[dict[str, Any]], *, backoff: int
 ) -> dict[str, Any]:
-    ladder = Ladder.of(topology.job.timeout_s)
+    ladder = topology.job.ladder
     exit_codes = {"containerName": container["name"], "operator": "In", "values": list(PERMANENT)}
     return {
         "name": name,

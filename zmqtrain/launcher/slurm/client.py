@@ -62,7 +62,7 @@ class StepClient:
         if shutil.which("srun") is None:
             raise UsageError("there is no srun here: launch where Slurm's commands are")
 
-    async def connect(self, target: Target, patience_s: float) -> StepConnection:
+    async def connect(self, target: Target, connect_s: float) -> StepConnection:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
         environ = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
         try:

@@ -93,7 +93,7 @@ class SshHandle:
 
     async def _log_in(self) -> None:
         await self._session.close()
-        session = await Session.open(self._client, self._session.target, self._run, patience_s=self._ladder.connect_s)
+        session = await Session.open(self._client, self._session.target, self._run, connect_s=self._ladder.connect_s)
         session.on_log(self._printed)
         self._session = session
         if session.state["agent"] == "none":  # somebody has removed all of it

@@ -15,7 +15,6 @@ from zmqtrain.launcher.ssh.session import Session
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
 
 T = TypeVar("T")
 
@@ -54,14 +53,14 @@ async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> di
         return {}
     topology = _topology(directory)
     client = make_client(topology.engine.client)
-    patience_s = Ladder.of(topology.job.timeout_s).connect_s
+    connect_s = topology.job.ladder.connect_s
     gate = asyncio.Semaphore(MOST_LOGINS)
 
     async def one(name: str) -> T | SshError:
         target = Target.of(next(host for host in topology.hosts if host.name == name), places.python)
         try:
             async with gate:
-                session = await Session.open(client, target, places.run, patience_s=patience_s)
+                session = await Session.open(client, target, places.run, connect_s=connect_s)
             try:
                 return await do(session)
             finally:

@@ -17,7 +17,7 @@ _KEPT_BYTES = 4000
 class LibraryClient:
     """Implements `zmqtrain.launcher.ssh.session.Client`."""
 
-    async def connect(self, target: Target, patience_s: float) -> LibraryConnection:
+    async def connect(self, target: Target, connect_s: float) -> LibraryConnection:
         with tempfile.TemporaryDirectory(prefix="zmqtrain-ssh-") as folder:
             try:
                 login = await asyncssh.connect(
@@ -26,7 +26,7 @@ class LibraryClient:
                     username=() if target.user is None else target.user,
                     tunnel=() if target.jump is None else target.jump,
                     config=_configuration(Path(folder), target),
-                    connect_timeout=patience_s,
+                    connect_timeout=connect_s,
                     keepalive_interval=ALIVE_S,
                     keepalive_count_max=ALIVE_MISSING,
                     agent_forwarding=False,

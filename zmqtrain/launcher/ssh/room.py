@@ -12,7 +12,6 @@ from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.processors import processors
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
 
 
 def lacks_room(topology: Topology) -> bool:
@@ -39,7 +38,7 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
         folder=Path.cwd(),
         directory=Path.cwd(),
         script=None,
-        ladder=Ladder.of(topology.job.timeout_s),
+        ladder=topology.job.ladder,
         say=say,
         log=lambda host, text: say(f"{host}: {text.rstrip()}"),
     )

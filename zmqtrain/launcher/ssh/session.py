@@ -37,7 +37,7 @@ class Connection(Protocol):
 class Client(Protocol):
     """Logs in to hosts."""
 
-    async def connect(self, target: Target, patience_s: float) -> Connection:
+    async def connect(self, target: Target, connect_s: float) -> Connection:
         """Log in, and start the remote program's Python. Raises `SshError`, saying what to do."""
         ...
 
@@ -58,11 +58,11 @@ class Session:
         self._number = 0
 
     @classmethod
-    async def open(cls, client: Client, target: Target, run: str, *, patience_s: float) -> Session:
+    async def open(cls, client: Client, target: Target, run: str, *, connect_s: float) -> Session:
         """Log in and begin to talk about a run. Raises `SshError`."""
         try:
-            async with asyncio.timeout(patience_s):
-                connection = await client.connect(target, patience_s)
+            async with asyncio.timeout(connect_s):
+                connection = await client.connect(target, connect_s)
                 try:
                     session = cls(target, connection)
                     await connection.write(target.program)
@@ -72,7 +72,7 @@ class Session:
                     await connection.close()
                     raise
         except TimeoutError as error:
-            raise SshError(target.name, f"no answer within {patience_s:g} s", f"does `{target.by_hand}` work?") from error
+            raise SshError(target.name, f"no answer within {connect_s:g} s", f"does `{target.by_hand}` work?") from error
         return session
 
     def on_log(self, take: TakeLog) -> None:

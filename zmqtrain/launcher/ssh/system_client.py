@@ -24,12 +24,12 @@ class SystemClient:
         if shutil.which("ssh") is None:
             raise UsageError("there is no ssh command here: install OpenSSH's client, or the library: pip install zmqtrain[ssh]")
 
-    async def connect(self, target: Target, patience_s: float) -> SystemConnection:
+    async def connect(self, target: Target, connect_s: float) -> SystemConnection:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
         try:
             # In a session of its own: Ctrl-C is for the launcher, and there is no terminal on which it might ask.
             process = await asyncio.create_subprocess_exec(
-                *system_arguments(target, connect_s=patience_s),
+                *system_arguments(target, connect_s=connect_s),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.membership.common_stop import stop_together
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.topology.timeouts import Ladder
 
 if TYPE_CHECKING:
     from zmqtrain.topology.placement import Placement
@@ -30,7 +29,7 @@ class CheckpointClock:
         if every_s is None:
             return None
         workers = tuple(worker.peer for worker in placement.workers)
-        return cls(endpoint, workers, every_s, timeout_s=Ladder.of(topology.job.timeout_s).barrier_s)
+        return cls(endpoint, workers, every_s, timeout_s=topology.job.ladder.barrier_s)
 
     def begin(self) -> None:
         """A worker is there that keeps checkpoints (scripts and models of devices do not)."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import COMMITTED, NOTHING, OPEN_PART, RESUME, SAVE, STANDS_IN, WRITTEN, pack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.topology.timeouts import Ladder
 from zmqtrain.train.checkpoint.clock import CheckpointClock
 from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, RunShape, find_latest, prune
 from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint
@@ -111,7 +110,7 @@ class CheckpointCollector:
             keep=topology.job.keep_checkpoints,
             resume=checkpoint,
             weights=weights,
-            patience_s=Ladder.of(topology.job.timeout_s).barrier_s,
+            patience_s=topology.job.ladder.barrier_s,
             members=members,
             on_event=on_event,
             model=model,

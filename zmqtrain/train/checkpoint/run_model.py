@@ -37,13 +37,9 @@ async def gathered(replica: Replica, exchange: Exchange, group: Group, own: Grou
     mine = [copy_of(bucket.parameters) for bucket in replica.buckets]
     try:
         largest = 0.0
+        await take_run_model(replica, exchange, group, own, tag)
         for bucket, kept in zip(replica.buckets, mine, strict=True):
-            if exchange.model is RunModel.CENTER:
-                await _take_center(bucket, exchange.center(bucket), own, tag)
-            else:
-                await _take_mean(bucket, group, tag)
             largest = max(largest, _difference(kept, bucket.parameters))
-            replica.parameters_ready(bucket)
         yield largest
     finally:
         for bucket, kept in zip(replica.buckets, mine, strict=True):
@@ -51,8 +47,8 @@ async def gathered(replica: Replica, exchange: Exchange, group: Group, own: Grou
             replica.parameters_ready(bucket)
 
 
-async def become_run_model(replica: Replica, exchange: Exchange, group: Group, own: Group, tag: str) -> None:
-    """As `gathered`, for good."""
+async def take_run_model(replica: Replica, exchange: Exchange, group: Group, own: Group, tag: str) -> None:
+    """As `gathered`, and nothing puts the worker's own parameters back."""
     for bucket in replica.buckets:
         if exchange.model is RunModel.CENTER:
             await _take_center(bucket, exchange.center(bucket), own, tag)

@@ -43,7 +43,7 @@ class ChargedTorch(ABC):
         compute, seed, rank = context.topology.compute, context.topology.job.seed, context.role.index
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._profile = None if compute.profile is None else Profile.load(compute.profile)
-        self._tempo: Callable[[int], float] = lambda step: noise.factor(seed, rank, step) * context.slowdown()
+        self._speed_factor: Callable[[int], float] = lambda step: noise.factor(seed, rank, step) * context.slowdown()
         self._micro_batches = compute.accumulate
         self._samples = 0
         self._forwards = 0
@@ -82,14 +82,14 @@ class ChargedTorch(ABC):
         whole = _numel(optimizer)
 
         def updated(part: Optimizer, *_: object) -> None:  # all parameters, or a bucket's
-            self.spend(update_s * self._tempo(self._step) * _numel(part) / whole)
+            self.spend(update_s * self._speed_factor(self._step) * _numel(part) / whole)
 
         optimizer.register_step_post_hook(updated)
 
     def charge(self, seconds: float) -> None:
         """In the compute thread: work of this length, for each sample where the profile's times are a sample's."""
         samples = self._samples if self._profile is None or self._profile.batch_size else 1
-        self.spend(seconds * samples * self._tempo(self._step))
+        self.spend(seconds * samples * self._speed_factor(self._step))
 
     @property
     def _step(self) -> int:

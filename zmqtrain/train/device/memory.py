@@ -54,7 +54,7 @@ class Memory(Protocol):
         """Write this worker's gradient of the step, or add it."""
         ...
 
-    def update(self, bucket: Bucket, gradient_scale: float) -> None:
+    def update(self, bucket: Bucket) -> None:
         """Run the local optimizer."""
         ...
 
@@ -82,7 +82,7 @@ class NoMemory:
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         return None
 
-    def update(self, bucket: Bucket, gradient_scale: float) -> None:
+    def update(self, bucket: Bucket) -> None:
         return None
 
 
@@ -114,11 +114,11 @@ class SmallMemory:
             before = gradients[part] if add else 0.0
             gradients[part] = before + self._factor * gradient(self._rank, step, index, numel)
 
-    def update(self, bucket: Bucket, gradient_scale: float) -> None:
+    def update(self, bucket: Bucket) -> None:
         parameters = numbers_of(bucket.parameters)
-        parameters -= gradient_scale * numbers_of(bucket.gradients)
+        parameters -= numbers_of(bucket.gradients)
         if self._whole:
-            # The scale is one over a number of groups. It is not exact, but what comes of it is a whole number.
+            # Sums were multiplied by one over a number of groups. That is not exact, but what comes of it is a whole number.
             np.rint(parameters, out=parameters)
 
     def values(self, buckets: Sequence[Bucket]) -> dict[str, Numbers]:

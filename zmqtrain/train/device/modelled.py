@@ -21,7 +21,7 @@ ONE_SLEEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Tempo:
+class SpeedFactor:
     """How fast this device is, other than its profile says."""
 
     of_step: Callable[[int], float] = lambda step: 1.0
@@ -67,7 +67,7 @@ class ModelledReplica:
         timeout_s: float,
         recorder: Recorder,
         memory: Memory | None = None,
-        tempo: Tempo | None = None,
+        speed_factor: SpeedFactor | None = None,
         behind: Behind | None = None,
         slot: Slot | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class ModelledReplica:
         ``slot``: taken while it computes."""
         self._profile, self._timeout_s, self._recorder = profile, timeout_s, recorder
         self._memory = memory or NoMemory.real(profile.optimizer)
-        self._tempo = tempo or Tempo()
+        self._speed_factor = speed_factor or SpeedFactor()
         self._behind, self._slot = behind, slot
         make = self._memory.payload
         plans = profile.bucket_plans(bucket_bytes)
@@ -124,13 +124,13 @@ class ModelledReplica:
         for answered in self._answered:
             answered.set()
 
-    async def update(self, *, gradient_scale: float = 1.0, clip: bool = True, hold: bool = False) -> None:
+    async def update(self, *, hold: bool = False) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        await asyncio.sleep(self._profile.update_s * self._tempo.slowdown())
+        await asyncio.sleep(self._profile.update_s * self._speed_factor.slowdown())
         self.update_s += loop.time() - start
         for bucket in self._buckets:
-            self._memory.update(bucket, gradient_scale)
+            self._memory.update(bucket)
             if self._sharing is not None:
                 self._sharing.taken(bucket.index)
             if not hold:
@@ -141,13 +141,13 @@ class ModelledReplica:
         assert self._on_ready is not None, "connect() comes first"
         clock = asyncio.get_running_loop().time
         start, pace = clock(), _Pace()
-        scale = self._profile.scaled(samples) * self._tempo.of_step(step)
+        scale = self._profile.scaled(samples) * self._speed_factor.of_step(step)
         exposed_s = await self._take_slot(step, pace)
         with self._recorder.span("forward", "compute", step=step):
             for stretch in self._forward:
                 if stretch.take is not None:
                     exposed_s += await self._take(stretch.take, step, pace)
-                await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+                await pace.work(stretch.seconds * scale * self._speed_factor.slowdown())
         waited: Waited | None = None
         if self._behind is not None:
             with self._recorder.span("wait for the FC server", "wait", step=step):
@@ -163,7 +163,7 @@ class ModelledReplica:
         self._machine.begin_backward(last=hand_over)
         with self._recorder.span("backward", "compute", step=step):
             for stretch in self._backward:
-                await pace.work(stretch.seconds * scale * self._tempo.slowdown())
+                await pace.work(stretch.seconds * scale * self._speed_factor.slowdown())
                 for index in stretch.complete:
                     await self._complete(index, step, pace)
             self._machine.end_backward()
@@ -175,7 +175,7 @@ class ModelledReplica:
 
     async def evaluate(self, share: float) -> None:
         """As long as the evaluation of such a share of the data takes."""
-        await asyncio.sleep(self._profile.evaluate_s * share * self._tempo.slowdown())
+        await asyncio.sleep(self._profile.evaluate_s * share * self._speed_factor.slowdown())
 
     async def take_all(self) -> None:
         pace = _Pace()
@@ -220,8 +220,8 @@ class ModelledReplica:
 
     async def _update(self, index: int, step: int, pace: _Pace) -> None:
         with self._recorder.span(f"update of bucket {index}", "compute", step=step):
-            await pace.work(self._update_s[index] * self._tempo.slowdown())
-        self._memory.update(self._buckets[index], 1.0)
+            await pace.work(self._update_s[index] * self._speed_factor.slowdown())
+        self._memory.update(self._buckets[index])
         if self._sharing is not None:
             self._sharing.taken(index)
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 
-from zmqtrain.cli.check_file import Finding
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.launcher.check.file import Finding
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 

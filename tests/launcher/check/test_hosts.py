@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.cli.check_file import Finding
-from zmqtrain.cli.check_hosts import findings_of, machine_cells, machine_row
+from zmqtrain.cli.check_tables import machine_cells, machine_row
 from zmqtrain.errors import HostFault
+from zmqtrain.launcher.check.file import Finding
+from zmqtrain.launcher.check.hosts import findings_of
 from zmqtrain.launcher.host_facts import facts_here
 from zmqtrain.launcher.look import HostLook, Look, WayLook
 from zmqtrain.topology.load import parse_topology

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.tune import tuned
-from zmqtrain.cli.tune_runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
+from zmqtrain.experiment.runs import LaunchedRuns, Listening, diverged_as, read_if_there, timed
+from zmqtrain.experiment.tuning import tuned
 from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
@@ -44,7 +44,7 @@ class JobError(Exception):
 
 @dataclass(slots=True)
 class JobRuns:
-    """Implements `zmqtrain.cli.tune_runs.Runs`: probes as others do, and the job itself as the training that is asked for."""
+    """Implements `zmqtrain.experiment.runs.Runs`: probes as others do, and the job itself as the training that is asked for."""
 
     probes: LaunchedRuns
     path: Path

@@ -18,9 +18,9 @@ from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.report import run_report
 from zmqtrain.cli.runs import run_logs, run_status
 from zmqtrain.cli.simulate import run_simulate
-from zmqtrain.cli.tune_job import Watching, job_with, rest
-from zmqtrain.cli.tune_runs import LaunchedRuns
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.experiment.job import Watching, job_with, rest
+from zmqtrain.experiment.runs import LaunchedRuns
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.checkpoint.folder import find_latest
 from zmqtrain.tune.drift import Drift

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from zmqtrain.cli.check_file import Finding
+from zmqtrain.launcher.check.file import Finding
 from zmqtrain.launcher.look import HostLook, Look, WayLook
 from zmqtrain.launcher.ssh.inspection import public_version
 from zmqtrain.topology.hosts import is_loopback
@@ -43,24 +42,6 @@ def findings_of(
         yield from _data(host)
         yield from _gpus(topology, placement, host)
     yield from _summary(look)
-
-
-def machine_row(host: HostLook) -> dict[str, Any]:
-    """A host as a JSON line."""
-    clock = {"clock_offset_s": host.clock_offset_s, "clock_error_s": host.clock_error_s}
-    return {"row": "machine", "host": host.name, **clock, **host.facts}
-
-
-def machine_cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """The same for people."""
-    return {
-        "host": row["host"],
-        "clock": f"{rounded_time(row['clock_offset_s'])} ± {rounded_time(row['clock_error_s'])}",
-        "memory": rounded_size(row["memory_bytes"]),
-        "shm": "-" if row["shm_bytes"] is None else rounded_size(row["shm_bytes"]),
-        "run_folder": f"{rounded_size(row['run_folder'][1])}",
-        "scratch_folder": f"{rounded_size(row['scratch_folder'][1])} ({row['scratch_folder'][0]})",
-    }
 
 
 # One thing each ----------------------------------------------------------------------------------------------------------------

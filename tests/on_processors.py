@@ -1,0 +1,80 @@
+"""Runs the numeric tests as on other processors: ``python -m tests.on_processors [pytest arguments]``, `make test-processors`.
+
+torch, oneDNN and the number of threads choose the kernels, and with them the order of sums, so float32 results differ from
+processor to processor. Each variant below limits the kernels to what an older processor has. A variant that this processor
+cannot run is skipped, with the reason. Exits with 1 if any variant fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+#: What is compared with one process's numbers.
+FOLDERS = ("tests/parallel", "tests/train", "tests/host")
+#: From the least able on, as torch names them.
+CAPABILITIES = ("default", "avx2", "avx512")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Which kernels may be used, and how many threads."""
+
+    torch: str
+    """ATEN_CPU_CAPABILITY"""
+    onednn: str
+    """ONEDNN_MAX_CPU_ISA"""
+    threads: int
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "ATEN_CPU_CAPABILITY": self.torch,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+        }
+
+    def __str__(self) -> str:
+        return f"torch {self.torch}, oneDNN {self.onednn}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+
+#: Each pair of a torch capability and a number of threads, and each oneDNN instruction set with both numbers of threads.
+VARIANTS = (
+    Variant("default", "SSE41", 1),
+    Variant("default", "AVX2", 4),
+    Variant("avx2", "AVX2", 1),
+    Variant("avx2", "AVX512_CORE", 4),
+    Variant("avx512", "AVX512_CORE", 1),
+    Variant("avx512", "SSE41", 4),
+)
+
+
+def capability() -> str:
+    """The best that torch finds on this processor, in the words of `CAPABILITIES`."""
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    environment = {key: value for key, value in os.environ.items() if key != "ATEN_CPU_CAPABILITY"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.strip()
+    return found.lower() if found.lower() in CAPABILITIES else "default"
+
+
+def main(arguments: list[str]) -> int:
+    """Run all variants, and say what became of each."""
+    most, outcomes = CAPABILITIES.index(capability()), []
+    chosen = arguments or ["-q", "-n", "2", "--dist", "loadfile", *FOLDERS]
+    for variant in VARIANTS:
+        if CAPABILITIES.index(variant.torch) > most:
+            outcomes.append((variant, "skipped: this processor has no more than " + CAPABILITIES[most]))
+            continue
+        print(f"== {variant}", flush=True)
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", *chosen], env={**os.environ, **variant.environment()}, check=False
+        ).returncode
+        outcomes.append((variant, "passed" if code == 0 else f"failed: pytest ended with {code}"))
+    print("\n".join(f"{variant}: {outcome}" for variant, outcome in outcomes))
+    return int(any(outcome.startswith("failed") for _, outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

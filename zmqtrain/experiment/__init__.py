@@ -1,0 +1,1 @@
+"""Runs of runs: searches over a job's settings, launches that tune themselves, and plans that are run to see what they cost."""

@@ -1,0 +1,29 @@
+"""How a link carries the bytes of a piece: bits in its header."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zmqtrain.errors import WireError
+from zmqtrain.wire.message import PHANTOM, TENSOR, VALUE
+
+#: The piece came beyond the window, because the peer waits for it.
+BEYOND: Final = 1
+#: The phantom's bytes follow in pieces of their own.
+FOLLOWS: Final = 2
+#: The body is a descriptor of shared memory.
+SHARED: Final = 4
+#: That memory stays until the message was used, so the receiver need not copy it.
+LASTING: Final = 8
+#: Kind of a piece that continues a message.
+CHUNK: Final = "chunk"
+
+_PIECES = frozenset({TENSOR, PHANTOM, VALUE, CHUNK})
+_ALL = BEYOND | FOLLOWS | SHARED | LASTING
+
+
+def check_flags(kind: str, flags: int) -> None:
+    """Raise `WireError` for flags that no peer of ours gives to a message of this kind."""
+    alone = (flags & LASTING and not flags & SHARED) or (flags & FOLLOWS and kind != PHANTOM)
+    if flags & ~_ALL or kind not in _PIECES or alone:
+        raise WireError(f"a message of kind {kind!r:.60} with the flags {flags}")

@@ -1,0 +1,127 @@
+"""A worker's part in the run, whether the training loop is ours (`zmqtrain.train.loop`) or a script's (`zmqtrain.embed.core`)::
+
+    start -> [ a step of the loop ] ... -> ended -> the run's model: become_run_model, or `run_model` for a while -> stop
+
+In an elastic run the workers that do these things together are those that trained the step before, as far as they are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.events import EventValue
+from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.averaging.methods import copy_of
+from zmqtrain.exchange.base import Exchange, Replica, RunModel
+from zmqtrain.exchange.members import Members, group_of
+from zmqtrain.membership.common_stop import StopPoint
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.all_trained import AllTrained
+from zmqtrain.train.checkpoint.run_model import gathered, take_run_model
+from zmqtrain.versions import versions
+from zmqtrain.wire.payload import Value
+
+
+class Participant:
+    """All methods on the event loop's thread."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        exchange: Exchange,
+        members: Members,
+        replica: Replica,
+        *,
+        step: Callable[[], int],
+        quiet: Callable[[], Awaitable[None]],
+        state_mean: Callable[[Group], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            step: returns how many steps this worker has trained.
+            quiet: waits until the parameters of all buckets are there and nothing is computed.
+            state_mean: called while the replica is the mean of a group at the end, for an auditor.
+        """
+        self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
+        self.exchange, self.members = exchange, members
+        role, ladder = context.role, context.ladder
+        self.own = group_of(
+            context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", ladder.barrier_s
+        )
+        """This worker's compute group."""
+        self.stop_point = StopPoint(context.endpoint, timeout_s=ladder.barrier_s)
+        self.spread = 0.0
+        """The largest difference of this worker's parameters from the run's model, where that was looked at."""
+        self._trained = AllTrained(context, step)
+
+    async def start(self, *, restored: int | None = None) -> int:
+        """Begin: all replicas are equal then, or as they were when the checkpoint at step ``restored`` was written.
+
+        Returns the first step: 0, that of the checkpoint, or where this worker comes instead of one that was lost the step that
+        the others are about to train."""
+        joined = await self.exchange.start(self._replica, restored=restored is not None)
+        return restored or joined or 0
+
+    def staleness(self) -> dict[str, EventValue]:
+        """Of the reads since the last call: for the record of a step."""
+        reads = list(self.exchange.staleness())
+        return {"staleness": sum(reads) / len(reads) if reads else None, "staleness_max": max(reads, default=None)}
+
+    async def ended(self, *, alike: bool) -> int:
+        """This worker trains no more. Where none may be lost, it returns when that is so of all workers.
+
+        ``alike``: whether all have trained the same number of steps, which is returned; else that of the most. Raises as
+        `AllTrained.wait`."""
+        await self.exchange.settle()
+        await self._quiet()
+        await self.exchange.leave()  # before waiting: no other group may wait for this one's gradients
+        return self._step() if self.members.survives else await self._trained.wait(self.members, alike=alike)
+
+    @asynccontextmanager
+    async def run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:
+        """For a while this worker's replica is the run's model; all of ``group`` call it. ``kept``: as of this checkpoint.
+        ``last``: no group trains any more."""
+        exchange = self.exchange
+        await self._quiet()
+        if not exchange.averaged:
+            await exchange.read(tag, kept=kept, last=last)
+            await self._quiet()
+            yield
+            return
+        async with gathered(self._replica, exchange, group, self.own, tag) as self.spread:
+            await self._quiet()
+            if exchange.model is RunModel.MEAN and last and self._state_mean is not None:
+                self._state_mean(group)
+            yield
+        await self._quiet()
+
+    async def become_run_model(self, tag: str) -> None:
+        """This worker's replica becomes the run's model for good, when all have `ended`; all workers call it."""
+        replica, exchange = self._replica, self.exchange
+        survives = self.members.survives and exchange.averaged
+        mine = [copy_of(bucket.parameters) for bucket in replica.buckets] if survives else None
+
+        async def become(group: Group) -> None:
+            if exchange.averaged:
+                if mine is not None:  # an attempt may have gone before, in which another was lost
+                    for bucket, kept in zip(replica.buckets, mine, strict=True):
+                        bucket.parameters.copy_(kept)
+                await take_run_model(replica, exchange, group, self.own, tag)
+            elif exchange.model is RunModel.SERVERS:
+                await exchange.read(tag, last=True)
+                await spread(group, replica)
+
+        await self.members.together(tag, self._step(), become)
+        await self._quiet()
+
+    def about_model(self, samples: int, metrics: Mapping[str, float | int | str | bool]) -> dict[str, Value]:
+        """What is said of the run's model where it is kept. ``samples`` that it was trained on; 0 where that is not known."""
+        known: dict[str, Value] = {"samples": samples} if samples else {}
+        return {"model": self.exchange.model.value, **known, "metrics": dict(metrics), "versions": dict(versions())}
+
+    async def stop(self) -> None:
+        """Finish cleanly: nothing of this worker is on its way any more."""
+        await self.exchange.stop()
+        await self.members.stop()
