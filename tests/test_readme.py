@@ -13,7 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from zmqtrain.topology.load import parse_topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -47,8 +47,8 @@ def test_its_topology_has_no_fault() -> None:
     assert (topology.compute.groups, topology.compute.group_size, topology.servers) == (2, 2, 2)
 
 
-def test_its_ladder_is_the_ladder() -> None:
-    rows = Ladder.of(60).rows()
+def test_its_timeouts_are_the_timeouts() -> None:
+    rows = Timeouts.of(60).rows()
     assert "| timeout = 60 s | " + " | ".join(row.name for row in rows) + " |" in README
     assert "| seconds | " + " | ".join(f"{row.seconds:g}" for row in rows) + " |" in README
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -175,6 +175,29 @@ async def test_close_cancels_what_is_under_way(at: str) -> None:
         with pytest.raises(ConnectivityError, match="this worker has ended"):
             await thread.submit(begun.wait)
     await thread.close(10.0)
+
+
+class Unused:
+    """Work that must be told that nobody awaits it."""
+
+    closed = False
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        raise AssertionError("awaited after all")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_what_is_given_up_before_its_first_step_is_closed() -> None:
+    bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, 20.0)
+    unused = [Unused(), Unused()]
+    bridge.begin(unused[0], "nothing").cancel()
+    await asyncio.sleep(0)
+    bridge.begin(unused[1], "nothing more")
+    await bridge.close()
+    await asyncio.sleep(0)
+    assert [each.closed for each in unused] == [True, True]
 
 
 async def test_a_loop_that_hangs_is_noticed() -> None:

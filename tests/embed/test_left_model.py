@@ -49,7 +49,7 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randint(-8, 9, (4, 16), generator=generator).double()
 
 
-async def script(run: OwnRun, rank: int, models: dict[int, nn.Module]) -> None:
+async def script(run: OwnRun, rank: int, models: dict[int, nn.Module], steps: int = STEPS) -> None:
     """A worker whose loop is the user's own."""
     async with run.context(f"worker/{rank}") as context:
         core, thread = Core(context), BackgroundThread("compute")
@@ -66,7 +66,7 @@ async def script(run: OwnRun, rank: int, models: dict[int, nn.Module]) -> None:
                 model(batch(rank, step)).mean().backward()
                 optimizer.step()
 
-            for step in range(STEPS):
+            for step in range(steps):
                 await session.run(train, step)
             session.report("eval", quality=0.25)
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
@@ -104,6 +104,39 @@ async def test_a_script_leaves_the_runs_model(kind: str, tmp_path: Path) -> None
     assert about["step"] == STEPS
     assert about["metrics"] == {"quality": 0.25}
     assert about["versions"]["torch"] == torch.__version__
+
+
+async def test_groups_that_are_not_in_step_may_end_at_different_ones(tmp_path: Path) -> None:
+    """The model is that of all steps of all groups, and the record has the largest staleness."""
+    topology = Topology.model_validate(
+        {
+            "job": {"name": "script", "timeout": 20.0, "oversubscribe": True},
+            "compute": {"groups": 2, "bucket_size": 64, "device": "cpu"},
+            "exchange": {"kind": "model_server", "staleness": "async"},
+            "optimizer": {"look_ahead": "none"},
+        }
+    )
+    models: dict[int, nn.Module] = {}
+    steps: list[dict[str, Any]] = []
+
+    def note(_peer: str, events: list[dict[str, Any]]) -> None:
+        steps.extend(event["values"] for event in events if event["kind"] == "step")
+
+    opened = open_run(topology, network=MemoryNetwork(), checkpoints=tmp_path / "checkpoints", on_report=note)
+    async with opened as run, asyncio.TaskGroup() as tasks:
+        tasks.create_task(run.role("server/0"))
+        for rank in range(2):
+            tasks.create_task(script(run, rank, models, steps=3 + 2 * rank))
+    left = load_file(tmp_path / "model.safetensors")
+    gradients = sum(batch(rank, step).mean(0) for rank in range(2) for step in range(3 + 2 * rank))
+    assert isinstance(gradients, Tensor)
+    torch.testing.assert_close(torch.cat([left["first"], left["second"]]), -LR * gradients, rtol=1e-12, atol=1e-12)
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert about["step"] == 5
+    assert about["metrics"] == {}, "worker 0 reported after 3 steps, of another model"
+    assert len(steps) == 8
+    assert all(values["staleness_max"] >= values["staleness"] for values in steps if values["staleness"] is not None)
+    assert any(values["staleness_max"] is not None for values in steps)
 
 
 class AskedToStop:

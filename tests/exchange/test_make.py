@@ -18,7 +18,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 TOPOLOGY = """
 [job]
@@ -40,7 +40,7 @@ def contexts(nodes: list[Endpoint], kind: str, every: int = 1) -> list[RoleConte
     placement = place(topology)
     membership: Any = None  # exchanges do not use it
     return [
-        RoleContext(node, membership, role, placement, topology, Ladder.of(60))
+        RoleContext(node, membership, role, placement, topology, Timeouts.of(60))
         for node, role in zip(nodes, placement.workers, strict=True)
     ]
 

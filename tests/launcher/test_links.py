@@ -22,7 +22,7 @@ from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.node import Node
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.profile import Profile
 
 
@@ -78,7 +78,7 @@ async def opened(endpoint: Node, engine: Engine, hosts: Sequence[Host]) -> Async
     topology, here = Topology.from_dict({"job": {"timeout": 10.0}}).with_hosts(tuple(hosts)), Path()
     async with gathered_hosts(engine, Gathering(topology, here, print), "token") as fleet:
         await fleet.open(endpoint, hosts, here, say=print, log=print, agents=False)
-        async with Probes(endpoint, fleet, hosts, Ladder.of(10.0)) as probes:
+        async with Probes(endpoint, fleet, hosts, Timeouts.of(10.0)) as probes:
             yield probes
 
 

@@ -99,7 +99,9 @@ def test_a_run_that_is_preempted_goes_on_in_its_directory(tmp_path: Path) -> Non
 
 
 def test_a_script_without_a_model_is_halted(tmp_path: Path) -> None:
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.replace('task = "task.py"\n', "").replace("checkpoint_every = 60\n", ""))
+    (tmp_path / "trial.toml").write_text(
+        TOPOLOGY.replace('task = "task.py"\n', "").replace("steps = 60\ncheckpoint_every = 60\n", "")
+    )
     (tmp_path / "script.py").write_text(STAYS)
     with Launched(tmp_path, "trial.toml", "script.py") as run:
         run.wait_for("ready", 2)

@@ -8,9 +8,9 @@ from zmqtrain.errors import ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Outcome, Push, Refuse
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.view import Member
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
-LADDER = Ladder.of(60.0)
+TIMEOUTS = Timeouts.of(60.0)
 
 
 def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool = True) -> list[Member]:
@@ -25,7 +25,7 @@ class Table:
     """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
 
     def __init__(self, expected: list[Member], *, elastic: bool = False) -> None:
-        self.roster, self.expected, self.now = Roster(expected, LADDER, now=0.0, elastic=elastic), expected, 0.0
+        self.roster, self.expected, self.now = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic), expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []
         self.dropped: list[str] = []
@@ -70,7 +70,7 @@ class Table:
         roles = [member.peer for member in self.expected if member.is_role] if alive is None else alive
         end = self.now + seconds
         while self.now < end:
-            self.now = min(end, self.now + LADDER.heartbeat_s)
+            self.now = min(end, self.now + TIMEOUTS.heartbeat_s)
             for host in hosts:
                 self.take(self.roster.handle_heartbeat(f"agent/{host}", roles, self.now))
             deadline = self.roster.next_deadline()

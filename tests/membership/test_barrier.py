@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.membership.table import LADDER, Table, members
+from tests.membership.table import TIMEOUTS, Table, members
 from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.barrier import LONGEST_NAME, MOST_BARRIERS
 
@@ -25,7 +25,7 @@ def test_a_barrier_that_takes_too_long_names_who_is_missing() -> None:
     table = Table(members(workers=3))
     table.join_all()
     ticket = table.ask("barrier", "worker/1", "epoch", None)
-    table.advance(LADDER.barrier_s - 1)
+    table.advance(TIMEOUTS.barrier_s - 1)
     assert ticket not in table.answers
     table.advance(1)
     assert "worker/0, worker/2 did not answer within 600 s while waiting for the barrier 'epoch'" in str(table.error(ticket))

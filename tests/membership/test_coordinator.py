@@ -21,11 +21,11 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 pytestmark = pytest.mark.virtual_time
 
-LADDER = Ladder.of(20.0)
+TIMEOUTS = Timeouts.of(20.0)
 
 
 def placement_of(groups: int, size: int, servers: int = 0, hosts: int = 1) -> Placement:
@@ -39,15 +39,15 @@ def placement_of(groups: int, size: int, servers: int = 0, hosts: int = 1) -> Pl
 class Run:
     """A coordinator on a network in memory, and what it has told."""
 
-    def __init__(self, placement: Placement, *, agents: bool, ladder: Ladder = LADDER) -> None:
-        self.network, self.placement, self.ladder = MemoryNetwork(), placement, ladder
+    def __init__(self, placement: Placement, *, agents: bool, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.network, self.placement, self.timeouts = MemoryNetwork(), placement, timeouts
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.reports: list[tuple[str, list[dict[str, Any]]]] = []
         self.nodes: list[Node] = []
         self.coordinator = Coordinator(
             self.endpoint("coordinator"),
             placement,
-            ladder,
+            timeouts,
             agents=agents,
             on_event=lambda kind, values: self.events.append((kind, values)),
             on_report=lambda peer, events: self.reports.append((peer, events)),
@@ -62,11 +62,13 @@ class Run:
 
     async def join(self, peer: str, *, incarnation: int | None = None) -> Membership:
         node = self.endpoint(peer)
-        return await Membership.join(node, coordinator_address="memory://coordinator", ladder=self.ladder, incarnation=incarnation)
+        return await Membership.join(
+            node, coordinator_address="memory://coordinator", timeouts=self.timeouts, incarnation=incarnation
+        )
 
     async def agent(self, host: str) -> AgentLink:
         node = self.endpoint(f"agent/{host}")
-        return await AgentLink.join(node, coordinator_address="memory://coordinator", ladder=self.ladder)
+        return await AgentLink.join(node, coordinator_address="memory://coordinator", timeouts=self.timeouts)
 
     async def everybody(self) -> dict[str, Membership]:
         peers = [role.peer for role in self.placement.roles]
@@ -75,9 +77,9 @@ class Run:
 
 @asynccontextmanager
 async def started(
-    placement: Placement, *, agents: bool = False, ladder: Ladder = LADDER
+    placement: Placement, *, agents: bool = False, timeouts: Timeouts = TIMEOUTS
 ) -> AsyncIterator[tuple[Run, asyncio.Task[Outcome]]]:
-    run = Run(placement, agents=agents, ladder=ladder)
+    run = Run(placement, agents=agents, timeouts=timeouts)
     task = asyncio.create_task(run.coordinator.run())
     try:
         yield run, task
@@ -154,12 +156,12 @@ async def test_another_run_s_token_is_refused() -> None:
     async with started(placement_of(1, 1)) as (run, _):
         node = run.endpoint("worker/0", token="of another run")
         with pytest.raises(RunTokenError, match="coordinator has another run token"):
-            await Membership.join(node, coordinator_address="memory://coordinator", ladder=LADDER)
+            await Membership.join(node, coordinator_address="memory://coordinator", timeouts=TIMEOUTS)
         assert run.coordinator.view.members == {}
 
 
 async def test_a_role_that_cannot_be_reached_lives_as_long_as_its_agent_says_so() -> None:
-    async with started(placement_of(1, 2), agents=True, ladder=Ladder.of(1.0)) as (run, task):
+    async with started(placement_of(1, 2), agents=True, timeouts=Timeouts.of(1.0)) as (run, task):
         link = await run.agent("h0")
         for rank in range(2):
             link.started(f"worker/{rank}")
@@ -184,7 +186,7 @@ async def test_a_stranger_is_refused() -> None:
 
 
 async def test_a_join_that_takes_too_long_names_who_is_missing() -> None:
-    async with started(placement_of(1, 3), ladder=Ladder.of(0.1)) as (run, task):
+    async with started(placement_of(1, 3), timeouts=Timeouts.of(0.1)) as (run, task):
         with pytest.raises(PeerTimeoutError, match=r"worker/1, worker/2 did not answer .* \(2 of 3 are missing\)"):
             await run.join("worker/0")
         assert (await task).status == "failed"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.membership.table import LADDER, Table, members
+from tests.membership.table import TIMEOUTS, Table, members
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
 from zmqtrain.membership.state import State
 from zmqtrain.membership.view import View
@@ -102,7 +102,7 @@ def test_a_server_s_loss_fails_the_run() -> None:
 
 def test_a_silent_host_takes_its_workers_and_no_more() -> None:
     table = running(4, hosts=2)
-    table.advance(2 * LADDER.lost_s, ["worker/0", "worker/2"], hosts=("h0",))
+    table.advance(2 * TIMEOUTS.lost_s, ["worker/0", "worker/2"], hosts=("h0",))
     assert table.roster.state is State.RUNNING
     assert everybody(table) == ["worker/0", "worker/2"]
 
@@ -173,7 +173,7 @@ def test_agreements_are_among_members_and_time_out() -> None:
     assert isinstance(table.answers[agree(table, "worker/0", 1, ["worker/1"])], UsageError)
     assert isinstance(table.answers[agree(table, "worker/0", 1, ["worker/0", "worker/9"])], UsageError)
     waiting = agree(table, "worker/0", 1, everybody(table))
-    table.advance(LADDER.barrier_s + 1)
+    table.advance(TIMEOUTS.barrier_s + 1)
     assert isinstance(table.answers[waiting], PeerTimeoutError)
     assert "worker/1, worker/2" in str(table.answers[waiting])
 

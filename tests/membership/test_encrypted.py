@@ -24,11 +24,11 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.tensor import TensorPayload
 
 TOKEN = "0123456789abcdef"
-LADDER = replace(Ladder.of(6.0), heartbeat_s=0.1, lost_s=0.5, flush_s=0.3)
+TIMEOUTS = replace(Timeouts.of(6.0), heartbeat_s=0.1, lost_s=0.5, flush_s=0.3)
 
 
 def placement_of(workers: int, servers: int = 0) -> Placement:
@@ -46,7 +46,7 @@ class Run:
         self.coordinator = Coordinator(
             endpoint,
             placement,
-            LADDER,
+            TIMEOUTS,
             agents=False,
             elastic=elastic,
             on_event=lambda kind, values: self.events.append((kind, values)),
@@ -56,18 +56,18 @@ class Run:
         environment = RoleEnvironment(peer, address or self.endpoint.address, token, timeout_s=6.0)
         known = RoleEnvironment.from_environ(environment.to_environ())
         assert known is not None
-        settings = replace(known.settings(), lost_s=LADDER.lost_s, heartbeat_s=LADDER.heartbeat_s, flush_s=LADDER.flush_s)
+        settings = replace(known.settings(), lost_s=TIMEOUTS.lost_s, heartbeat_s=TIMEOUTS.heartbeat_s, flush_s=TIMEOUTS.flush_s)
         self.nodes.append(await open_zeromq(peer, settings=settings))
         return self.nodes[-1]
 
     async def join(self, peer: str) -> Membership:
         node = await self.open(peer)
-        return await Membership.join(node, coordinator_address=self.endpoint.address, ladder=LADDER)
+        return await Membership.join(node, coordinator_address=self.endpoint.address, timeouts=TIMEOUTS)
 
 
 @asynccontextmanager
 async def started(placement: Placement, *, elastic: bool = False) -> AsyncIterator[tuple[Run, asyncio.Task[Outcome]]]:
-    endpoint = await open_zeromq("coordinator", settings=net_settings(LADDER, TOKEN, identity=Identity.coordinator(TOKEN)))
+    endpoint = await open_zeromq("coordinator", settings=net_settings(TIMEOUTS, TOKEN, identity=Identity.coordinator(TOKEN)))
     run = Run(endpoint, placement, elastic=elastic)
     task = asyncio.create_task(run.coordinator.run())
     try:
@@ -158,10 +158,10 @@ async def test_those_who_do_not_belong_to_the_run() -> None:
     async with started(placement_of(2)) as (run, _):
         foreign = await run.open("worker/0", token="another")
         with pytest.raises(RunTokenError):
-            await Membership.join(foreign, coordinator_address=run.endpoint.address, ladder=LADDER)
+            await Membership.join(foreign, coordinator_address=run.endpoint.address, timeouts=TIMEOUTS)
         unknown = await run.open("worker/7")
         with pytest.raises(ProtocolError, match="not part of this run"):
-            await Membership.join(unknown, coordinator_address=run.endpoint.address, ladder=LADDER)
+            await Membership.join(unknown, coordinator_address=run.endpoint.address, timeouts=TIMEOUTS)
         liar = await run.open("worker/1")
         liar.add_peer("coordinator", run.endpoint.address)
         for address, why in (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import astuple
 
 from zmqtrain.membership.environment import net_settings
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 def test_the_time_outs_of_an_endpoint_are_those_of_the_ladder_in_its_order() -> None:
-    ladder = Ladder.of(60)
-    settings = net_settings(ladder, "token")
+    timeouts = Timeouts.of(60)
+    settings = net_settings(timeouts, "token")
     rungs = (settings.heartbeat_s, settings.flush_s, settings.lost_s, settings.greet_s)
-    assert rungs == (ladder.heartbeat_s, ladder.flush_s, ladder.lost_s, ladder.join_s)
-    assert list(astuple(ladder)) == sorted(astuple(ladder))
+    assert rungs == (timeouts.heartbeat_s, timeouts.flush_s, timeouts.lost_s, timeouts.join_s)
+    assert list(astuple(timeouts)) == sorted(astuple(timeouts))
     # A request gives up, and names what it asked for, before the link on which it waits is given up.
-    assert ladder.request_s < settings.greet_s
+    assert timeouts.request_s < settings.greet_s

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.membership.table import LADDER, Table, members
+from tests.membership.table import TIMEOUTS, Table, members
 from zmqtrain.errors import HostLostError, PeerLostError, PeerTimeoutError, ProtocolError, TaskError, UsageError
 from zmqtrain.membership.actions import Note
 from zmqtrain.membership.barrier import name_some
@@ -88,7 +88,7 @@ def test_the_join_deadline_names_who_is_missing() -> None:
     table = Table(members(workers=3))
     table.join("agent/h0")
     waiting = table.join("worker/1")
-    table.advance(LADDER.join_s - 2)
+    table.advance(TIMEOUTS.join_s - 2)
     assert waiting not in table.answers
     table.advance(3)
     error = table.error(waiting)
@@ -117,7 +117,7 @@ def test_a_role_whose_gil_is_held_for_minutes_stays_alive() -> None:
 def test_an_agent_that_is_silent_is_a_lost_host() -> None:
     table = Table(members(workers=4, hosts=2))
     table.join_all()
-    table.advance(LADDER.lost_s - 1, hosts=("h0",))
+    table.advance(TIMEOUTS.lost_s - 1, hosts=("h0",))
     assert table.roster.state is State.RUNNING
     table.advance(2, hosts=("h0",))
     failure = table.roster.failures[0]
@@ -138,7 +138,7 @@ def test_a_process_that_stood_still_itself_judges_nobody() -> None:
     table.now += 3600  # a suspended machine
     table.take(table.roster.tick(table.now))
     assert table.roster.state is State.RUNNING
-    table.advance(LADDER.lost_s + 2, hosts=("h0",))
+    table.advance(TIMEOUTS.lost_s + 2, hosts=("h0",))
     assert [failure.peer for failure in table.roster.failures] == ["agent/h1"]
 
 
@@ -188,7 +188,7 @@ def test_collecting_failures_ends_after_the_grace_time() -> None:
     table = Table(members())
     table.join_all()
     table.exited("worker/0", 3, {"message": "a bug"})
-    table.advance(2 * LADDER.grace_s + 1)
+    table.advance(2 * TIMEOUTS.grace_s + 1)
     assert table.outcome is not None
     assert [failure.peer for failure in table.outcome.failures] == ["worker/0"]
     assert table.roster.next_deadline() is None
@@ -247,7 +247,7 @@ def test_a_server_that_does_not_end_is_a_failure() -> None:
     table = Table(members(workers=1, servers=1, agents=False))
     table.join_all()
     table.leave("worker/0")
-    table.advance(LADDER.request_s + 1)
+    table.advance(TIMEOUTS.request_s + 1)
     assert "server/0 did not answer within 60 s while waiting for the end of the run" in table.roster.failures[0].reason
 
 

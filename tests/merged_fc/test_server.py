@@ -18,13 +18,13 @@ from zmqtrain.merged_fc.server import FcServer, FcSettings
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.node import Node
 from zmqtrain.server.staleness import Policy
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.tensor import TensorPayload
 
 pytestmark = pytest.mark.virtual_time
 
 GROUPS = (("worker/0", "worker/1"), ("worker/2", "worker/3"))
-LADDER = Ladder.of(10.0)
+TIMEOUTS = Timeouts.of(10.0)
 
 
 class DoublingExecutor:
@@ -70,7 +70,7 @@ class World:
         settings = FcSettings(GROUPS, request_s=2.0)
         self.server = FcServer(self.own, settings, queue, self.executor, self.kept, NullRecorder())
         self.nodes: dict[str, Node] = {peer: self.network.endpoint(peer) for group in GROUPS for peer in group}
-        self.clients = {peer: FcClient(node, "fc/0", LADDER) for peer, node in self.nodes.items()}
+        self.clients = {peer: FcClient(node, "fc/0", TIMEOUTS) for peer, node in self.nodes.items()}
 
     async def run(self, *lives: Awaitable[object]) -> None:
         async with asyncio.TaskGroup() as tasks:

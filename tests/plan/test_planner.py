@@ -174,3 +174,12 @@ def test_plans_that_do_not_fit(change: dict[str, str], message: str) -> None:
         placed_of(problem, Plan.read(values))
     with pytest.raises(UsageError, match="for 32 processes, and the group has 16"):
         placed_of(replace(problem, processes=16), plan(problem).plan)
+
+
+def test_a_model_that_must_stay_whole() -> None:
+    """Without that it would be divided: there are more processes than samples to divide."""
+    problem = Problem(alexnet(), 64, 64, LINK)
+    assert any(how.grid.rows > 1 for how in plan(problem).placed)
+    assert all(how.grid.rows == 1 for how in plan(replace(problem, whole_model=True)).placed)
+    with pytest.raises(UsageError, match="float16"):
+        plan(replace(problem, batch=1, whole_model=True))

@@ -33,11 +33,11 @@ from zmqtrain.simulate.process import Process
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import RolePlacement, place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 AGENT, TIMEOUT_S = "agent/h1", 600.0
-GRACE_S = Ladder.of(TIMEOUT_S).grace_s
+GRACE_S = Timeouts.of(TIMEOUT_S).grace_s
 
 
 class FakeCoordinator:
@@ -175,7 +175,7 @@ async def lose(scene: Scene) -> None:
 async def give_up(scene: Scene) -> None:
     await scene.until("worker/0", "began")
     scene.coordinator.gives_up = True
-    await scene.pass_s(Ladder.of(TIMEOUT_S).heartbeat_s)
+    await scene.pass_s(Timeouts.of(TIMEOUT_S).heartbeat_s)
 
 
 @dataclass(frozen=True)
@@ -270,10 +270,10 @@ async def _play(case: Case, scene: Scene, life: asyncio.Task[None]) -> dict[str,
 async def told_by_the_real_agent(case: Case, script: Path) -> dict[str, list[tuple[Any, ...]]]:
     network, description = MemoryNetwork(), description_of(case, script)
     environment = RoleEnvironment(AGENT, "memory://coordinator", "secret", timeout_s=TIMEOUT_S)
-    coordinator = FakeCoordinator(network.endpoint(COORDINATOR, net_settings(environment.ladder, "")))
-    endpoint = network.endpoint(AGENT, net_settings(environment.ladder, ""))
+    coordinator = FakeCoordinator(network.endpoint(COORDINATOR, net_settings(environment.timeouts, "")))
+    endpoint = network.endpoint(AGENT, net_settings(environment.timeouts, ""))
     async with asyncio.timeout(2 * TIMEOUT_S), ForkServer("scripted_lives:main") as forks:
-        link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=environment.ladder)
+        link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
         agent = Agent(link, description, environment, ForkedProcesses(forks, description, None))
         told = await _play(case, Scene(coordinator, agent, script), asyncio.create_task(agent.run()))
         await endpoint.close()
@@ -286,8 +286,8 @@ async def told_by_the_simulated_agent(case: Case, script: Path) -> dict[str, lis
     network = SimulatedNetwork(links_of(description.topology), random.Random(1))
     cluster = Cluster(network, description.placement)
     environment = RoleEnvironment(AGENT, f"{COORDINATOR}@h1", "secret", timeout_s=TIMEOUT_S)
-    coordinator = FakeCoordinator(network.endpoint(COORDINATOR, "h1", net_settings(environment.ladder, "")))
-    endpoint = network.endpoint(AGENT, "h1", net_settings(environment.ladder, ""))
+    coordinator = FakeCoordinator(network.endpoint(COORDINATOR, "h1", net_settings(environment.timeouts, "")))
+    endpoint = network.endpoint(AGENT, "h1", net_settings(environment.timeouts, ""))
     kills: list[asyncio.Task[None]] = []
 
     async def become(role: RolePlacement, _environment: RoleEnvironment, _process: Process) -> None:
@@ -296,7 +296,7 @@ async def told_by_the_simulated_agent(case: Case, script: Path) -> dict[str, lis
     def outside(peer: PeerId) -> None:
         kills.append(Process("outside").run(loop.create_task, cluster.kill(peer)))
 
-    link = await AgentLink.join(endpoint, coordinator_address=coordinator._endpoint.address, ladder=environment.ladder)
+    link = await AgentLink.join(endpoint, coordinator_address=coordinator._endpoint.address, timeouts=environment.timeouts)
     agent = Agent(link, description, environment, SimulatedProcesses(cluster, become))
     life = spawn(cluster, AGENT, "h1").run(loop.create_task, agent.run())
     told = await _play(case, Scene(coordinator, agent, script), life)

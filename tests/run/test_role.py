@@ -27,7 +27,7 @@ async def test_servers_end_with_workers_that_never_asked_for_anything(merged: bo
 
     async def live(peer: str) -> None:
         own = network.endpoint(peer)
-        async with enter(own, endpoint.address, assembly.ladder) as (context, _):
+        async with enter(own, endpoint.address, assembly.timeouts) as (context, _):
             if not peer.startswith("worker"):
                 await run_role(context, task=Recipe()(peer))
         await own.close()

@@ -24,7 +24,7 @@ from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 STEPS = 200
 TOPOLOGY = """
@@ -163,7 +163,7 @@ def test_a_bucket_is_averaged_as_a_whole_or_stays_local(when_ms: int) -> None:
 
     async def run() -> list[str]:
         network = SimulatedNetwork(links_of(parse_topology(PAIR)), random.Random(1))
-        settings = net_settings(Ladder.of(2.0), "")
+        settings = net_settings(Timeouts.of(2.0), "")
         nodes = [network.endpoint(f"worker/{rank}", f"h{rank + 1}", settings) for rank in range(2)]
         peers = ("worker/0", "worker/1")
         nodes[0].add_peer(peers[1], nodes[1].address)

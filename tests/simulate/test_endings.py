@@ -13,7 +13,7 @@ from zmqtrain import Task
 from zmqtrain.simulate.faults import slow
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 def test_the_last_parameters_arrive_however_long_they_take() -> None:
@@ -42,7 +42,7 @@ def test_the_last_parameters_arrive_however_long_they_take() -> None:
         }
     )
     seconds = 4 * 250 * 251 * 8 / 950e3
-    assert seconds > Ladder.of(20.0).flush_s
+    assert seconds > Timeouts.of(20.0).flush_s
     result = simulate(topology, options=Options(task=task))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     first, *others = models
@@ -54,7 +54,7 @@ def test_the_last_parameters_arrive_however_long_they_take() -> None:
 def test_groups_that_have_trained_wait_for_slower_ones_as_long_as_these_get_on(tmp_path: Path) -> None:
     """Asynchronous groups, one of which needs many times the longest time-out for its last steps."""
     topology = topology_of(profile_file(tmp_path), job={"timeout": "0.5 s", "steps": 40})
-    longest_s = Ladder.of(0.5).barrier_s
+    longest_s = Timeouts.of(0.5).barrier_s
     result = simulate(topology, options=Options(faults=(slow("h4", 40.0, at=0.0),)))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     assert result.seconds > 3 * longest_s

@@ -18,7 +18,7 @@ from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
 from zmqtrain.simulate.faults import WEIGHTS, random_faults
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_a_seed_replays(topology: Topology) -> None:
 
 
 def test_seeds_make_many_kinds_of_schedules(topology: Topology) -> None:
-    placement, ladder = place(topology), Ladder.of(20)
-    kinds = {fault.kind for seed in range(60) for fault in random_faults(placement, ladder, 1.0, random.Random(seed))}
+    placement, timeouts = place(topology), Timeouts.of(20)
+    kinds = {fault.kind for seed in range(60) for fault in random_faults(placement, timeouts, 1.0, random.Random(seed))}
     assert kinds == set(WEIGHTS)
     assert faults_for(topology, 1, "none", 0.0) == ()
     assert faults_for(topology, 1, "file", 0.0) is None

@@ -13,7 +13,7 @@ from zmqtrain.errors import PlacementError
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 def topology_of(
@@ -230,10 +230,10 @@ def test_an_error_names_a_few_hosts_only() -> None:
         place(topology_of([1] * 20, groups=30))
 
 
-def test_the_ladder_rises() -> None:
+def test_the_timeouts_rise() -> None:
     for timeout_s in (0.1, 1.0, 60.0, 3600.0):
-        rungs = Ladder.of(timeout_s).rows()
-        seconds = {rung.name: rung.seconds for rung in rungs}
-        assert all(rung.purpose for rung in rungs)
+        rows = Timeouts.of(timeout_s).rows()
+        seconds = {row.name: row.seconds for row in rows}
+        assert all(row.purpose for row in rows)
         assert seconds["heartbeat"] * 4 <= seconds["lost"] < seconds["request"] < seconds["join"] < seconds["barrier"]
         assert seconds["flush"] <= seconds["grace"] <= seconds["lost"]

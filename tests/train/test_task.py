@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from zmqtrain.errors import TaskError, UsageError
-from zmqtrain.train.task import Task, check_model, load_task
+from zmqtrain.errors import RunStopped, TaskError, UsageError
+from zmqtrain.train.task import Task, check_model, load_task, user_code
 
 SOURCE = """
 from dataclasses import dataclass
@@ -122,3 +123,10 @@ def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
         check_model(model)
     model(torch.zeros(1, 8))
     check_model(model)
+
+
+def test_an_exit_within_the_task_says_where() -> None:
+    with pytest.raises(TaskError, match=r"Task\.model\(\) ends the process \(sys\.exit\(5\)\)"), user_code("Task.model()"):
+        sys.exit(5)
+    with pytest.raises(RunStopped), user_code("Task.model()"):
+        raise RunStopped(3)

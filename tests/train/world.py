@@ -93,7 +93,7 @@ async def run(
 
     ``region``: memory that all roles share. ``meanwhile``: what the launcher does, with the coordinator's endpoint.
     """
-    network, placement, ladder = MemoryNetwork(), place(topology), topology.job.ladder
+    network, placement, timeouts = MemoryNetwork(), place(topology), topology.job.timeouts
     endpoint = network.endpoint(COORDINATOR)
     description = RunDescription(topology, placement, "", resume=None if resume is None else str(resume))
     assembly = Assembly(endpoint, description, checkpoints=folder, model=folder, agents=False)
@@ -106,7 +106,7 @@ async def run(
         computes = not peer.startswith("server")
         try:
             recorder = result.recorders[peer]
-            entering = enter(own, endpoint.address, ladder, arena=arena, description=assembly.description, recorder=recorder)
+            entering = enter(own, endpoint.address, timeouts, arena=arena, description=assembly.description, recorder=recorder)
             async with entering as (context, _):
                 context = replace(context, make_device=make_device)
                 await live_without_agent(context, task(peer) if task is not None and computes else None)

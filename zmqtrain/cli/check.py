@@ -11,7 +11,7 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from zmqtrain.cli.check_tables import PACKAGES, own_versions, print_faults, print_tables, rows_of
+from zmqtrain.cli.check_tables import print_faults, print_tables, rows_of
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyError, UsageError
 from zmqtrain.launcher.check.file import Finding, look_at_file
@@ -22,6 +22,7 @@ from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.versions import PACKAGES, versions
 
 FAULTY = 2
 #: Where these have a fault, importing the task would say the same again.
@@ -60,7 +61,7 @@ def run_check(
     if not file_only:
         look = _look(topology, data, findings, emulate=emulate)
     if look is not None:
-        findings += findings_of(topology, placement, look, dict(own_versions()), _model_bytes(topology))
+        findings += findings_of(topology, placement, look, versions(), _model_bytes(topology))
     rows = list(rows_of(topology, placement, look, findings))
     faults = sum(not finding.ok for finding in findings)
     if json:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps
@@ -22,9 +20,8 @@ from zmqtrain.topology.rounded import rounded_size, rounded_time
 from zmqtrain.topology.schema import Fault, Topology
 from zmqtrain.topology.toml_writer import write_value
 from zmqtrain.topology.units import format_rate
+from zmqtrain.versions import PACKAGES, versions
 
-#: What all hosts must have in the same version, beside zmqtrain and Python.
-PACKAGES = ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy")
 #: Of a table that people see; there may be thousands of hosts and roles.
 MOST_ROWS = 40
 #: Ways between more hosts are listed.
@@ -40,15 +37,6 @@ def _planned(fault: Fault) -> dict[str, Any]:
     return {"kind": fault.kind, "at": fault.at, "step": fault.step, "target": fault.target, "details": ", ".join(details)}
 
 
-def own_versions() -> Iterator[tuple[str, str | None]]:
-    yield "python", platform.python_version()
-    for package in PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield package, None
-
-
 def rows_of(
     topology: Topology, placement: Placement | None, look: Look | None, findings: Sequence[Finding]
 ) -> Iterator[dict[str, Any]]:
@@ -62,11 +50,13 @@ def rows_of(
         }
     for role in placement.roles if placement else ():
         yield {"row": "role", **asdict(role)}
-    for rung in topology.job.ladder.rows():
+    for rung in topology.job.timeouts.rows():
         yield {"row": "timeout", **asdict(rung)}
     for fault in topology.faults:
         yield {"row": "planned", **_planned(fault)}
-    for package, version in own_versions():
+    found = versions()
+    for package in ("python", *PACKAGES):
+        version = found.get(package)
         yield {"row": "version", "package": package, "version": version}
     if look is not None:
         yield from map(machine_row, look.hosts)

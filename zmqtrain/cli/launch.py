@@ -12,6 +12,7 @@ from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
+from zmqtrain.embed.script_settings import check_length, check_script
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import Emulation
@@ -24,7 +25,6 @@ from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.job import Job
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints
@@ -47,7 +47,8 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
         topology = with_room_here(topology) if options.emulate else run(with_room(topology, _tell))
     _check_program(file, topology, script)
     if script:
-        _check_script(script[0], topology.job, options.resume)
+        check_script(topology, resume=options.resume)
+        check_length(topology)
     if options.submit:
         return run_submit(topology, file, script, options)
     if topology.compute.auto_groups:
@@ -128,23 +129,6 @@ def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> Non
         raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
     if script and not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]} in {Path.cwd()}")
-    if script and (topology.compute.grid == "auto" or topology.divided):
-        raise UsageError(f"{script[0]} builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
-
-
-def _check_script(script: str, job: Job, resume: str | None) -> None:
-    """What would begin or keep a script's model: the script does it itself, since only it knows all of its state."""
-    if resume is not None:
-        raise UsageError(
-            f"--resume is for tasks: {script} keeps its own checkpoints, and goes on from them itself (by an argument of its own)"
-        )
-    if job.weights is not None:
-        raise UsageError(f"[job] weights is for tasks: let {script} load them into its model, before session.replicate()")
-    default = type(job).model_fields["checkpoint_every"].default
-    if job.checkpoint_every not in (0, default):
-        raise UsageError(
-            f"[job] checkpoint_every is for tasks: {script} keeps its own checkpoints, at steps of its choice. Leave it out"
-        )
 
 
 def _go_detached(run: Path, go: Callable[[], int], events_before: int, *, json_lines: bool) -> int:

@@ -17,14 +17,24 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from zmqtrain.data.background import Condition
 from zmqtrain.errors import ConnectivityError, PeerTimeoutError, UsageError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Work(Protocol[T_co]):
+    """Something to await once; a coroutine, for example."""
+
+    def __await__(self) -> Generator[Any, Any, T_co]: ...
+
+    def close(self) -> object:
+        """It is not awaited, or is through."""
 
 
 class Bridge:
@@ -47,7 +57,7 @@ class Bridge:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def begin(self, work: Coroutine[Any, Any, T], what: str) -> Begun[T]:
+    def begin(self, work: Work[T], what: str) -> Begun[T]:
         """Let the loop run ``work``. Call `Begun.wait` next. ``what`` it is for, in words."""
         begun: Begun[T] = Begun(self, what)
         try:
@@ -58,7 +68,7 @@ class Bridge:
                 raise
         return begun
 
-    def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+    def call(self, work: Work[T], what: str) -> T:
         """What ``work`` returns. A KeyboardInterrupt cancels it, and so does whatever else ends the wait.
 
         Raises what ``work`` raises, what `abort` was given, and `UsageError` on the loop's own thread."""
@@ -122,7 +132,7 @@ class Bridge:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _start(self, work: Coroutine[Any, Any, T], begun: Begun[T]) -> None:
+    def _start(self, work: Work[T], begun: Begun[T]) -> None:
         if self._closed:
             work.close()
             return
@@ -131,7 +141,7 @@ class Bridge:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
 
-    async def _run(self, work: Coroutine[Any, Any, T], begun: Begun[T]) -> None:
+    async def _run(self, work: Work[T], begun: Begun[T]) -> None:
         result: list[T] = []
         error: BaseException | None = None
         try:

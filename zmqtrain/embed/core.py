@@ -6,9 +6,9 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
+from zmqtrain.embed.script_settings import check_script, check_session
 from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
@@ -55,9 +56,9 @@ class Core:
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
-        ladder = context.ladder
+        timeouts = context.timeouts
         # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
-        self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, ladder.barrier_s + 2 * ladder.lost_s)
+        self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, timeouts.barrier_s + 2 * timeouts.lost_s)
         self.members = make_members(context)
         self.replicated: Replicated | None = None
         self._part: Participant | None = None
@@ -67,7 +68,7 @@ class Core:
         self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
-        self._other_loops = OtherLoops(context.endpoint, self._coupled(), ladder.request_s)
+        self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
         self._samples = 0
         self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
         self.finished = False
@@ -85,8 +86,11 @@ class Core:
             raise UsageError("a script computes for real, and [compute] device is modelled: launch a task instead")
         return device_named(role.device, role.slot)
 
-    async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; raises at once when the run is stopped."""
+    def guard(self, coroutine: Coroutine[Any, Any, T]) -> Guarded[T]:
+        """The coroutine, to be awaited, which raises at once when the run is stopped."""
+        return Guarded(self, coroutine)
+
+    async def run_guarded(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -115,35 +119,17 @@ class Core:
                 "a session replicates one model with one optimizer. Two networks that are trained by turns (a GAN) cannot be "
                 "replicated; what is trained by one optimizer.step() can: put it into one nn.Module, with one optimizer for all"
             )
+        check_script(self.context.topology, resume=self.context.resume)
+        check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
         check_model(model)
         served = self.context.topology.exchange.kind == "model_server"
         check_optimizer(model, optimizer, served=served)
-        topology, ladder = self.context.topology, self.context.ladder
-        if topology.optimizer.scale_lr != "none":
-            raise UsageError(
-                "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
-                "multiply the learning rate by session.groups, or its square root, yourself"
-            )
-        if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
-            raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
-        if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
-            raise UsageError(
-                "[compute] precision and accumulate are for tasks: in a loop of yours use torch.autocast, session.accumulating()"
-            )
-        if (
-            overlap is False
-            and topology.exchange.kind == "allreduce"
-            and topology.exchange.every_steps(self.context.placement.groups) > 1
-        ):
-            raise UsageError(
-                "overlap=False with [exchange] every: between exchanges there is no gradient of all workers to be had. "
-                "Leave every out, and put all but the last backward() of a step within session.accumulating()"
-            )
+        topology, timeouts = self.context.topology, self.context.timeouts
         settings = ReplicaSettings(
             bucket_bytes=topology.compute.bucket_bytes,
             clip_norm=topology.optimizer.clip_norm,
             overlap=topology.compute.overlap,
-            gate_timeout_s=ladder.barrier_s,
+            gate_timeout_s=timeouts.barrier_s,
         )
         where = next(model.parameters()).device
         device = CallersDevice(self.bridge, where, _staging(where))
@@ -201,7 +187,7 @@ class Core:
         context = self.context
         role, placement = context.role, context.placement
         members = StepScope.of(context.topology, placement, role).members
-        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.ladder.barrier_s)
+        group = Group(context.endpoint, members, members.index(role.peer), "session/step", timeout_s=context.timeouts.barrier_s)
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
@@ -226,7 +212,7 @@ class Core:
 
     async def end_batches(self, feed: Feed) -> None:
         self._feeds.remove(feed)
-        await feed.close(self.context.ladder.grace_s)
+        await feed.close(self.context.timeouts.grace_s)
 
     async def _agree(self, mine: bool) -> bool:
         async def agree(group: Group, call: str) -> bool:
@@ -384,9 +370,9 @@ class Core:
                 return
             # 0 where batches were not the session's.
             samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
-            metrics = self._evaluated[1] if self._evaluated[0] == replicated.step else {}
+            metrics = self._evaluated[1] if self._evaluated[0] == step else {}  # else of an earlier model
             state = whole_state(replicated.replica.model, copied=False)
-            about, timeout_s = part.about_model(samples, metrics), self.context.ladder.barrier_s
+            about, timeout_s = part.about_model(samples, metrics), self.context.timeouts.barrier_s
             await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)
 
         await self.members.together("model", replicated.step, leave)
@@ -400,6 +386,20 @@ class Core:
             await self.end_batches(feed)
         await self.members.stop()
         await self.bridge.close()
+
+
+class Guarded(Generic[T]):
+    """Implements `zmqtrain.data.bridge.Work`: what `Core.guard` returns."""
+
+    def __init__(self, core: Core, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._core, self._coroutine = core, coroutine
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._core.run_guarded(self._coroutine).__await__()
+
+    def close(self) -> None:
+        """It is not awaited after all."""
+        self._coroutine.close()
 
 
 def _staging(device: torch.device) -> Staging | None:

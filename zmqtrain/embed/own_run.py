@@ -6,7 +6,7 @@
         ...                       # and a process for worker/1 with run.environment("worker/1") added to its environment, in which
                                   # `await run_role(task=task)` is called
 
-``run.placement.roles`` says which roles there are. A run begins when all of them have joined, within the ladder's ``join`` time.
+``run.placement.roles`` says which roles there are. A run begins when all of them have joined, within the timeouts's ``join`` time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OwnRun:
 
     def __init__(self, assembly: Assembly, address: str, token: str, network: MemoryNetwork | None) -> None:
         self.topology, self.placement = assembly.description.topology, assembly.description.placement
-        self.ladder = assembly.ladder
+        self.timeouts = assembly.timeouts
         self._assembly = assembly
         self._address, self._token, self._network = address, token, network
 
@@ -88,9 +88,9 @@ class OwnRun:
             async with enter_run(self._environment(peer)) as (context, _):
                 yield context
             return
-        endpoint = self._network.endpoint(peer, net_settings(self.ladder, self._token))
+        endpoint = self._network.endpoint(peer, net_settings(self.timeouts, self._token))
         try:
-            async with enter(endpoint, self._address, self.ladder) as (context, _):
+            async with enter(endpoint, self._address, self.timeouts) as (context, _):
                 yield context
         finally:
             await endpoint.close()

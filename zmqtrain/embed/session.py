@@ -218,7 +218,7 @@ async def join() -> AsyncIterator[AsyncSession]:
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
-            await thread.close(context.ladder.grace_s)
+            await thread.close(context.timeouts.grace_s)
     if stopped is not None:
         raise stopped
 

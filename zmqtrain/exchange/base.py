@@ -153,45 +153,32 @@ class RunModel(Enum):
 class Exchange(Protocol):
     """How this group's replica stays in touch with the others. One instance a worker; all methods on the loop's thread.
 
-        The life of a step::
+    The life of a step::
 
-            (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
-            (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
-            (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
+        (compute thread)  forward: waits for each bucket's parameters as it reaches the layer
+        (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
+        (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
 
-    <<<<<<< HEAD
-        Who needs which member (the *loop* is `zmqtrain.train.loop`; *scripts* are sessions, `zmqtrain.embed`, and
-        ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints* are `zmqtrain.train.checkpoint`)::
+    Who has and who needs which member (*loop*: `zmqtrain.train.loop`; *sessions*: `zmqtrain.embed`; *scripts*: sessions and
+    ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints*: `zmqtrain.train.checkpoint`):
 
-            member                                  needed by           for
-            start, settle, stop                     loop, scripts   its beginning and its end
-            begin_step, bucket_ready, end_step      loop, scripts   every step
-            exchanges                               loop, sessions, steps whose gradients are only added up
-                                                    checkpoints
-            synchronous                             loop            who evaluates together, who stops at a bad loss
-            averaged, model                         loop, sessions, where the run's model is: what is evaluated and kept
-                                                    checkpoints
-            read                                    loop, sessions  the run's model where servers have it
-            center                                  checkpoints     the run's model where it is the center of averaging
-            keep                                    loop            the servers' parts of a checkpoint
-            state_dict, load_state_dict             checkpoints     what an exchange itself goes on from
-            leave                                   loop, sessions  workers that have no more data
-            staleness                               loop, sessions  the record
-    =======
-        Every exchange has ``start``, ``begin_step``, ``bucket_ready``, ``end_ step``, ``settle`` and ``stop``, and says what it is
-        (``synchronous``, ``averaged``, ``model``). In theother members these do something:
+    ==================================  =================  ===========================  ============================================
+    member                              does something in  called by                    for
+    ==================================  =================  ===========================  ============================================
+    start, settle, stop                 all                loop, scripts                the beginning and the end
+    begin_step, bucket_ready, end_step  all                loop, scripts                every step
+    synchronous                         all                loop                         who evaluates and who stops together
+    averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
+    exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only added up
+    keep                                model_server       loop                         the servers' parts of a checkpoint
+    read                                model_server       loop, sessions               the run's model, where servers have it
+    leave                               model_server       loop, sessions               workers that have no more data
+    staleness                           model_server       loop, sessions               the record
+    center                              averaging          checkpoints                  the run's model, where that is it
+    state_dict, load_state_dict         gossip, averaging  checkpoints                  what the exchange itself goes on from
+    ==================================  =================  ===========================  ============================================
 
-        ===============================  =========  ====== =========  ======= =====
-        member                           allreduce  gossip averaging  model_s erver
-        ===============================  =========  ====== =========  ======= =====
-        exchanges                        x
-        keep, read, leave, staleness                        x
-        center                                   x
-        state_dict, load_state_dict              x          x
-        ===============================  =========  ====== =========  ======= =====
-
-        The others have what `zmqtrain.exchange.serverless.Serverless` does: n othing.
-    >>>>>>> main
+    In the others a member does what `zmqtrain.exchange.serverless.Serverless` does: nothing.
     """
 
     @property

@@ -23,7 +23,7 @@ from zmqtrain.exchange.members import Change, T, group_of
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 class ElasticMembers:
@@ -32,11 +32,11 @@ class ElasticMembers:
     survives = True
 
     def __init__(
-        self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], ladder: Ladder, *, recorder: Recorder
+        self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], timeouts: Timeouts, *, recorder: Recorder
     ) -> None:
         """``workers``: all that the run can have, by rank."""
         self.late = membership.late
-        self._endpoint, self._membership, self._workers, self._ladder = endpoint, membership, workers, ladder
+        self._endpoint, self._membership, self._workers, self._timeouts = endpoint, membership, workers, timeouts
         self._recorder = recorder
         here = self._living(membership.view)
         mine = membership.view.members[endpoint.peer].incarnation
@@ -159,7 +159,7 @@ class ElasticMembers:
     ) -> None:
         """Wait for the view that says who was lost."""
         try:
-            async with asyncio.timeout(self._ladder.lost_s + self._ladder.request_s):
+            async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
                 while True:
                     self._viewed.clear()
                     now = self._membership.view
@@ -178,5 +178,5 @@ class ElasticMembers:
     def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = group_of(self._endpoint, members, name, self._ladder.barrier_s)
+            group = self._groups[name] = group_of(self._endpoint, members, name, self._timeouts.barrier_s)
         return group

@@ -28,8 +28,8 @@ def make_members(context: RoleContext) -> Members:
     """The workers that take part in the training."""
     workers = tuple(worker.peer for worker in context.placement.workers)
     if context.topology.elastic and context.membership is not None:
-        return ElasticMembers(context.endpoint, context.membership, workers, context.ladder, recorder=context.recorder)
-    return FixedMembers(context.endpoint, workers, timeout_s=context.ladder.barrier_s)
+        return ElasticMembers(context.endpoint, context.membership, workers, context.timeouts, recorder=context.recorder)
+    return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 
 
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False) -> Exchange:
@@ -44,14 +44,14 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
     kind, overlap = topology.exchange.kind, topology.compute.overlap
     every = topology.exchange.every_steps(placement.groups)
     if kind == "model_server":
-        settings = ModelServerSettings.of(topology, placement, role, context.ladder)
+        settings = ModelServerSettings.of(topology, placement, role, context.timeouts)
         if not scaled:
             settings = replace(settings, judges=False)
         return ModelServerExchange(context.endpoint, settings, recorder=context.recorder)
 
     def group(name: str, members: tuple[str, ...]) -> Group:
         # The others may evaluate or write a checkpoint while we wait for them.
-        return Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.ladder.barrier_s)
+        return Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.timeouts.barrier_s)
 
     # Whoever changes gradients after they were summed needs them to himself.
     untouched = not whole_updates and not topology.optimizer.clip_norm
@@ -80,7 +80,7 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
             exchange=gossip.exchange,
             by_bucket=gossip.granularity == "bucket" and not whole_updates,
             overlap=overlap,
-            timeout_s=context.ladder.barrier_s,
+            timeout_s=context.timeouts.barrier_s,
         )
         return GossipExchange(
             context.endpoint,
@@ -141,13 +141,13 @@ def _sums_of(
         rank,
         names=here,
         number=len(teams) + family if family else whole,
-        timeout_s=context.ladder.barrier_s,
+        timeout_s=context.timeouts.barrier_s,
     )
     column = None
     if len(hosts) > 1 and rank < slices:
         members = tuple(workers[rank] for workers in hosts.values())
         name = f"{group.name}/slice/{rank}"
-        column = Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.ladder.barrier_s)
+        column = Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.timeouts.barrier_s)
     return HostSums(group, team, column, slices=slices, scale=scale, in_place=in_place)
 
 

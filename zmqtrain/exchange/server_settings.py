@@ -9,7 +9,7 @@ from zmqtrain.exchange.server_messages import PolicyKind
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ModelServerSettings:
         return Compensation(staleness, self.compensate, self.look_ahead, self.own_rate, groups)
 
     @classmethod
-    def of(cls, topology: Topology, placement: Placement, role: RolePlacement, ladder: Ladder) -> ModelServerSettings:
+    def of(cls, topology: Topology, placement: Placement, role: RolePlacement, timeouts: Timeouts) -> ModelServerSettings:
         """The settings of the worker ``role``."""
         exchange = topology.exchange
         return cls(
@@ -71,6 +71,6 @@ class ModelServerSettings:
             clip_norm=topology.optimizer.clip_norm,
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,
-            request_s=ladder.request_s,
-            barrier_s=ladder.barrier_s,
+            request_s=timeouts.request_s,
+            barrier_s=timeouts.barrier_s,
         )

@@ -28,15 +28,15 @@ async def run_agent(environment: RoleEnvironment) -> int:
     """An agent's life, from joining until its host's part of the run is over. Returns the process's exit code.
 
     Roles that are left end with this process: its fork server sees to that."""
-    ladder = environment.ladder
+    timeouts = environment.timeouts
     async with AsyncExitStack() as stack:
         endpoint = await open_zeromq(environment.peer, settings=environment.settings())
         stack.push_async_callback(endpoint.close)
         endpoint.add_peer(COORDINATOR, environment.coordinator)
         # torch is imported while the agent joins.
         forks = await stack.enter_async_context(ForkServer())
-        link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=ladder)
-        description = await fetch_description(endpoint, timeout=ladder.request_s)
+        link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=timeouts)
+        description = await fetch_description(endpoint, timeout=timeouts.request_s)
         region = None
         if description.topology.compute.shared_memory and shared_memory_missing() is None:
             # It stays as long as a process that has it open; roles that end are replaced in their slots.

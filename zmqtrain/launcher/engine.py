@@ -15,7 +15,7 @@ from zmqtrain.errors import EngineError, UsageError, ZmqTrainError
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.suggest import did_you_mean
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 GROUP = "zmqtrain.engines"
 
@@ -57,7 +57,7 @@ class EngineRun:
     """The run directory, on this machine."""
     script: str | None
     """The script that workers run, as the person named it."""
-    ladder: Ladder
+    timeouts: Timeouts
     say: Callable[[str], None]
     """Tell the person a line."""
     log: Callable[[str, str], None]

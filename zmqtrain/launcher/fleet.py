@@ -134,7 +134,7 @@ class Fleet:
             folder=Path.cwd(),
             directory=directory,
             script=script,
-            ladder=topology.job.ladder,
+            timeouts=topology.job.timeouts,
             say=say,
             log=log,
             agents=agents,

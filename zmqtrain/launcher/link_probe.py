@@ -160,13 +160,13 @@ def _texts(values: Value) -> list[str]:
 
 async def run_probe(environment: RoleEnvironment) -> int:
     """A probe's life. Returns the process's exit code."""
-    ladder = environment.ladder
+    timeouts = environment.timeouts
     # Who is not to be reached shows soon: all are there before they are asked about each other.
-    settings = replace(environment.settings(), greet_s=ladder.connect_s)
+    settings = replace(environment.settings(), greet_s=timeouts.connect_s)
     async with await open_zeromq(environment.peer, settings=settings) as endpoint:
-        probe = LinkProbe(endpoint, patience_s=ladder.barrier_s)
+        probe = LinkProbe(endpoint, patience_s=timeouts.barrier_s)
         endpoint.add_peer(COORDINATOR, environment.coordinator)
-        await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=ladder.join_s)
+        await endpoint.request(COORDINATOR, "probe.here", endpoint.address, timeout=timeouts.join_s)
         await probe.ended.wait()
     return 0
 

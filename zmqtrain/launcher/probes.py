@@ -19,7 +19,7 @@ from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.measured import HostSpeed, LinkSpeed
 from zmqtrain.wire.payload import Value
 
@@ -53,7 +53,7 @@ async def open_probes(
         needs = topology if with_files and not topology.engine.sync else _bare(topology)
         log = _log_to(say)
         await fleet.open(endpoint, needs.hosts, directory, say=say, log=log, agents=False, needs=needs)
-        probes = Probes(endpoint, fleet, hosts, topology.job.ladder)
+        probes = Probes(endpoint, fleet, hosts, topology.job.timeouts)
         await stack.enter_async_context(probes)
         await probes.start()
         yield probes
@@ -86,9 +86,9 @@ def _bare(topology: Topology) -> Topology:
 class Probes:
     """The probes of all hosts, as their launcher has them. Whatever can start a process on a host (`Engine`) can start them."""
 
-    def __init__(self, endpoint: Endpoint, fleet: Fleet, hosts: Sequence[Host], ladder: Ladder) -> None:
+    def __init__(self, endpoint: Endpoint, fleet: Fleet, hosts: Sequence[Host], timeouts: Timeouts) -> None:
         """``fleet``: the hosts as their engine has them, open."""
-        self._endpoint, self._fleet, self._hosts, self._ladder = endpoint, fleet, hosts, ladder
+        self._endpoint, self._fleet, self._hosts, self._timeouts = endpoint, fleet, hosts, timeouts
         self._here: dict[PeerId, asyncio.Future[str]] = {
             probe_of(host.name): asyncio.get_running_loop().create_future() for host in hosts
         }
@@ -99,7 +99,7 @@ class Probes:
 
     async def __aexit__(self, *_: object) -> None:
         """End what is left of them."""
-        await self._fleet.stop(self._ladder.grace_s)
+        await self._fleet.stop(self._timeouts.grace_s)
         for peer in self._here:
             self._endpoint.forget(peer, "all is measured")
 
@@ -140,7 +140,7 @@ class Probes:
 
     async def ask(self, host: str, method: str, *values: Value) -> Value:
         """Let a host's probe do something (`zmqtrain.launcher.link_probe`); its answer."""
-        answer = await self._endpoint.request(probe_of(host), f"probe.{method}", *values, timeout=self._ladder.barrier_s)
+        answer = await self._endpoint.request(probe_of(host), f"probe.{method}", *values, timeout=self._timeouts.barrier_s)
         return answer.meta
 
     async def _all_here(self) -> dict[PeerId, str]:
@@ -149,13 +149,13 @@ class Probes:
         every = asyncio.gather(*self._here.values())
         both: list[asyncio.Future[Any]] = [every, *ends]
         try:
-            await asyncio.wait(both, timeout=self._ladder.join_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, timeout=self._timeouts.join_s, return_when=asyncio.FIRST_COMPLETED)
             for task, host in ends.items():
                 if task.done():
                     raise ZmqTrainError(f"the probe on {host} ended with code {task.result()}; what it said stands above")
             if not every.done():
                 missing = next(peer for peer, here in self._here.items() if not here.done())
-                raise PeerTimeoutError(missing, "its probe to come", self._ladder.join_s)
+                raise PeerTimeoutError(missing, "its probe to come", self._timeouts.join_s)
             return dict(zip(self._here, every.result(), strict=True))
         finally:
             for one in both:

@@ -54,7 +54,7 @@ class Launch:
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
-        self._ladder = self._topology.job.ladder
+        self._timeouts = self._topology.job.timeouts
         self._emulation, self._engine = emulation, engine if emulation is None else None
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary
@@ -139,7 +139,7 @@ class Launch:
 
     async def _stop_agents(self, fleet: Fleet) -> None:
         """End what is left of them, all at once; without any patience when the person has none."""
-        await fleet.stop(self._ladder.grace_s if self._interrupts < 2 else 0.0)
+        await fleet.stop(self._timeouts.grace_s if self._interrupts < 2 else 0.0)
 
     async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], fleet: Fleet) -> Outcome:
         """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""

@@ -2,7 +2,7 @@
 
 An agent's whole life::
 
-    link = await AgentLink.join(endpoint, coordinator_address=address, ladder=ladder)    # at once, waits for nobody
+    link = await AgentLink.join(endpoint, coordinator_address=address, timeouts=timeouts)    # at once, waits for nobody
     link.on_halt(lambda reason: stop_all())
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())                   # heartbeats, until the run is over
@@ -21,7 +21,7 @@ from zmqtrain.errors import PeerLostError
 from zmqtrain.membership.client import COORDINATOR, HaltCallback, Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 
@@ -34,9 +34,9 @@ class AgentLink:
         self._ended_in: dict[PeerId, int] = {}  # the view in which the last process of a role was known to have ended
 
     @classmethod
-    async def join(cls, endpoint: Endpoint, *, coordinator_address: str, ladder: Ladder) -> AgentLink:
+    async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> AgentLink:
         """Join as ``agent/HOST``. Raises as `Membership.join`, but does not wait for others."""
-        return cls(await Membership.join(endpoint, coordinator_address=coordinator_address, ladder=ladder))
+        return cls(await Membership.join(endpoint, coordinator_address=coordinator_address, timeouts=timeouts))
 
     @property
     def finished(self) -> asyncio.Event:
@@ -88,14 +88,14 @@ class AgentLink:
     async def run(self) -> None:
         """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` when the coordinator is gone or has
         given this host up: then end all roles."""
-        ladder = self.membership.ladder
+        timeouts = self.membership.timeouts
         while not self.finished.is_set():
             living: list[Value] = [*sorted(self._alive)]
-            known = await self.membership._ask("heartbeat", living, timeout=ladder.lost_s)
+            known = await self.membership._ask("heartbeat", living, timeout=timeouts.lost_s)
             if known is False:
                 raise PeerLostError(COORDINATOR, "it has given this host up, since it had not heard of it for too long")
             try:
-                async with asyncio.timeout(ladder.heartbeat_s):
+                async with asyncio.timeout(timeouts.heartbeat_s):
                     await self.finished.wait()
             except TimeoutError:
                 continue

@@ -2,7 +2,7 @@
 
 A role's whole life::
 
-    membership = await Membership.join(endpoint, coordinator_address=address, ladder=ladder)   # everybody is there now
+    membership = await Membership.join(endpoint, coordinator_address=address, timeouts=timeouts)   # everybody is there now
     membership.on_halt(lambda reason: worker.stop(reason))
     await membership.barrier("started")
     ...                                     # train; membership.view tells who is in the run
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
 
@@ -34,9 +34,9 @@ ViewCallback: TypeAlias = Callable[[View], None]
 class Membership:
     """One process's membership in the run. Made by `join`; all methods on the loop's thread."""
 
-    def __init__(self, endpoint: Endpoint, ladder: Ladder) -> None:
+    def __init__(self, endpoint: Endpoint, timeouts: Timeouts) -> None:
         self.endpoint = endpoint
-        self.ladder = ladder
+        self.timeouts = timeouts
         self.view = View(0, False, {}, {})
         """The newest view. Replaced, never changed."""
         self.finished = asyncio.Event()
@@ -52,7 +52,7 @@ class Membership:
 
     @classmethod
     async def join(
-        cls, endpoint: Endpoint, *, coordinator_address: str, ladder: Ladder, incarnation: int | None = None
+        cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts, incarnation: int | None = None
     ) -> Membership:
         """Join the run as ``endpoint.peer``. For a worker or server it returns when all others have joined, too.
 
@@ -61,7 +61,7 @@ class Membership:
         Raises `PeerTimeoutError` naming those who did not come, `PeerLostError` naming one that failed before everybody was there,
         `RunTokenError`, or `ProtocolError` if this peer is not expected.
         """
-        membership = cls(endpoint, ladder)
+        membership = cls(endpoint, timeouts)
         endpoint.serve("membership.view", membership._take_view)
         endpoint.serve("membership.halt", membership._take_halt)
         endpoint.serve("membership.finish", membership._take_finish)
@@ -69,7 +69,7 @@ class Membership:
         endpoint.add_peer(COORDINATOR, coordinator_address)
         number = random_bits(63) if incarnation is None else incarnation
         # The coordinator gives up first and says who is missing; this time-out is for a coordinator that says nothing.
-        patience = ladder.join_s + ladder.lost_s
+        patience = timeouts.join_s + timeouts.lost_s
         answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)
         membership.late = isinstance(answer.meta, dict) and answer.meta.get("late") is True
         membership._newer(View.from_value(answer.meta))
@@ -91,7 +91,7 @@ class Membership:
         member is gone.
         """
         who: Value = None if members is None else list(members)
-        await self._ask("barrier", name, who, timeout=self.ladder.barrier_s + self.ladder.lost_s)
+        await self._ask("barrier", name, who, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
 
     async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
         """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
@@ -100,7 +100,7 @@ class Membership:
         ``version``: what is agreed on is about the view of this version; `ViewChangedError` where there is a newer one.
         """
         who: Value = list(members)
-        answer = await self._ask("agree", name, value, who, version, timeout=self.ladder.barrier_s + self.ladder.lost_s)
+        answer = await self._ask("agree", name, value, who, version, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
         if not isinstance(answer, int):
             raise ProtocolError(f"the coordinator answers the agreement {name!r} with {answer!r:.60}")
         return answer
@@ -145,7 +145,7 @@ class Membership:
     async def _finish(self) -> None:
         if self.halted.is_set():
             return
-        finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.ladder.barrier_s))
+        finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.timeouts.barrier_s))
         halted = asyncio.ensure_future(self.halted.wait())
         try:
             await asyncio.wait({finishing, halted}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +157,7 @@ class Membership:
             await asyncio.wait({finishing, halted})
 
     async def _ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
-        wait = self.ladder.request_s if timeout is None else timeout
+        wait = self.timeouts.request_s if timeout is None else timeout
         return (await self.endpoint.request(COORDINATOR, f"membership.{method}", *args, timeout=wait)).meta
 
     def _newer(self, view: View) -> None:

@@ -12,7 +12,7 @@ from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
@@ -27,7 +27,7 @@ class RoleContext:
     role: RolePlacement
     placement: Placement
     topology: Topology
-    ladder: Ladder
+    timeouts: Timeouts
     recorder: Recorder = field(default_factory=NullRecorder)
     data_path: str | None = None
     """Where the task finds its data: what the person said, else what the topology says."""

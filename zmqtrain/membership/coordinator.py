@@ -2,7 +2,7 @@
 
 The launcher's part::
 
-    coordinator = Coordinator(endpoint, placement, ladder, on_report=run_directory.write)
+    coordinator = Coordinator(endpoint, placement, timeouts, on_report=run_directory.write)
     async with asyncio.TaskGroup() as group:
         run = group.create_task(coordinator.run())
         ...                                   # start the agents, telling them endpoint.address and the run token
@@ -28,7 +28,7 @@ from zmqtrain.membership.view import View, expected_members
 from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 #: ``on_event(kind, values)``: something happened to the membership; ``values["reason"]`` says why.
@@ -53,7 +53,7 @@ class Coordinator:
         self,
         endpoint: Endpoint,
         placement: Placement,
-        ladder: Ladder,
+        timeouts: Timeouts,
         *,
         agents: bool = True,
         elastic: bool = False,
@@ -65,9 +65,9 @@ class Coordinator:
         self.failed = asyncio.Event()
         """Something failed; `run` goes on for a moment to collect what the others have to say."""
         self.outcome: Outcome | None = None
-        self._endpoint, self._ladder = endpoint, ladder
+        self._endpoint, self._timeouts = endpoint, timeouts
         self._loop = asyncio.get_running_loop()
-        self._roster = Roster(expected_members(placement, agents=agents), ladder, now=self._loop.time(), elastic=elastic)
+        self._roster = Roster(expected_members(placement, agents=agents), timeouts, now=self._loop.time(), elastic=elastic)
         self._on_event, self._on_report = on_event, on_report
         self._tickets = count()
         self._waiting: dict[Ticket, asyncio.Future[Value]] = {}
@@ -123,9 +123,9 @@ class Coordinator:
         self._changed.clear()
 
     async def _drain(self) -> None:
-        """Let the last words go out, for as long as the ladder allows."""
+        """Let the last words go out, for as long as the time-outs allow."""
         try:
-            async with asyncio.timeout(self._ladder.flush_s):
+            async with asyncio.timeout(self._timeouts.flush_s):
                 for outbox in list(self._outboxes.values()):
                     await outbox.idle.wait()
         except TimeoutError:
@@ -192,7 +192,7 @@ class Coordinator:
                 what = next(iter(outbox.pending))
                 value = outbox.pending.pop(what)
                 try:
-                    await self._endpoint.request(peer, f"membership.{what}", value, timeout=self._ladder.request_s)
+                    await self._endpoint.request(peer, f"membership.{what}", value, timeout=self._timeouts.request_s)
                 except ZmqTrainError as error:
                     # A member that cannot be told is busy or gone; its agent says which, and the roster acts on that.
                     self._note("untold", {"peer": peer, "what": what}, str(error))

@@ -14,7 +14,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import SHAPING, Shaping
 from zmqtrain.topology.placement import Placement, RolePlacement
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 PEER = "ZMQTRAIN_PEER"
 COORDINATOR_ADDRESS = "ZMQTRAIN_COORDINATOR"
@@ -54,14 +54,14 @@ class RoleEnvironment:
     """The first and the last port that may be listened at; ``None``: any."""
 
     @property
-    def ladder(self) -> Ladder:
+    def timeouts(self) -> Timeouts:
         """The time-outs."""
-        return Ladder.of(self.timeout_s)
+        return Timeouts.of(self.timeout_s)
 
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        settings = net_settings(self.ladder, self.token, host=self.bind or self.host, ports=self.ports, identity=self._identity())
+        settings = net_settings(self.timeouts, self.token, host=self.bind or self.host, ports=self.ports, identity=self._identity())
         return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def _identity(self) -> Identity | None:
@@ -136,7 +136,7 @@ def ports_in(text: str) -> tuple[int, int] | None:
 
 
 def net_settings(
-    ladder: Ladder,
+    timeouts: Timeouts,
     token: str,
     *,
     host: str = "127.0.0.1",
@@ -144,16 +144,16 @@ def net_settings(
     ports: tuple[int, int] | None = None,
     identity: Identity | None = None,
 ) -> NetSettings:
-    """An endpoint's settings, its time-outs from the ladder. ``identity``: its keys, where connections are encrypted."""
+    """An endpoint's settings, its time-outs from the timeouts. ``identity``: its keys, where connections are encrypted."""
     return NetSettings(
         token=token,
         host=host,
         port=port,
         ports=ports,
-        greet_s=ladder.join_s,
-        lost_s=ladder.lost_s,
-        heartbeat_s=ladder.heartbeat_s,
-        flush_s=ladder.flush_s,
+        greet_s=timeouts.join_s,
+        lost_s=timeouts.lost_s,
+        heartbeat_s=timeouts.heartbeat_s,
+        flush_s=timeouts.flush_s,
         identity=identity,
         io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,
     )

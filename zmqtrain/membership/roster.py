@@ -46,7 +46,7 @@ from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence,
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 #: Processes that only watch.
@@ -60,7 +60,7 @@ class Roster:
 
     ``now`` is the loop's clock and never goes back."""
 
-    def __init__(self, expected: Iterable[Member], ladder: Ladder, *, now: float, elastic: bool = False) -> None:
+    def __init__(self, expected: Iterable[Member], timeouts: Timeouts, *, now: float, elastic: bool = False) -> None:
         """``elastic``: the run goes on without workers that are lost, and with those that come back."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
@@ -68,14 +68,14 @@ class Roster:
         self._elastic = elastic
         self._losses: list[str] = []  # without which the run went on
         self._told = 0  # the version of the newest view that everybody was told
-        self._ladder = ladder
+        self._timeouts = timeouts
         self._members = MemberTable(expected)
         self._heard: dict[str, float] = {}  # host -> when its agent was last heard
         self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
-        self._barriers = Barriers(ladder.barrier_s)
+        self._barriers = Barriers(timeouts.barrier_s)
         self._version = 0
         self._complete = False
-        self._join_deadline = now + ladder.join_s
+        self._join_deadline = now + timeouts.join_s
         self._last_tick = now
         self._end_deadline: float | None = None
         self._end_reason = ""
@@ -333,20 +333,20 @@ class Roster:
             deadlines.append(self._end_deadline)
         if self._heard:
             # Also once a heartbeat, so that `tick` notices when this very process has been standing still.
-            deadlines += [min(self._heard.values()) + self._ladder.lost_s, self._last_tick + self._ladder.heartbeat_s]
+            deadlines += [min(self._heard.values()) + self._timeouts.lost_s, self._last_tick + self._timeouts.heartbeat_s]
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
-        stood_still = now - self._last_tick - self._ladder.heartbeat_s
+        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
         self._last_tick = now
-        if self._heard and stood_still > self._ladder.lost_s / 2:
+        if self._heard and stood_still > self._timeouts.lost_s / 2:
             # It was we who stood still (a suspended machine, a stopped process): the agents' words wait unread.
             self._heard = dict.fromkeys(self._heard, now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
-            if now >= heard + self._ladder.lost_s and self.state is not State.ENDED:
-                reason = f"its agent has been silent for {self._ladder.lost_s:g} s"
+            if now >= heard + self._timeouts.lost_s and self.state is not State.ENDED:
+                reason = f"its agent has been silent for {self._timeouts.lost_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
@@ -459,7 +459,7 @@ class Roster:
         self._go(State.FAILED)
         self._end_reason, self._end_deadline = (
             failure.reason,
-            now + 2 * self._ladder.grace_s,
+            now + 2 * self._timeouts.grace_s,
         )  # one to end, one to be killed and reported
         halt: dict[str, Any] = {"kind": "failure", "peer": failure.peer, "message": failure.reason}
         actions: list[Action] = [Note("failed", {"peer": failure.peer, "reason": failure.reason}, failure.reason)]
@@ -478,7 +478,7 @@ class Roster:
         if self.state in (State.JOINING, State.RUNNING) and all(entry.gone for entry in self._members.of_kind("worker")):
             self._go(State.FINISHING)
             reason = "all workers have left"
-            self._end_deadline = now + self._ladder.request_s
+            self._end_deadline = now + self._timeouts.request_s
             actions.append(Note("finishing", {}, reason))
             servers = [entry.member.peer for entry in self._members.of_kind("server", "fc") if not entry.gone]
             actions += [Push(server, "finish", None, reason) for server in servers]
@@ -509,7 +509,7 @@ class Roster:
         missing = [entry for entry in self._members if entry.presence is Presence.EXPECTED]
         named = name_some([entry.member.peer for entry in missing])
         error = PeerTimeoutError(
-            named, f"everybody to join ({len(missing)} of {len(self._members)} are missing)", self._ladder.join_s
+            named, f"everybody to join ({len(missing)} of {len(self._members)} are missing)", self._timeouts.join_s
         )
         actions: list[Action] = []
         for waiting in list(self._joining):
@@ -525,5 +525,5 @@ class Roster:
         if not still:  # all have left; only their processes are slow to end, which is their agents' business
             return self._end()
         peers = name_some([entry.member.peer for entry in still])
-        error = PeerTimeoutError(peers, "the end of the run", self._ladder.request_s)
+        error = PeerTimeoutError(peers, "the end of the run", self._timeouts.request_s)
         return self._fail(Failure(still[0].member.peer, still[0].member.host, None, str(error), None, False, error), now)

@@ -25,7 +25,7 @@ from zmqtrain.merged_fc.messages import (
     model_tag,
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -34,8 +34,8 @@ from zmqtrain.wire.tensor import TensorPayload
 class FcClient:
     """One worker's. Waits raise `PeerLostError`, `PeerTimeoutError`, or the `ProtocolError` with which the server refuses."""
 
-    def __init__(self, endpoint: Endpoint, server: PeerId, ladder: Ladder) -> None:
-        self._endpoint, self._server, self._ladder = endpoint, server, ladder
+    def __init__(self, endpoint: Endpoint, server: PeerId, timeouts: Timeouts) -> None:
+        self._endpoint, self._server, self._timeouts = endpoint, server, timeouts
         self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._evaluations = 0
         endpoint.serve("fc_refused", self._on_refused)
@@ -77,15 +77,15 @@ class FcClient:
 
     async def keep(self, step: int, *, save: bool) -> None:
         """Have the server keep its part of the model at ``step`` as it is now; ``save``: in a checkpoint, too."""
-        await self._endpoint.request(self._server, "fc_keep", step, save, timeout=self._ladder.barrier_s)
+        await self._endpoint.request(self._server, "fc_keep", step, save, timeout=self._timeouts.barrier_s)
 
     async def hold(self, held: bool) -> None:
         """Have the server train nobody while this worker's group evaluates; then again."""
-        await self._endpoint.request(self._server, "fc_hold", held, timeout=self._ladder.barrier_s)
+        await self._endpoint.request(self._server, "fc_hold", held, timeout=self._timeouts.barrier_s)
 
     async def model(self, step: int) -> dict[str, TensorPayload]:
         """The server's part of the model's state, as it keeps it for the checkpoint at ``step``."""
-        await self._endpoint.request(self._server, "fc_model", step, timeout=self._ladder.barrier_s)
+        await self._endpoint.request(self._server, "fc_model", step, timeout=self._timeouts.barrier_s)
         what = f"its part of the model at step {step}"
         listed, _ = unpack_manifest(await self._receive(model_tag(step), what))
         state = {}
@@ -98,7 +98,7 @@ class FcClient:
     async def finish(self) -> None:
         """Say that this worker needs the server no more. Best effort: a server that is gone needs not be told."""
         with suppress(ZmqTrainError):
-            await self._endpoint.request(self._server, "fc_finished", timeout=self._ladder.grace_s)
+            await self._endpoint.request(self._server, "fc_finished", timeout=self._timeouts.grace_s)
 
     async def _send(self, tags: Sequence[Tag], tensors: Sequence[Payload], meta: ActivationsMeta) -> None:
         tensors[0].meta = meta.to_value()
@@ -109,9 +109,9 @@ class FcClient:
         wait = asyncio.get_running_loop().create_task(self._endpoint.receive(self._server, tag, into=into))
         ends: list[asyncio.Future[Any]] = [wait, self._refused]
         try:
-            done, _ = await asyncio.wait(ends, timeout=self._ladder.barrier_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ends, timeout=self._timeouts.barrier_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise PeerTimeoutError(self._server, what, self._ladder.barrier_s)
+                raise PeerTimeoutError(self._server, what, self._timeouts.barrier_s)
             if wait in done:
                 return wait.result()
             self._refused.result()

@@ -46,7 +46,7 @@ class ModelledLayers:
     @classmethod
     def of(cls, context: RoleContext, profile: Profile) -> ModelledLayers:
         """A worker's. On the loop's thread."""
-        client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
+        client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
         return cls(client, profile, payloads_of(context.topology), context.topology.compute.batch_size)
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
@@ -80,7 +80,7 @@ class ModelledExecutor:
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         number = context.placement.world_size + context.role.index
         peers = tuple(role.peer for role in context.placement.fc_roles)
-        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.ladder.barrier_s)
+        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.timeouts.barrier_s)
         return cls(
             fc_profile(context.topology),
             lambda turn: noise.factor(seed, number, turn) * context.slowdown(),

@@ -46,7 +46,7 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
     device = device_of(context, local_rank=role.local_rank)
     fabric = _make_fabric(context, device)
     try:
-        timeout_s = context.ladder.barrier_s
+        timeout_s = context.timeouts.barrier_s
         part = await fetch_part(context.endpoint, PART, timeout_s=timeout_s)
         weights = None
         if part is None and context.topology.job.weights is not None:
@@ -56,7 +56,7 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
     finally:
         if fabric is not None:
             await fabric.close()
-        await device.close(context.ladder.grace_s)
+        await device.close(context.timeouts.grace_s)
 
 
 def _make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
@@ -71,13 +71,13 @@ def _make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
         "fc",
         condition=device.condition(),
         clock=device.clock,
-        timeout_s=context.ladder.barrier_s,
+        timeout_s=context.timeouts.barrier_s,
         recorder=context.recorder,
     )
 
 
 async def _serve(context: RoleContext, executor: Executor, first_step: int) -> None:
-    topology, placement, ladder, endpoint = context.topology, context.placement, context.ladder, context.endpoint
+    topology, placement, timeouts, endpoint = context.topology, context.placement, context.timeouts, context.endpoint
     first, *others = (role.peer for role in placement.fc_roles)
     if context.role.peer != first:
         await follow(endpoint, first, executor)
@@ -85,11 +85,11 @@ async def _serve(context: RoleContext, executor: Executor, first_step: int) -> N
     policy = Policy(topology.exchange.policy, topology.exchange.bound or 0)
     settings = FcSettings(
         groups=tuple(placement.group_members(group) for group in range(placement.groups)),
-        request_s=ladder.request_s,
+        request_s=timeouts.request_s,
         stop_on_nan=topology.job.on_nan == "stop",
     )
     queue = FcQueue(placement.groups, placement.group_size, policy, first_step)
-    checkpoints = CoordinatorCheckpoints(endpoint, PART, ladder.barrier_s)
+    checkpoints = CoordinatorCheckpoints(endpoint, PART, timeouts.barrier_s)
     leading = LeadingExecutor(executor, endpoint, others)
     await FcServer(endpoint, settings, queue, leading if others else executor, checkpoints, context.recorder).run()
     await leading.finish()

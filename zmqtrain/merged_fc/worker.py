@@ -49,8 +49,8 @@ class MergedLayers:
     """Implements `zmqtrain.train.remote_layers.RemoteLayers`: the FC server has them. Made on the loop's thread."""
 
     def __init__(self, context: RoleContext, device: Device) -> None:
-        self._client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.ladder)
-        self._link = FcLink(self._client, device, context.ladder.barrier_s, Slot.of(context))
+        self._client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
+        self._link = FcLink(self._client, device, context.timeouts.barrier_s, Slot.of(context))
         self._topology, self._recorder = context.topology, context.recorder
 
     def build(self, task: Task, device: Device) -> OwnLayers:

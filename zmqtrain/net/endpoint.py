@@ -45,7 +45,7 @@ class Endpoint(Protocol):
     """One process's place on the network.
 
     Messages between two incarnations of two peers arrive exactly once and, for one tag, in order, also when the link between
-    them drops and comes back. A peer that stays away longer than the time-out ladder allows, or comes back as a new process, is
+    them drops and comes back. A peer that stays away longer than the time-out timeouts allows, or comes back as a new process, is
     *lost*: every wait for it raises `PeerLostError`.
     """
 

@@ -123,8 +123,9 @@ def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
     for path in (Path(name), parent / name):
         if (path / "topology.toml").exists():
             return path
-    known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:]) or "none"
-    raise UsageError(f"there is no run {name}; the latest in {parent.absolute()}: {known}")
+    known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:])
+    there = f"the latest in {parent.absolute()} are {known}" if known else f"{parent.absolute()} has none"
+    raise UsageError(f"there is no run {name} (a folder with topology.toml): {there}")
 
 
 def training_of(path: Path) -> Path:

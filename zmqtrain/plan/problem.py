@@ -48,6 +48,8 @@ class Problem:
     optimizer_words: int = 1
     charge_changes: bool = True
     """Whether changes of placement between layers cost what Eq. 6 says."""
+    whole_model: bool = False
+    """Whether the model must not be divided, in float16 for one (`zmqtrain.topology.rules`): only the batch is."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -81,6 +83,8 @@ class Problem:
     def obstacle(self, stage: Stage, placed: Placed) -> Obstacle | None:
         """Why a layer cannot be placed so; none where it can."""
         head, grid = stage.head, placed.grid
+        if self.whole_model and grid.rows > 1:
+            return Obstacle("float16 is for models that are whole", always=True)
         if placed.choice == "model" and head.kind not in DIVISIBLE:
             return Obstacle(f"a layer of kind {head.kind} has no outputs by which its weights could be divided", always=True)
         if placed.choice == "domain" and not all(layer.image for layer in (head, *_spatial(stage))):

@@ -95,6 +95,7 @@ def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | 
         settings.flops,
         settings.memory,
         settings.optimizer_words,
+        whole_model=compute.precision == "float16",
     )
 
 

@@ -3,7 +3,7 @@
 It is the same code in every world. What a world has below it is `Processes`: processes that a fork server forks
 (`zmqtrain.launcher.forked`), or coroutines of a simulated machine (`zmqtrain.simulate.host`)::
 
-    link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=environment.ladder)
+    link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
     agent = Agent(link, description, environment, processes)
     ...                         # a signal may call agent.stop() or agent.preempt() from here on
     await agent.run()           # until this host's part of the run is over
@@ -82,8 +82,8 @@ class Agent:
         """``link``: this host's membership, joined already. ``environment``: the agent's own; each role has the same but for its
         name."""
         self._link, self._description, self._environment, self._processes = link, description, environment, processes
-        self._ladder = environment.ladder
-        self._patience_s = self._ladder.grace_s / 2  # how long roles may take to end by themselves
+        self._timeouts = environment.timeouts
+        self._patience_s = self._timeouts.grace_s / 2  # how long roles may take to end by themselves
         self._running: dict[PeerId, RoleProcess] = {}  # the newest process of each role
         self._lives: dict[PeerId, asyncio.Task[None]] = {}  # what watches each role
         self._watching: asyncio.TaskGroup | None = None  # has the tasks of `_lives`, as long as there are any
@@ -167,7 +167,7 @@ class Agent:
             if self._stopping.is_set():
                 self._end(peer, signal.SIGTERM)
             code = await asyncio.shield(process.exited)
-            await process.flush(self._ladder.flush_s)
+            await process.flush(self._timeouts.flush_s)
             report = process.report()
         finally:
             process.close()
@@ -183,7 +183,7 @@ class Agent:
     def _halt(self, reason: Mapping[str, Any]) -> None:
         """The run is to stop. Roles that keep a checkpoint of the last good step get the time that this may take."""
         if reason.get("kind") == "nan":
-            self._patience_s = self._ladder.request_s
+            self._patience_s = self._timeouts.request_s
         self._stopping.set()
 
     def _end_lost(self, peer: PeerId) -> None:
@@ -191,12 +191,12 @@ class Agent:
         connections end before its process does."""
         process = self._running.get(peer)
         if process is not None and not process.exited.done():
-            asyncio.get_running_loop().call_later(self._ladder.grace_s, process.signal, signal.SIGKILL)
+            asyncio.get_running_loop().call_later(self._timeouts.grace_s, process.signal, signal.SIGKILL)
 
     async def _end_roles(self) -> None:
         """Once the run is to stop: roles were told by the coordinator; those that do not end by themselves are ended."""
         await self._stopping.wait()
-        for number, patience_s in ((signal.SIGTERM, self._patience_s), (signal.SIGKILL, self._ladder.grace_s / 2)):
+        for number, patience_s in ((signal.SIGTERM, self._patience_s), (signal.SIGKILL, self._timeouts.grace_s / 2)):
             lives = [life for life in self._lives.values() if not life.done()]
             if not lives:
                 return
@@ -213,7 +213,7 @@ class Agent:
 
     async def _ask_to_stop(self) -> None:
         await self._preempted.wait()
-        await self._link.membership.endpoint.request(COORDINATOR, PREEMPT, timeout=self._ladder.request_s)
+        await self._link.membership.endpoint.request(COORDINATOR, PREEMPT, timeout=self._timeouts.request_s)
 
     def _printed(self, peer: PeerId, text: str) -> None:
         self._lines.append({"kind": LOG, "peer": peer, "text": text})

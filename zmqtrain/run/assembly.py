@@ -87,13 +87,13 @@ class Assembly:
         topology, placement = description.topology, description.placement
         self.description = description
         """The run, as roles are told it."""
-        self.ladder = topology.job.ladder
+        self.timeouts = topology.job.timeouts
         self.preemption = preemption or Preemption()
         self._endpoint, self._say = endpoint, listeners.say
         self.coordinator = Coordinator(
             endpoint,
             placement,
-            self.ladder,
+            self.timeouts,
             agents=agents,
             elastic=topology.elastic,
             on_event=listeners.on_event,
@@ -136,7 +136,7 @@ class Assembly:
     async def stop(self) -> int | None:
         """Let all workers go on to the same step and end there. Returns the step; ``None`` where training is about to end by
         itself. Raises `ConnectivityError` where they cannot, with the reason."""
-        return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.ladder.barrier_s)
+        return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.timeouts.barrier_s)
 
 
 def without_checkpoints(description: RunDescription) -> RunDescription:
@@ -161,4 +161,4 @@ def coordinator_settings(
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None
     at = job.port if port is None else port
-    return net_settings(job.ladder, token, host=host, port=at, ports=job.port_range, identity=identity)
+    return net_settings(job.timeouts, token, host=host, port=at, ports=job.port_range, identity=identity)

@@ -20,7 +20,7 @@ from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.recorder import AuditEvents, RunRecorder
 from zmqtrain.run.report import report_of
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -39,7 +39,7 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
     try:
         endpoint = await open_zeromq(environment.peer, settings=environment.settings(arena))
         try:
-            async with enter(endpoint, environment.coordinator, environment.ladder, arena=arena) as entered:
+            async with enter(endpoint, environment.coordinator, environment.timeouts, arena=arena) as entered:
                 yield entered
         finally:
             await endpoint.close()
@@ -52,7 +52,7 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
 async def enter(
     endpoint: Endpoint,
     coordinator: str,
-    ladder: Ladder,
+    timeouts: Timeouts,
     *,
     arena: Arena | None = None,
     description: RunDescription | None = None,
@@ -70,12 +70,12 @@ async def enter(
     """
     endpoint.add_peer(COORDINATOR, coordinator)
     if description is None:
-        description = await fetch_description(endpoint, timeout=ladder.join_s)
+        description = await fetch_description(endpoint, timeout=timeouts.join_s)
     try:
         role = description.placement.role(endpoint.peer)
     except KeyError as error:
         raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
-    membership = await Membership.join(endpoint, coordinator_address=coordinator, ladder=ladder)
+    membership = await Membership.join(endpoint, coordinator_address=coordinator, timeouts=timeouts)
     tracing = description.topology.observe.trace_steps
     async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
         context = RoleContext(
@@ -84,7 +84,7 @@ async def enter(
             role=role,
             placement=description.placement,
             topology=description.topology,
-            ladder=ladder,
+            timeouts=timeouts,
             recorder=recording,
             data_path=description.data_path,
             resume=description.resume,

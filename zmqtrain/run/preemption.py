@@ -55,7 +55,7 @@ class Preemption:
 
         endpoint.serve(PREEMPT, on_preempt)
         await self._asked.wait()
-        ladder = description.topology.job.ladder
+        timeouts = description.topology.job.timeouts
         why = ""
         kept = "model could be left" if description.script else "checkpoint could be kept"  # a script keeps its own
         if not coordinator.running.is_set():
@@ -65,11 +65,11 @@ class Preemption:
             what = "leave the model" if description.script else "keep a checkpoint"
             say(f"{self._by} asks to stop: all go on to the same step, and {what}{once_more}")
             try:
-                if await stop_workers(endpoint, coordinator, timeout_s=ladder.barrier_s) is None:
+                if await stop_workers(endpoint, coordinator, timeout_s=timeouts.barrier_s) is None:
                     say("training is about to end by itself")
                     return
-                await asyncio.sleep(ladder.barrier_s)  # it ends meanwhile, and this with it
-                why = f"it had not ended {ladder.barrier_s:g} s later"
+                await asyncio.sleep(timeouts.barrier_s)  # it ends meanwhile, and this with it
+                why = f"it had not ended {timeouts.barrier_s:g} s later"
             except ConnectivityError as error:
                 why = str(error)
         message = f"{self._by} asked to stop, and no {kept}: {why}"

@@ -36,7 +36,7 @@ async def _while_needed(context: RoleContext, serving: Coroutine[Any, Any, None]
     try:
         await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
         if not server.done():
-            await asyncio.wait({server}, timeout=context.ladder.flush_s)  # what is under way
+            await asyncio.wait({server}, timeout=context.timeouts.flush_s)  # what is under way
             if not server.done():
                 return
         await server

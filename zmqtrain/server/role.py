@@ -46,14 +46,14 @@ async def run_server(context: RoleContext) -> None:
 
     Raises `PeerLostError` when a worker is lost, and `CheckpointError` where a resumed run has no part for this server.
     """
-    role, ladder = context.role, context.ladder
+    role, timeouts = context.role, context.timeouts
     settings = ServerSettings(
         index=role.index,
         workers=tuple(worker.peer for worker in context.placement.workers),
-        request_s=ladder.request_s,
-        barrier_s=ladder.barrier_s,
+        request_s=timeouts.request_s,
+        barrier_s=timeouts.barrier_s,
     )
-    checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", ladder.barrier_s)
+    checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", timeouts.barrier_s)
     server = ModelServer(
         context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints, arena=context.arena
     )  # fmt: skip

@@ -31,7 +31,7 @@ class Auditor:
 
     def __init__(self, topology: Topology, placement: Placement, clock: Callable[[], float]) -> None:
         self._topology, self._placement, self._clock = topology, placement, clock
-        self._ladder = topology.job.ladder
+        self._timeouts = topology.job.timeouts
         self._broken: list[str] = []
         self._applied: set[tuple[PeerId, int, int, int]] = set()  # server, piece, group, step
         self._versions: dict[tuple[PeerId, int], int] = {}
@@ -128,7 +128,7 @@ class Auditor:
         """All that was broken, in words. ``faults``: what was injected."""
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
-        fatal = [fault for fault in faults if not fault.survivable(self._ladder, elastic=elastic)]
+        fatal = [fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic)]
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
@@ -177,9 +177,9 @@ class Auditor:
 
     def _check_end(self, seconds: float, faults: Sequence[Fault]) -> None:
         """Whatever happens, somebody gives up and says so within the time-outs."""
-        ladder = self._ladder
+        timeouts = self._timeouts
         last = max([self._last_s, *((fault.at or 0.0) + (fault.lasts or 0.0) for fault in faults)])
-        patience = ladder.barrier_s + ladder.lost_s + ladder.join_s + ladder.grace_s
+        patience = timeouts.barrier_s + timeouts.lost_s + timeouts.join_s + timeouts.grace_s
         if seconds - last > patience:
             self.note(
                 f"the run hung: nothing was heard for {seconds - last:g} s before its end; time-outs add up to {patience:g} s"

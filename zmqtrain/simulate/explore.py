@@ -46,7 +46,7 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
     if source == "none":
         return ()
     draw = random.Random(f"{seed}/faults")
-    return random_faults(place(topology), topology.job.ladder, horizon_s, draw)
+    return random_faults(place(topology), topology.job.timeouts, horizon_s, draw)
 
 
 def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: float) -> Trial:

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"]
 
@@ -70,7 +70,7 @@ class Fault:
             parts.append(f"for {self.lasts:g} s")
         return " ".join(parts)
 
-    def survivable(self, ladder: Ladder, *, elastic: bool = False) -> bool:
+    def survivable(self, timeouts: Timeouts, *, elastic: bool = False) -> bool:
         """Whether a run must go on to its end in spite of it. An elastic one survives all losses, as long as anybody is left."""
         if self.kind == "corrupt":
             return False
@@ -80,7 +80,7 @@ class Fault:
             return False
         if self.kind in ("pause", "partition"):
             # While it lasts nobody may come to believe that somebody is gone, nor give up waiting for an answer.
-            return self.lasts is not None and self.lasts < ladder.lost_s / 2
+            return self.lasts is not None and self.lasts < timeouts.lost_s / 2
         return True
 
 
@@ -163,7 +163,7 @@ def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
     return tuple(left)
 
 
-def random_faults(placement: Placement, ladder: Ladder, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
+def random_faults(placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
     """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` without them."""
     kinds = list(WEIGHTS)
     hosts = [host for host in placement.hosts if placement.of_host(host)]
@@ -174,7 +174,7 @@ def random_faults(placement: Placement, ladder: Ladder, horizon_s: float, draw: 
         at = draw.uniform(0, horizon_s)
         target = draw.choice(peers)
         # From a moment that nobody notices to beyond what they wait.
-        lasts = draw.choice([0.02, 0.2, 0.4, 1.5]) * ladder.lost_s * draw.uniform(0.5, 1.0)
+        lasts = draw.choice([0.02, 0.2, 0.4, 1.5]) * timeouts.lost_s * draw.uniform(0.5, 1.0)
         match kind:
             case "kill" | "restart":
                 host = draw.random() < 0.25

@@ -136,10 +136,12 @@ class SimulatedHost:
     async def run(self) -> None:
         """The agent's life: join, be the host's agent, and leave nothing behind."""
         plan, environment = self._plan, self._plan.environment(f"agent/{self._name}")
-        endpoint = plan.cluster.network.endpoint(environment.peer, self._name, net_settings(environment.ladder, environment.token))
+        endpoint = plan.cluster.network.endpoint(
+            environment.peer, self._name, net_settings(environment.timeouts, environment.token)
+        )
         plan.cluster.processes[endpoint.peer].waits = endpoint.waits
         try:
-            link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, ladder=environment.ladder)
+            link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
             processes = SimulatedProcesses(plan.cluster, partial(be_role, plan))
             self._agent = Agent(link, plan.description, environment, processes)
             with suppress(ConnectivityError):  # the run goes on without this host, or is over: its roles end either way
@@ -160,8 +162,8 @@ class SimulatedHost:
 
 async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment, process: Process) -> None:
     """A role's life, in its own process."""
-    ladder = environment.ladder
-    endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(ladder, environment.token))
+    timeouts = environment.timeouts
+    endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(timeouts, environment.token))
     process.waits = endpoint.waits
     audit: AuditEvents | None = None
     if plan.audit is not None:
@@ -172,7 +174,7 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
 
         audit = hears
     try:
-        entering = enter(endpoint, environment.coordinator, ladder, description=plan.description, audit=audit)
+        entering = enter(endpoint, environment.coordinator, timeouts, description=plan.description, audit=audit)
         async with entering as (entered, _):
             context = replace(entered, slowdown=lambda: plan.cluster.slowdown(role.peer))
             make = plan.make_device

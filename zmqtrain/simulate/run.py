@@ -138,7 +138,7 @@ class Simulation:
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology, self._options = topology, options
         self._placement = place(topology)
-        self._ladder = topology.job.ladder
+        self._timeouts = topology.job.timeouts
         self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
 
     async def run(self) -> Result:
@@ -177,7 +177,7 @@ class Simulation:
             None if options.resume is None else str(options.resume),
         )
         async with AsyncExitStack() as stack:
-            endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._ladder, ""))
+            endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._timeouts, ""))
             stack.push_async_callback(endpoint.close)
             assembly = Assembly(
                 endpoint,
@@ -216,7 +216,7 @@ class Simulation:
 
     async def _wait_for_agents(self, cluster: Cluster, agents: Sequence[asyncio.Task[Any]]) -> None:
         """As the launcher does: they end by themselves, or are ended after the grace time, with their roles."""
-        patience_s = self._ladder.grace_s + self._ladder.lost_s
+        patience_s = self._timeouts.grace_s + self._timeouts.lost_s
         _, left = await asyncio.wait(agents, timeout=patience_s)
         for agent in (task.get_name() for task in agents if task in left):
             if cluster.processes[agent].paused:  # nobody who stands still can end by himself

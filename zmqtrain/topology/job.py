@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from zmqtrain.topology.section import MOST, Every, Section, Texts, Timeout, is_plain, seconds_of
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -164,6 +164,6 @@ class Job(Section):
         return self.timeout
 
     @property
-    def ladder(self) -> Ladder:
+    def timeouts(self) -> Timeouts:
         """All time-outs of the run."""
-        return Ladder.of(self.timeout)
+        return Timeouts.of(self.timeout)

@@ -1,6 +1,6 @@
-"""The ladder of time-outs: all of them from the one number in the topology file.
+"""The time-outs: all of them from the one number in the topology file.
 
-A lower rung gives way before a higher one, so that the error a person sees names the cause: a host that went away is *lost*
+A shorter one gives way before a longer one, so that the error a person sees names the cause: a host that went away is *lost*
 before the request that waits for it times out, and a request gives up before the barrier that contains it.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One line of the printed ladder."""
+class TimeoutRow:
+    """One line of the printed table."""
 
     name: str
     seconds: float
@@ -31,7 +31,7 @@ _PURPOSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class Timeouts:
     """Time-outs in seconds, from the shortest to the longest."""
 
     heartbeat_s: float
@@ -44,8 +44,8 @@ class Ladder:
     barrier_s: float
 
     @classmethod
-    def of(cls, timeout_s: float) -> Ladder:
-        """The ladder for ``[job] timeout``."""
+    def of(cls, timeout_s: float) -> Timeouts:
+        """All time-outs, for ``[job] timeout``."""
         return cls(
             heartbeat_s=min(1.0, timeout_s / 20),
             flush_s=min(5.0, timeout_s / 12),
@@ -57,6 +57,8 @@ class Ladder:
             barrier_s=timeout_s * 10,
         )
 
-    def rows(self) -> list[Rung]:
+    def rows(self) -> list[TimeoutRow]:
         """What ``zmqtrain check`` prints."""
-        return [Rung(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)]
+        return [
+            TimeoutRow(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)
+        ]

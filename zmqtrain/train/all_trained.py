@@ -41,7 +41,7 @@ class AllTrained:
                 return self._step()
 
     async def _steps_of_groups(self) -> list[int]:
-        endpoint, placement, timeout_s = self._context.endpoint, self._context.placement, self._context.ladder.request_s
+        endpoint, placement, timeout_s = self._context.endpoint, self._context.placement, self._context.timeouts.request_s
         firsts = [placement.group_members(group)[0] for group in range(placement.groups)]
         others = [peer for peer in firsts if peer != endpoint.peer]
         answers = await asyncio.gather(*(endpoint.request(peer, "step", timeout=timeout_s) for peer in others))

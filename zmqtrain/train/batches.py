@@ -200,7 +200,7 @@ class StreamBatches:
         self._world: Group | None = None
         if self._epochs is not None and placement.world_size > 1:
             peers = tuple(worker.peer for worker in placement.workers)
-            self._world = Group(context.endpoint, peers, role.index, "data", timeout_s=context.ladder.barrier_s)
+            self._world = Group(context.endpoint, peers, role.index, "data", timeout_s=context.timeouts.barrier_s)
         self._recorder = context.recorder
         self.promise = Promise.of_stream(source)
 
@@ -338,7 +338,7 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
         late=members.late,
         travel=topology.data.ring == "tensors",
         thread=thread,
-        timeout_s=context.ladder.barrier_s,
+        timeout_s=context.timeouts.barrier_s,
         recorder=context.recorder,
     )
 

@@ -36,7 +36,7 @@ def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
         f"grid/{context.role.group}",
         condition=device.condition(),
         clock=device.clock,
-        timeout_s=context.ladder.barrier_s,
+        timeout_s=context.timeouts.barrier_s,
         recorder=context.recorder,
     )
 

@@ -138,10 +138,10 @@ class TrainLoop:
                     last = self._ended_at is not None
                     await self._have_servers_keep(step, save=True, last=last, in_turn=False)
                     await self._save(step)
-                    async with asyncio.timeout(context.ladder.request_s):  # others may have given up
+                    async with asyncio.timeout(context.timeouts.request_s):  # others may have given up
                         state = await self._model_at(step, last=last)
                     await self._send_model(step, state, alone=False)
-                await wait_committed(self._endpoint, step, timeout_s=context.ladder.request_s)
+                await wait_committed(self._endpoint, step, timeout_s=context.timeouts.request_s)
         except (ZmqTrainError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             self._recorder.event("part of a checkpoint failed", step=step, reason=reason)
@@ -267,7 +267,7 @@ class TrainLoop:
             if reached and not everybody and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
                     for peer in (peer for peer in self._members.at(done) if peer not in self._part.own.members):
-                        tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.ladder.request_s))
+                        tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.timeouts.request_s))
         if self._job.until is None or everybody or self._context.role.group == 0:
             return reached
         # The members of a group learn at different moments that the run is to end, but must take the same number of steps.
@@ -347,7 +347,7 @@ class TrainLoop:
     async def _wait_for_last(self, step: int) -> None:
         """Until the checkpoint of the end is on disk. Where losses are survived, this one's may be one that nobody can mend."""
         try:
-            await wait_committed(self._endpoint, step, timeout_s=self._context.ladder.barrier_s)
+            await wait_committed(self._endpoint, step, timeout_s=self._context.timeouts.barrier_s)
         except CheckpointError as error:
             if not self._members.survives:
                 raise

@@ -49,7 +49,7 @@ class ModelledWork:
             self._profile,
             bucket_bytes=compute.bucket_bytes,
             overlap=compute.overlap,
-            timeout_s=context.ladder.barrier_s,
+            timeout_s=context.timeouts.barrier_s,
             recorder=context.recorder,
             memory=self._memory,
             speed_factor=SpeedFactor(lambda step: noise.factor(seed, role.index, step), context.slowdown),

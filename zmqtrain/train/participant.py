@@ -46,12 +46,12 @@ class Participant:
         """
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
         self.exchange, self.members = exchange, members
-        role, ladder = context.role, context.ladder
+        role, timeouts = context.role, context.timeouts
         self.own = group_of(
-            context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", ladder.barrier_s
+            context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", timeouts.barrier_s
         )
         """This worker's compute group."""
-        self.stop_point = StopPoint(context.endpoint, timeout_s=ladder.barrier_s)
+        self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s)
         self.spread = 0.0
         """The largest difference of this worker's parameters from the run's model, where that was looked at."""
         self._trained = AllTrained(context, step)

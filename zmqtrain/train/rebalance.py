@@ -42,7 +42,7 @@ class Rebalance:
         if compute.parts != "measured" or len(members) == 1:
             return None
         # The others may evaluate or write a checkpoint while we wait for them.
-        timeout_s = context.ladder.barrier_s
+        timeout_s = context.timeouts.barrier_s
         group = Group(context.endpoint, members, members.index(context.role.peer), f"parts/{members[0]}", timeout_s=timeout_s)
         return cls(group, shares, every=compute.rebalance_every, least=compute.accumulate, recorder=context.recorder)
 

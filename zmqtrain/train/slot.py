@@ -37,7 +37,7 @@ class Slot:
             return None
         first = role.group - role.group % size
         members = tuple(context.placement.group_members(group)[role.position] for group in range(first, first + size))
-        return cls(context.endpoint, members, context.ladder.barrier_s, context.recorder)
+        return cls(context.endpoint, members, context.timeouts.barrier_s, context.recorder)
 
     async def take(self, step: int) -> None:
         """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the owner is gone."""

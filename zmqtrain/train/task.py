@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from zmqtrain.data.batch import Forward
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.source import Shard, Source, source_of
-from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
+from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.topology.schema import Topology
 
@@ -243,8 +243,10 @@ def user_code(what: str) -> Iterator[None]:
     """Turn whatever the task's own code raises into a `TaskError` that names ``what`` raised, with the original as its cause."""
     try:
         yield
-    except ZmqTrainError:
+    except (ZmqTrainError, RunStopped):
         raise
+    except SystemExit as error:
+        raise TaskError(f"{what} ends the process (sys.exit({error.code}))") from error
     except Exception as error:
         raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 

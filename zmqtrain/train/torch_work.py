@@ -117,7 +117,7 @@ class TorchWork:
             return TrainStep(self._replica, loss, device, settings, context.recorder)
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
-        timeout_s = context.ladder.barrier_s
+        timeout_s = context.timeouts.barrier_s
         self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
         self._replica.also_abort(self._bridge.abort)
         group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
@@ -148,7 +148,7 @@ class TorchWork:
         except BaseException:
             if remote is not None:
                 await remote.close()
-            await device.close(context.ladder.grace_s)
+            await device.close(context.timeouts.grace_s)
             raise
 
     @property
@@ -213,7 +213,7 @@ class TorchWork:
     async def send_model(
         self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
     ) -> None:
-        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.ladder.barrier_s)
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.timeouts.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         asked = self._device.clock()
@@ -281,7 +281,7 @@ class TorchWork:
 
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
-        timeout_s = self._context.ladder.barrier_s
+        timeout_s = self._context.timeouts.barrier_s
         merged, data = self._remote is not None, self._batches
         return Saver(
             endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
@@ -322,7 +322,7 @@ def _build(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
-        gate_timeout_s=context.ladder.barrier_s,
+        gate_timeout_s=context.timeouts.barrier_s,
     )
     device.watch(model, optimizer, sizes)
     replica = TorchReplica(

@@ -47,7 +47,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     try:
         await _train(context, work, members, halted)
     finally:
-        await work.close(context.ladder.grace_s)
+        await work.close(context.timeouts.grace_s)
     await context.membership.leave()
 
 
@@ -87,7 +87,7 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
         if loop.step == step and loop.phase is Phase.ENDING:
             life.cancel()
         loop.stop_in = step
-        await asyncio.wait({life}, timeout=context.ladder.barrier_s)
+        await asyncio.wait({life}, timeout=context.timeouts.barrier_s)
     else:
         loop.work.replica.abort(ConnectivityError(f"the run was halted: {reason.get('message')}"))
         life.cancel()
@@ -105,7 +105,7 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
 def saving_s(context: RoleContext) -> float:
     """How long a checkpoint may take in a run that was stopped for a bad loss: agents end roles after ``request_s``, and until then
     it must be known whether there is one."""
-    return context.ladder.request_s - 2 * context.ladder.grace_s
+    return context.timeouts.request_s - 2 * context.timeouts.grace_s
 
 
 async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFiniteLossError) -> str:
@@ -115,7 +115,7 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
     reason |= {"type": type(error).__name__, "verdict": error.verdict, "exit_code": error.exit_code}
     with suppress(ConnectivityError, TimeoutError):
         await context.membership.halt(reason)
-        async with asyncio.timeout(context.ladder.request_s):
+        async with asyncio.timeout(context.timeouts.request_s):
             await context.membership.halted.wait()
         await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
     loop.halted = True
@@ -130,5 +130,5 @@ async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) 
     """Wake the compute thread and end the exchange, as well as it goes within the grace time."""
     loop.work.replica.abort(error)
     with suppress(ZmqTrainError, TimeoutError, ExceptionGroup):
-        async with asyncio.timeout(context.ladder.grace_s):
+        async with asyncio.timeout(context.timeouts.grace_s):
             await loop.exchange.stop()

@@ -145,3 +145,22 @@ def test_what_hosts_tell_of_themselves() -> None:
     assert facts["run_folder"][1] > 0
     cells = machine_cells(machine_row(HostLook("a", facts, -3e-6, 2e-4)))
     assert (cells["host"], cells["clock"]) == ("a", "-3 us ± 200 us")
+
+
+@pytest.mark.parametrize(("staleness", "needed"), [("async", "10 GiB"), ("sync", "8 GiB")])
+def test_servers_that_look_ahead_need_more_memory(staleness: str, needed: str) -> None:
+    text = f"""
+[job]
+[compute]
+groups = 2
+[[hosts]]
+name = "a"
+slots = 2
+[exchange]
+kind = "model_server"
+staleness = "{staleness}"
+"""
+    topology = parse_topology(text)
+    look = Look([HostLook("a", {**FACTS, "memory_bytes": GIB}, 0.0, 0.001)], [], encrypted=True)
+    found = [each.detail for each in findings_of(topology, place(topology), look, OURS, GIB) if not each.ok]
+    assert [detail for detail in found if f"copies in 3 roles need {needed}" in detail], found

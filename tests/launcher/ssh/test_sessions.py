@@ -28,9 +28,9 @@ from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.processors import processors
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
-LADDER = Ladder.of(12.0)
+TIMEOUTS = Timeouts.of(12.0)
 CLIENTS = ("asyncssh", "system")
 #: An agent that talks, and ends well when it is asked to.
 TALKS = """
@@ -122,7 +122,7 @@ async def test_a_broken_connection_is_made_again(two: Machines, tmp_path: Path, 
     async with logged_in(two, kind, run=run) as session:
         await start(session, tmp_path)
         client = make_client(kind)  # type: ignore[arg-type]
-        handle = SshHandle(session, client, run, LADDER, say=notes.add, log=lambda host, text: heard.add(text))
+        handle = SshHandle(session, client, run, TIMEOUTS, say=notes.add, log=lambda host, text: heard.add(text))
         async with asyncio.timeout(20):
             waiting = asyncio.create_task(handle.wait())
             await heard.until("one")
@@ -145,7 +145,7 @@ async def test_what_cannot_be_reached_is_said_and_left_for_later(two: Machines, 
     notes = Heard()
     async with logged_in(two, "asyncssh", "m2", run="later") as session:
         await start(session, tmp_path)
-        quick = replace(LADDER, connect_s=1.0)
+        quick = replace(TIMEOUTS, connect_s=1.0)
         handle = SshHandle(session, make_client("asyncssh"), "later", quick, say=notes.add, log=lambda host, text: None)
         two.stop_server("m2")
         assert not await handle.stop(1.0)
@@ -215,7 +215,7 @@ async def look(made: Machines, hosts: str, folder: Path, *, client: str = "async
         folder=folder,
         directory=folder,
         script=None,
-        ladder=LADDER,
+        timeouts=TIMEOUTS,
         say=notes.append,
         log=lambda host, text: None,
     )

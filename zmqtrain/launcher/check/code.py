@@ -39,8 +39,6 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
         yield Finding("load", False, str(error))
     except TaskError as error:
         yield Finding("load", False, f"{error}{_where(error.__cause__)}")
-    except SystemExit as error:
-        yield Finding("load", False, f"{job.task} ends the process (sys.exit({error.code!r})) rather than return a zmqtrain.Task")
     else:
         samples = ", a stream of samples to train on" if source.stream else f", {source.samples:,} samples to train on"
         yield Finding("load", True, f"{job.task} returns a task{samples}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from zmqtrain.exchange.momentum import expected_staleness
 from zmqtrain.launcher.check.file import Finding
 from zmqtrain.launcher.look import HostLook, Look, WayLook
 from zmqtrain.launcher.ssh.inspection import public_version
@@ -23,6 +24,8 @@ LEAST_SHM_BYTES = 256 << 20
 SLOW_WAY = 0.5
 #: Copies of the model that a worker (parameters, gradients, momentum) and a server (parameters, momentum) have at least.
 WORKER_COPIES, SERVER_COPIES = 3, 2
+#: A server that looks ahead has two more: by how much it is ahead, and where it works that out.
+AHEAD_COPIES = 2
 _FIREWALL = "open the ports between hosts ([job] ports says which), or give the addresses of a network that they share"
 
 
@@ -139,11 +142,19 @@ def _memory(topology: Topology, placement: Placement | None, host: HostLook, mod
         what = f"/dev/shm has {rounded_size(shm)}; zmqtrain needs none of it, but data loaders with processes of their own do"
         yield Finding("shared memory", True, what, "for containers: --shm-size=1g; or num_workers=0", host.name)
     servers = len(roles) - workers
-    needed = model_bytes * (WORKER_COPIES * workers + SERVER_COPIES * servers // max(1, topology.exchange.shards))
+    copies = SERVER_COPIES + AHEAD_COPIES * _looks_ahead(topology, placement)
+    needed = model_bytes * (WORKER_COPIES * workers + copies * servers // max(1, topology.exchange.shards))
     if needed > host.facts["memory_bytes"]:
         free = rounded_size(host.facts["memory_bytes"])
         what = f"{free} of memory free; the model's copies in {len(roles)} roles need {rounded_size(needed)}"
         yield Finding("memory", False, what, "give it fewer slots, or servers elsewhere", host.name)
+
+
+def _looks_ahead(topology: Topology, placement: Placement | None) -> bool:
+    """Whether model servers keep their parameters ahead."""
+    if placement is None or topology.optimizer.look_ahead != "auto" or topology.optimizer.momentum != "auto":
+        return False
+    return expected_staleness(topology.exchange.policy, placement.groups, topology.exchange.bound or 0) > 0
 
 
 def _data(host: HostLook) -> Iterator[Finding]:

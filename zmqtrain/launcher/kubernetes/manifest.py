@@ -174,7 +174,7 @@ def _container(
 def _job(
     topology: Topology, name: str, count: int, container: dict[str, Any], volumes: list[dict[str, Any]], *, backoff: int
 ) -> dict[str, Any]:
-    ladder = topology.job.ladder
+    timeouts = topology.job.timeouts
     exit_codes = {"containerName": container["name"], "operator": "In", "values": list(PERMANENT)}
     return {
         "name": name,
@@ -195,7 +195,7 @@ def _job(
                 "template": {
                     "spec": {
                         "restartPolicy": "Never",
-                        "terminationGracePeriodSeconds": math.ceil(2 * ladder.grace_s + 2 * ladder.flush_s),
+                        "terminationGracePeriodSeconds": math.ceil(2 * timeouts.grace_s + 2 * timeouts.flush_s),
                         "enableServiceLinks": False,
                         "containers": [container],
                         "volumes": volumes,

@@ -67,7 +67,7 @@ class SshEngine:
             environ={**environ, HOST: host.address, BIND: preflight.binds[host.name]},
             folder=preflight.folders[host.name],
         )
-        return SshHandle(session, client, places.run, run.ladder, say=run.say, log=run.log)
+        return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log)
 
     async def stop(self, handle: Handle, grace: float) -> None:
         """End the agent, and remove what the run has on its host. Where the host cannot be reached, it says so."""

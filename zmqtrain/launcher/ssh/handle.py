@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.session import Client, Session
-from zmqtrain.topology.timeouts import Ladder
+from zmqtrain.topology.timeouts import Timeouts
 
 #: Pauses between attempts to log in again: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -24,13 +24,13 @@ class SshHandle:
         session: Session,
         client: Client,
         run: str,
-        ladder: Ladder,
+        timeouts: Timeouts,
         *,
         say: Callable[[str], None],
         log: Callable[[str, str], None],
     ) -> None:
         """``say`` takes lines for people, ``log(host, text)`` what the agent itself prints."""
-        self._session, self._client, self._run, self._ladder = session, client, run, ladder
+        self._session, self._client, self._run, self._timeouts = session, client, run, timeouts
         self._say, self._log = say, log
         self._offset = 0
         self._code: int | None = None
@@ -55,7 +55,7 @@ class SshHandle:
     async def stop(self, grace_s: float) -> bool:
         """End the agent, and remove what the run has on the host. Returns whether that is done; says so if not."""
         try:
-            async with asyncio.timeout(grace_s + STOPPING_S + self._ladder.connect_s):
+            async with asyncio.timeout(grace_s + STOPPING_S + self._timeouts.connect_s):
                 try:
                     await self._stop(grace_s)
                 except SshError:
@@ -64,7 +64,7 @@ class SshHandle:
         except (SshError, HostsError, TimeoutError) as error:
             why = str(error) or f"{self.host}: no answer"
             self._say(
-                f"{why}. Its agent ends by itself {self._ladder.lost_s:g} s after it has last heard of the launcher; "
+                f"{why}. Its agent ends by itself {self._timeouts.lost_s:g} s after it has last heard of the launcher; "
                 "`zmqtrain stop` looks once more"
             )
             return False
@@ -93,7 +93,7 @@ class SshHandle:
 
     async def _log_in(self) -> None:
         await self._session.close()
-        session = await Session.open(self._client, self._session.target, self._run, connect_s=self._ladder.connect_s)
+        session = await Session.open(self._client, self._session.target, self._run, connect_s=self._timeouts.connect_s)
         session.on_log(self._printed)
         self._session = session
         if session.state["agent"] == "none":  # somebody has removed all of it

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from zmqtrain.errors import HostFault
+from zmqtrain.versions import versions
 
 #: What must be there, in the same version, beside Python. (Other packages are zmqtrain's own dependencies.)
 PACKAGES = ("zmqtrain", "torch")
@@ -17,13 +16,7 @@ Fault: TypeAlias = HostFault
 
 def own_versions() -> dict[str, str]:
     """What this machine has: ``python`` and the packages."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    return {**dict.fromkeys(PACKAGES, "unknown"), **versions(PACKAGES)}
 
 
 def faults_of_versions(host: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> Iterator[Fault]:

@@ -53,7 +53,7 @@ async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> di
         return {}
     topology = _topology(directory)
     client = make_client(topology.engine.client)
-    connect_s = topology.job.ladder.connect_s
+    connect_s = topology.job.timeouts.connect_s
     gate = asyncio.Semaphore(MOST_LOGINS)
 
     async def one(name: str) -> T | SshError:

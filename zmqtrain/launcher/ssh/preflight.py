@@ -46,7 +46,7 @@ class Preflight:
 
         async def log_in(host: Host, _faults: list[Fault]) -> None:
             async with gate:
-                session = await Session.open(self._client, self._target(host), self._name, connect_s=self._run.ladder.connect_s)
+                session = await Session.open(self._client, self._target(host), self._name, connect_s=self._run.timeouts.connect_s)
             self.sessions[host.name] = session
 
         await self._on_all(log_in)

@@ -38,7 +38,7 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
         folder=Path.cwd(),
         directory=Path.cwd(),
         script=None,
-        ladder=topology.job.ladder,
+        timeouts=topology.job.timeouts,
         say=say,
         log=lambda host, text: say(f"{host}: {text.rstrip()}"),
     )

@@ -29,7 +29,7 @@ class CheckpointClock:
         if every_s is None:
             return None
         workers = tuple(worker.peer for worker in placement.workers)
-        return cls(endpoint, workers, every_s, timeout_s=topology.job.ladder.barrier_s)
+        return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s)
 
     def begin(self) -> None:
         """A worker is there that keeps checkpoints (scripts and models of devices do not)."""

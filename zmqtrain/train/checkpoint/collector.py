@@ -110,7 +110,7 @@ class CheckpointCollector:
             keep=topology.job.keep_checkpoints,
             resume=checkpoint,
             weights=weights,
-            patience_s=topology.job.ladder.barrier_s,
+            patience_s=topology.job.timeouts.barrier_s,
             members=members,
             on_event=on_event,
             model=model,
