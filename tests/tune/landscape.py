@@ -48,9 +48,11 @@ class Landscape:
         end = begin - speed * updates
         if goes_on:
             self.state[trial.number] = end
-        scored = math.exp(begin - speed * updates * 5 / 6)
+        before, scored = math.exp(begin - speed * updates / 2), math.exp(begin - speed * updates * 5 / 6)
         told = None if reached is None else updates
-        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, told, end=math.exp(end))
+        took_s, third = updates * update_s, max(1, round(updates / 3))
+        first, last = math.exp(begin), math.exp(end)
+        return Outcome(updates, took_s, first, scored, 0.0, reached, told, end=last, before=before, scored=third)
 
 
 def solve(space: Space, landscape: Landscape, target: float | None = None, most: int = 5000) -> tuple[Search, Done]:
