@@ -48,11 +48,9 @@ class Landscape:
         end = begin - speed * updates
         if goes_on:
             self.state[trial.number] = end
-        before, scored = math.exp(begin - speed * updates / 2), math.exp(begin - speed * updates * 5 / 6)
+        scored = math.exp(begin - speed * updates * 5 / 6)
         told = None if reached is None else updates
-        took_s, third = updates * update_s, max(1, round(updates / 3))
-        first, last = math.exp(begin), math.exp(end)
-        return Outcome(updates, took_s, first, scored, 0.0, reached, told, end=last, before=before, scored=third)
+        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, told, end=math.exp(end))
 
 
 def solve(space: Space, landscape: Landscape, target: float | None = None, most: int = 5000) -> tuple[Search, Done]:

@@ -78,14 +78,14 @@ def test_it_says_why_it_asks_and_what_goes_on() -> None:
     search, _ = solve(replace(SPACE, momenta=(0.9,)), Dying(100))
     reasons = [decision.reason for decision in search.decisions()]
     assert any("stands still" in reason or "another setting had" in reason or "half as many" in reason for reason in reasons)
-    assert any("goes on instead" in reason or "back to there" in reason for reason in reasons)
+    assert any("goes on instead" in reason for reason in reasons)
 
 
-def test_what_never_dies_is_trained_with_to_the_end() -> None:
+def test_what_never_dies_is_not_asked_for_anything() -> None:
     search, done = solve(SPACE, Dying(10**9, 0.05))
     assert done.reached
-    assert done.setting == Setting(1, 0.9, 0.1)
-    assert {trial.setting for trial, _ in search.trials if trial.kind == "train"} == {done.setting}
+    assert done.setting == Setting(1, 0.9, 0.01)  # it has fallen near the target
+    assert [trial.setting.momentum for trial, _ in search.trials if trial.kind == "train"] == [0.9] * 4
     took = sum(outcome.updates for _, outcome in search.trials)
     assert took <= 1.6 * BEST / 1.4
     assert search.share < 0.3

@@ -57,21 +57,17 @@ WATCH, LONG_WATCH = 4, 8
 PATIENCE = 2.0
 #: What asking may take, as a part of what has been trained; all of it where that has not come half way.
 ASK = 0.5
-#: A fall of the loss is clear beyond so many standard errors, and slow if the target is further away than so much of all training.
-CLEAR, SLOW = 2.0, 0.7
-#: By what smaller steps have a lower learning rate, where there is no momentum left to lower.
-SMALLER = 4.0
-#: How long other steps are tried, as a part of the training so far; of that, which last part counts; and by which part of what is
-#: left smaller ones must bring the loss down.
-ASK_PART, JUDGED, MUCH = 1 / 6, 2 / 3, 0.2
-#: After how many first legs it is asked for the first time whether other steps get further, and after how many times as many
-#: updates again. Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
-ASK_FIRST, ASK_AGAIN, SPLIT = 4, 2.0, 1.5
+#: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
+MUCH = 0.4
+#: After how many first legs it is asked for the first time whether smaller steps bring a loss well on its way to the target; after
+#: how many times as many updates again; which part of the way that is; and what it may take beside all training.
+GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 4, 3.0, 0.15, 0.3
+#: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
+SPLIT = 1.5
 #: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
 EARLY, CHOICE = 0.25, 6
-#: What a probe for the learning rate's fall may take of all time so far; and how many times the updates of a smoothed loss it must
-#: be able to last, so that it is worth what beginning anew costs.
-FALLS, FALL_LASTS = 0.1, 2
+#: What a probe for the learning rate's fall may take of all time so far.
+FALLS = 0.1
 #: More groups are tried from the beginning if an update takes so many times less.
 WORTH = 1.4
 #: What the cold start may take of the time that there is for searching; and all before the end of training.
@@ -89,9 +85,7 @@ class Search(Machine):
         self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the training that is under way
         self._patience = 1.0  # how much longer it trains before it is asked whether it gets anywhere
         self._stood = False  # the last training got nowhere
-        self._larger: list[Setting] = []  # from which it has come to smaller steps
-        self._marks: list[int] = []  # trials at whose ends training has stood
-        self._ask_at = ASK_FIRST * first_leg(space)  # updates of the leader
+        self._glance_at = GLANCE * first_leg(space)  # updates of the leader
         super().__init__(space)
 
     def _life(self) -> Life:
@@ -138,7 +132,8 @@ class Search(Machine):
     def _follow(self, runner: Runner) -> None:
         """What it has come to is where training stands."""
         assert runner.number is not None
-        self._lead, self._larger, self._marks = runner, [], [runner.number]
+        self._lead = runner
+        self._glance_at = max(GLANCE * first_leg(self._space), round(GLANCE_AGAIN * runner.updates))
         self._adopt(runner.setting, runner.number, runner.spent_s)
 
     def _go_on(
@@ -153,7 +148,6 @@ class Search(Machine):
         outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watched)
         if not outcome.diverged:
             self._lead.tell(self.trials[number][0], outcome)
-            self._marks.append(number)
         self._stood = outcome.stood is not None
         return outcome
 
@@ -187,16 +181,10 @@ class Search(Machine):
         return min(self._left(groups), max(first_leg(self._space), math.ceil(owed_s / self._update_s[groups])))
 
     def _ask(self) -> Generator[Trial, Outcome, bool]:
-        """Whether other steps get further from where training stands. Returns whether training goes on with any.
-
-        What falls clearly, and not too slowly, is left alone. Where the loss falls clearly but slowly, the larger steps from which
-        it came are tried first; where it does not fall beyond its noise, smaller ones. A loss that has risen goes back to where it
-        was lowest. What is still near its beginning may also be replaced by a setting that the race left behind."""
+        """Training gets nowhere: whether a tenth of the learning rate does from there, or one of those that were left behind, from
+        where it was left. Returns whether training goes on as that."""
         lead, begin_s, space = self._lead, self.search_s, self._space
-        self._ask_at = round(ASK_AGAIN * lead.updates)
-        assert self._start is not None
-        assert self._setting is not None
-        goal, last = space.target or 0.0, self.trials[self._start][1]
+        goal, again = space.target or 0.0, self._patience > 1
         far = lead.loss > (self._first[None] + goal) / 2
         may_s = self.train_s * (1 if far else ASK)  # the longer it has trained the more it is worth to ask
 
@@ -204,92 +192,55 @@ class Search(Machine):
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
-        here = self._first[self._start]
-        clear = last.fall > CLEAR * last.fall_error
-        if clear and not self._stood and here - goal < SLOW * lead.updates * last.fall:
-            return False
-        start, smaller = self._best_mark(), [self._smaller_steps(self._setting)]
-        larger = [each for each in self._larger[-1:] if each.groups == self._setting.groups]
-        if start != self._start:
-            self._decide("setting", f"it has got worse: {self._first[start]:.4g} before, {here:.4g} now; back to there")
-            larger = []
-        others = [*larger, *smaller] if clear else [*smaller, *larger]
-        for other in others:
-            if (yield from self._instead(lead, other, start, affords, clear=clear)):
-                return True
-        if far and self._stood and (yield from self._others(lead, replace(lead.here, loss=here), affords)):
+        lower = yield from self._lower(lead, affords, tenth=again)
+        # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
+        if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
+            return self._smaller(lead, lower)
+        here = lead.here if lower is None else lower.here
+        if (far or again) and (yield from self._others(lead, here, affords, anew=far)):
             return True
+        if lower is not None:
+            return self._smaller(lead, lower)
         self._patience *= PATIENCE
         self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
         return False
 
-    def _instead(
-        self, lead: Runner, other: Setting, start: int, affords: Callable[[Trial], bool], *, clear: bool
-    ) -> Generator[Trial, Outcome, bool]:
-        """Some training with another setting. It goes on if the loss is below what it would have come to otherwise.
-
-        With smaller steps it must be below by a part of what is left to the target, since noise falls at once and slower progress
-        shows later. With larger ones, where nothing falls, it may be as high within its noise, which they raise at once."""
-        assert self._start is not None
-        space, before, last = self._space, self._setting, self.trials[self._start][1]
-        assert before is not None
-        goal, here = space.target or 0.0, self._first[self._start]
-        reason = "whether other steps do where training gets nowhere"
-        updates = max(first_leg(space), round(ASK_PART * lead.updates))
-        trial = replace(self._leg(other, updates, "ask", reason, start), scored=JUDGED)
+    def _lower(self, lead: Runner, affords: Callable[[Trial], bool], *, tenth: bool) -> Generator[Trial, Outcome, Runner | None]:
+        """What smaller steps come to from where training stands, if that is better: the next slower setting, or a ``tenth`` of the
+        rate. Nothing is lost by it where training stands still, so that its own error is all that counts."""
+        setting = lead.setting if self._setting is None else self._setting
+        runner = Runner(replace(setting, lr=setting.lr / 10) if tenth else self._slower(setting))
+        reason = "whether smaller steps do where training stands still"
+        trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 5), "ask", reason, self._start)
         if not affords(trial):
-            return False
-        outcome = yield trial
-        if outcome.diverged:
-            return False
-        down = pace(other) < pace(before)
-        expected = here - (self._trend() if clear or down else 0.0) * outcome.updates * (1 - JUDGED / 2)
-        error = math.hypot(outcome.noise, last.end_noise(space.smooth))
-        least = MUCH * (here - goal) if down else 0.0 if clear else -error
-        if outcome.reached is None and expected - outcome.loss <= least:
-            told = f"{other} comes to {outcome.loss:.4g} +- {error:.2g}, {before} would have come to {expected:.4g}"
-            self._decide("setting", f"{told}: as before", **values_of(before))
-            return False
-        self._decide("setting", f"{other} gets from {here:.4g} to {outcome.loss:.4g}", **values_of(other))
-        self._patience = 1.0
-        if down:
-            self._larger.append(before)
-        else:
-            self._larger.pop()
-        lead.tell(trial, outcome)
-        self._adopt(other, trial.number, outcome.spent_s)
-        self._marks.append(trial.number)
+            return None
+        runner.tell(trial, (yield trial))
+        return None if runner.diverged or runner.loss + runner.noise >= lead.loss else runner
+
+    def _smaller(self, lead: Runner, lower: Runner) -> bool:
+        """Go on with them."""
+        self._decide("setting", f"{lower.setting} gets from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting))
+        assert lower.number is not None
+        lead.tell(*self.trials[lower.number])
+        self._adopt(lower.setting, lower.number, lower.spent_s)
         return True
 
-    def _best_mark(self) -> int:
-        """Where training stood at its best, if it is clearly worse by now; else where it stands."""
-        assert self._start is not None
-        smooth = self._space.smooth
-        best = min(self._marks, key=lambda number: self._first[number])
-        noise = self.trials[best][1].end_noise(smooth) + self.trials[self._start][1].end_noise(smooth)
-        return best if self._first[best] + noise < self._first[self._start] else self._start
+    def _slower(self, setting: Setting) -> Setting:
+        """The fastest that is at most half as fast, of these groups; of two that are as fast the one with more momentum."""
+        momenta = {setting.momentum, *(each for each in self._space.momenta if each <= setting.momentum)}
+        choices = [replace(setting, momentum=momentum, lr=lr) for momentum in momenta for lr in (setting.lr, setting.lr / 10)]
+        slow = [each for each in choices if pace(each) <= pace(setting) / 2]
+        return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
 
-    def _trend(self) -> float:
-        """By how much the loss falls an update, as far as that is sure: by its last part and by half of all training."""
-        assert self._start is not None
-        lead, last = self._lead, self.trials[self._start][1]
-        then = lead.at(lead.updates // 2)
-        falls = 0.0 if then is None else (then.loss - lead.loss) / (lead.updates / 2)
-        return max(0.0, falls if last.before is None else min(falls, last.fall))
-
-    def _smaller_steps(self, setting: Setting) -> Setting:
-        """With less momentum, if that makes them half as large or less; with a lower rate else."""
-        momenta = (each for each in self._space.momenta if 1 - each >= 2 * (1 - setting.momentum))
-        momentum = max(momenta, default=None)
-        return replace(setting, lr=setting.lr / SMALLER) if momentum is None else replace(setting, momentum=momentum)
-
-    def _others(self, lead: Runner, here: Point, affords: Callable[[Trial], bool]) -> Generator[Trial, Outcome, bool]:
+    def _others(
+        self, lead: Runner, here: Point, affords: Callable[[Trial], bool], *, anew: bool
+    ) -> Generator[Trial, Outcome, bool]:
         """Those left behind, from where they were left: always the one that is furthest ahead of where the leader was after
-        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples. The
-        leader's setting with less momentum is one of them."""
+        as many samples, until one is better than what training has come to (``here``), or as good with half as many samples.
+        ``anew``: the leader's setting with less momentum, too."""
         race = self._race
         less = max((each for each in self._space.momenta if each <= lead.setting.momentum - APART), default=None)
-        if less is not None and not race.has(replace(lead.setting, momentum=less)):
+        if anew and less is not None and not race.has(replace(lead.setting, momentum=less)):
             race.enter(replace(lead.setting, momentum=less))
         while runners := race.rivals(lead):
             runner = runners[0]
@@ -313,7 +264,7 @@ class Search(Machine):
         fall = Fall(self._space.target, self._first.get(self._start), self._first.get(None, math.inf))
         while True:
             begin = self._first.get(self._start)
-            if begin is not None and fall.due(begin) and self._long_enough(setting.groups):
+            if begin is not None and fall.due(begin):
                 lower = replace(setting, lr=setting.lr / 10)
                 if (yield from self._falls(fall, lower, begin)):
                     setting, reason = lower, "the learning rate falls, for the target is near"
@@ -324,41 +275,66 @@ class Search(Machine):
             setting = self._setting
             if outcome.diverged:
                 return setting.lr / 10
-            near = fall.near(outcome.end) and self._long_enough(setting.groups)
+            near = fall.near(outcome.end)
             if not near or updates <= 0 or outcome.drifted or self._stood or self._end() is not None:
                 return setting.lr
 
     def _stretch(
         self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
-        """Training. With one group and a target it is divided: after each part it is asked whether other steps get further.
-        Returns the last part's outcome, and what is left of the updates."""
+        """Training, with a glance now and then at what smaller steps would do. Returns the last part's outcome, and what is left of
+        the updates."""
         while True:
             part = updates
+            # Once the rate has fallen the target is near: each beginning anew would cost a momentum.
+            fallen = fall is not None and fall.fallen
             # Several groups are watched for drift, beside how their run began: it is not divided.
-            divided = self._space.target is not None and setting.groups == 1 and not (fall is not None and fall.fallen)
-            if divided and updates > SPLIT * self._until_asked():
-                part = self._until_asked()
-            until = None if fall is None or not self._long_enough(setting.groups) else fall.until
+            divided = self._space.target is not None and setting.groups == 1 and not fallen
+            if divided and updates > SPLIT * self._until_glance():
+                part = self._until_glance()
+            until = None if fall is None else fall.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if over or not divided or (until is not None and fall is not None and fall.near(outcome.end)):
+            if over or self._space.target is None or setting.groups > 1 or (fall is not None and fall.near(outcome.end)):
                 return outcome, updates
-            if (yield from self._ask()):
-                assert self._setting is not None
-                setting = self._setting
+            then = self._lead.at(self._lead.updates // 2)
+            if then is not None and above(self._lead.here, then):
+                self._stood = True
+                told = f"the loss is {self._lead.loss:.4g} after {self._lead.updates} updates, {then.loss:.4g} after half as many"
+                self._decide("stands still", told, **values_of(setting))
+                return outcome, updates
+            if (yield from self._glance()):
+                setting = self._lead.setting
                 if self._end() is not None:
                     return outcome, updates
 
-    def _long_enough(self, groups: int) -> bool:
-        """Whether it has trained for so long that a probe for the learning rate's fall is worth what beginning anew costs. What is
-        not divided is not asked again, so that it is always worth it."""
-        return groups > 1 or FALLS * (self.search_s + self.train_s) >= FALL_LASTS * self._space.smooth * self._update_s[groups]
+    def _until_glance(self) -> int:
+        """Updates until the next."""
+        return max(2 * first_leg(self._space), self._glance_at - self._lead.updates)
 
-    def _until_asked(self) -> int:
-        """Updates until it is asked whether other steps are better, whatever it looks like."""
-        return max(2 * first_leg(self._space), self._ask_at - self._lead.updates)
+    def _glance(self) -> Generator[Trial, Outcome, bool]:
+        """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it well on its way
+        at once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
+        lead, goal, setting, start = self._lead, self._space.target, self._setting, self._start
+        assert goal is not None  # nothing else would tell how much is left
+        assert setting is not None
+        assert start is not None
+        self._glance_at = round(GLANCE_AGAIN * lead.updates)
+        runner = Runner(self._slower(setting))
+        reason = "whether noise is most of what is left"
+        trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 10), "ask", reason, start)
+        cost_s = trial.updates * self._update_s[setting.groups] + 2 * self._around_s()
+        if cost_s > GLANCE_S * self.train_s or not self._affords(trial):
+            return False
+        here, then = self._first[start], lead.at(lead.updates // 2)
+        falls = 0.0 if then is None else trial.updates * max(0.0, (then.loss - lead.loss) / (lead.updates / 2))
+        if here - goal < 2 * falls:  # it is there soon in any case
+            return False
+        runner.tell(trial, (yield trial))
+        if runner.diverged or here - falls - runner.loss < MOST * (here - goal):
+            return False
+        return self._smaller(lead, runner)
 
     def _soon(self, outcome: Outcome) -> float:
         """What a probe of which all losses count would come to if it went on for half as long again, at the pace that it had."""
@@ -401,7 +377,7 @@ class Search(Machine):
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
         """Learning rate and momentum for one group: from large steps to small ones, a short way each, until that gets no better.
 
-        Smaller steps are better later; whether it is time for them is asked where training stands by then (`_ask`)."""
+        Smaller steps are better later; whether it is time for them is asked where training stands by then (`_glance`)."""
         space, one, race = self._space, self._space.groups[0], self._race
         phase = "learning rate"
         # The two largest momenta: the smaller one is between two rates, or has less noise at the highest.

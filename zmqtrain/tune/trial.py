@@ -103,24 +103,6 @@ class Outcome:
     """Why it was ended before its time: what was measured is not what it was chosen for."""
     stood: str | None = None
     """Why it was ended before its time: it gets nowhere."""
-    before: float | None = None
-    """Mean loss of the part before its last, which is as long."""
-    scored: int = 0
-    """Updates of each of these two parts."""
-
-    @property
-    def fall(self) -> float:
-        """By how much the loss has fallen an update, at its end; 0 where that is not known."""
-        return 0.0 if self.before is None else (self.before - self.loss) / self.scored
-
-    @property
-    def fall_error(self) -> float:
-        """Standard error of that."""
-        return math.sqrt(2) * self.noise / self.scored if self.scored else 0.0
-
-    def end_noise(self, smooth: int) -> float:
-        """Standard error of `end`."""
-        return self.noise * math.sqrt(max(1.0, self.scored / smooth))
 
     @property
     def diverged(self) -> bool:
@@ -162,7 +144,6 @@ class Outcome:
             return cls(updates, seconds, math.nan, math.inf, **measured)
         first = fmean(values[: max(1, len(values) // 20)])
         last = values[-max(1, round(len(values) * scored)) :]
-        earlier = values[-2 * len(last) : -len(last)]
         bad = diverged or not all(map(math.isfinite, values))
         noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
         reached = reach(values, target, smooth) if target is not None else None
@@ -175,8 +156,6 @@ class Outcome:
             None if reached is None else losses[reached][0],
             None if reached is None else max(1, round(updates * (reached + 1) / len(values))),
             end=None if bad else fmean(last[-smooth:]),
-            before=fmean(earlier) if len(earlier) == len(last) and not bad else None,
-            scored=len(last),
             **measured,
         )
 
