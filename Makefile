@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 # What is installed: the package and what its examples need, or that and what tests need besides.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+LOWEST := $(VENV)-lowest
 
-.PHONY: help demo test test-processors test-gpu bench docs format clean
+.PHONY: help demo test test-lowest test-processors test-gpu bench docs format clean
 
 help:
 	@echo "make demo            train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
 	@echo "make test            formatting, types, import contracts and tests"
 	@echo "make test-processors numeric tests with the kernels of older processors"
+	@echo "make test-lowest the core's tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-gpu        what needs a GPU, with the machine's own python3 and torch; needs no package index"
 	@echo "make bench           measure network, collectives, servers, start-up and simulated and emulated worlds"
 	@echo "make docs            write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
@@ -33,6 +35,10 @@ test: $(READY)
 test-processors: $(READY)
 	$(BIN)/python -m tests.on_processors $(ARGS)
 
+# The parts that meet other packages most.
+test-lowest: $(LOWEST)/.ready
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/,wire topology net exchange train embed c10d cli)
+
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)
 
@@ -49,7 +55,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find zmqtrain benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.
@@ -61,4 +67,9 @@ $(DEMO): pyproject.toml constraints.txt
 
 $(READY): $(DEMO)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
+	@touch $@
+
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints-lowest.txt -e '.[examples,test]'
 	@touch $@

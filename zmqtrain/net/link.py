@@ -23,6 +23,7 @@ from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS, LASTING, SHARED, check_flags
 from zmqtrain.net.greeting import Hello
+from zmqtrain.net.handshake import Handshake
 from zmqtrain.net.incoming import Buffer, Incoming
 from zmqtrain.net.lane import Parcel, ReceiveLane, SendLane, Verdict
 from zmqtrain.net.mailbox import Mailbox
@@ -30,7 +31,6 @@ from zmqtrain.net.outbox import BULK, CONTROL, Outbox, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shared import SharedBodies
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
-from zmqtrain.world import random_bits
 
 LANES = (CONTROL, BULK)
 
@@ -57,11 +57,9 @@ class Link:
         self.peer = peer
         self.settings = settings
         self.mailbox = mailbox
-        self.session = random_bits(63) | 1
-        self.remote: Hello | None = None
+        self.handshake = Handshake(settings, now)
         self.state = State.GREETING
         self.ending: Ending | None = None
-        self.address = ""
         self.up = False
         self.outbox = Outbox(settings.outbox_bytes, settings.chunk_bytes)
         self.sending: tuple[SendLane[Outgoing | None], SendLane[Outgoing | None]] = (SendLane(), SendLane())
@@ -78,57 +76,27 @@ class Link:
         self._open: dict[int, Incoming] = {}
         self._unannounced_bytes = 0
         self._unannounced_pieces = 0
-        self._demanded_at: float | None = None
-        self._connect_at = now
         self._down_at = now
-        self._hello_at: float | None = None
-        self._hello_pause = settings.hello_s
         self._progress_at: list[float] = [now, now]
 
     # The greeting
 
-    def demand(self, now: float) -> None:
-        """Somebody here waits for the peer."""
-        if self._demanded_at is None:
-            self._demanded_at = now
-
-    @property
-    def demanded(self) -> bool:
-        return self._demanded_at is not None
-
-    def connect(self, address: str, now: float) -> None:
-        """From now on the transport tries this address."""
-        self.address = address
-        self._connect_at = now
-
-    def gives_up_address(self, other: str, now: float) -> bool:
-        """Whether a peer that greets from ``other`` should rather be tried there: what we were told leads nowhere.
-
-        Not at once: the way that we were told may lead around an obstacle that the peer does not know of.
-        """
-        if self.up or self.state is not State.GREETING or self.address == other:
-            return False
-        return not self.address or now >= self._connect_at + 4 * self.settings.hello_s
-
     def greet(self, hello: Hello) -> bool:
-        """The peer's greeting has come (version and token are right). Returns whether to greet back."""
-        if hello.known not in (0, self.session):
-            return True  # it believes in an earlier session of ours: show it this one
-        if self.remote is None or self.remote.session != hello.session:
+        """The peer's greeting has come, which `Handshake.judge` found to continue. Returns whether to greet back."""
+        new = self.handshake.remote is None
+        answer = self.handshake.greet(hello)
+        if new and self.handshake.remote is not None:
             assert self.state is State.GREETING
-            self.remote = hello
             self.allowances[CONTROL].grant(hello.control_window)
             self.allowances[BULK].grant(hello.bulk_window)
-        if hello.known == self.session and self.state is State.GREETING:
+        if self.handshake.opened and self.state is State.GREETING:
             self.state = State.OPEN
-            self._hello_at = None
-        return not hello.opened
+        return answer
 
     def link_up(self, now: float) -> None:
         """The transport has a connection: greet over it, and find out what was lost with the one before."""
         self.up = True
-        self._hello_at = now
-        self._hello_pause = self.settings.hello_s
+        self.handshake.link_up(now)
         self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
         # The last word about credit may have been lost with the connection before, and a peer without any has nothing to ask by.
         self.ack_due = self.ack_urgent = self.state is State.OPEN
@@ -137,16 +105,12 @@ class Link:
         if self.up:
             self.up = False
             self._down_at = now
-            self._hello_at = None
+            self.handshake.link_down()
 
     # Time
 
     def next_deadline(self) -> float | None:
-        times = []
-        if self.state is State.GREETING and self._demanded_at is not None:
-            times.append(self._demanded_at + self.settings.greet_s)
-        if self._hello_at is not None:
-            times.append(self._hello_at)
+        times = self.handshake.deadlines()
         if self.state is State.OPEN:
             if not self.up:
                 times.append(self._down_at + self.settings.lost_s)
@@ -157,7 +121,7 @@ class Link:
     def tick(self, now: float) -> str | None:
         """Do what is due; returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
         settings = self.settings
-        if self.state is State.GREETING and self._demanded_at is not None and now >= self._demanded_at + settings.greet_s:
+        if self.state is State.GREETING and self.handshake.late(now):
             return "connect"
         if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
             return "lost"
@@ -167,17 +131,6 @@ class Link:
                     self._progress_at[lane] = now
                     self._notice(lane, Header(PROBE, sequence=self.sending[lane].transmitted))
         return None
-
-    def hello_due(self, now: float) -> bool:
-        """Whether to greet now; then the next greeting is further off."""
-        if self._hello_at is None or now < self._hello_at or not self.up:
-            return False
-        if self.state is State.OPEN:
-            self._hello_at = None
-        else:
-            self._hello_at = now + self._hello_pause
-            self._hello_pause = min(self._hello_pause * 2, self.settings.hello_s * 8)
-        return True
 
     def _silent(self, lane: int) -> bool:
         sending = self.sending[lane]
@@ -298,7 +251,8 @@ class Link:
     @property
     def _shares(self) -> bool:
         """Whether the peer has the same shared memory open."""
-        return self._shared is not None and self.remote is not None and self.remote.region == self._shared.region
+        remote = self.handshake.remote
+        return self._shared is not None and remote is not None and remote.region == self._shared.region
 
     def _piece(self, lane: int, header: Header, size: int, body: Buffer) -> None:
         flags = header.flags

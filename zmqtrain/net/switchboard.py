@@ -15,6 +15,7 @@ from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.flush import Flush
 from zmqtrain.net.greeting import Hello, Refusal, RefusalCode, decode_greeting, encode_greeting
+from zmqtrain.net.handshake import Judgement
 from zmqtrain.net.intruder_log import IntruderLog
 from zmqtrain.net.link import LANES, Link, State
 from zmqtrain.net.mailbox import Mailbox, Ticket
@@ -77,8 +78,8 @@ class Switchboard:
         if ending is not None:
             raise ending.error(what)
         link = self._links.get(peer) or self._add_link(peer)
-        if link.state is State.GREETING and not link.demanded:
-            link.demand(self._loop.time())
+        if link.state is State.GREETING and not link.handshake.demanded:
+            link.handshake.demand(self._loop.time())
             self._arm(link)
         return link
 
@@ -91,9 +92,9 @@ class Switchboard:
         link = self._links.get(peer)
         if link is None:
             return  # connected when somebody here, or the peer, has something to say: most pairs of a large run never have
-        if not link.address:
+        if not link.handshake.address:
             self._connect(link, address)
-        elif address not in (known, link.address):
+        elif address not in (known, link.handshake.address):
             self._end(link, endings.lost(peer, f"it was restarted at {without_key(address)}"))
             self._gone.pop(peer, None)
             self._add_link(peer)
@@ -227,11 +228,11 @@ class Switchboard:
         link, identity = self._links.get(peer), self._settings.identity
         if link is None:
             return
-        if trouble is Trouble.UNLISTED and identity is not None and identity.joins(link.address):
+        if trouble is Trouble.UNLISTED and identity is not None and identity.joins(link.handshake.address):
             log.warning("%s is not let in by %s: it has another run token", self._peer, peer)
             self._end(link, endings.other_token(peer))
         elif self._troubles.note(peer, trouble, self._loop.time()):
-            where = without_key(link.address)
+            where = without_key(link.handshake.address)
             log.warning("%s cannot connect to %s at %s, and goes on trying: %s", self._peer, peer, where, trouble.value)
 
     def pardon(self, count: int) -> None:
@@ -251,11 +252,11 @@ class Switchboard:
         return link
 
     def _connect(self, link: Link, address: str) -> None:
-        if link.address:
+        if link.handshake.address:
             self._transport.disconnect(link.peer)
             link.link_down(self._loop.time())
-        link.connect(address, self._loop.time())
-        self._transport.connect(link.peer, address, route_of(self._peer, link.session))
+        link.handshake.connect(address, self._loop.time())
+        self._transport.connect(link.peer, address, route_of(self._peer, link.handshake.session))
 
     def _hello(self, link: Link, *, opened: bool, known: int | None = None) -> None:
         hello = Hello(
@@ -264,8 +265,8 @@ class Switchboard:
             address=self._transport.address,
             token=self._settings.token,
             process=self._process,
-            session=link.session,
-            known=(link.remote.session if link.remote else 0) if known is None else known,
+            session=link.handshake.session,
+            known=(link.handshake.remote.session if link.handshake.remote else 0) if known is None else known,
             opened=opened,
             control_window=self._settings.control_window_bytes,
             bulk_window=self._settings.window_bytes,
@@ -312,26 +313,26 @@ class Switchboard:
             if hello.version != WIRE_VERSION and same_run and (link is None or link.state is State.GREETING):
                 self.forget(peer, endings.other_version(peer, hello.version))
             return
-        if link is not None and link.remote is not None and link.remote.session != hello.session:
-            if hello.known not in (0, link.session):
-                # About ends that are gone on both sides, while another has opened here: let the peer begin anew.
+        judgement = Judgement.CONTINUES if link is None else link.handshake.judge(hello)
+        if link is not None and judgement is not Judgement.CONTINUES:
+            if judgement is Judgement.OUTDATED:
                 self._hello(link, opened=False, known=0)
                 return
-            if link.state is State.OPEN:
-                again = "it was restarted" if link.remote.process != hello.process else "it had given up this process"
-                self._end(link, endings.lost(peer, again))
+            if judgement is Judgement.REPLACED:
+                assert link.handshake.remote is not None
+                self._routes.pop(route_of(peer, link.handshake.remote.session), None)
+                link.handshake.forget()
+            else:
+                self._end(link, endings.lost(peer, judgement.value))
                 link = None
-            elif link.remote is not None:
-                self._routes.pop(route_of(peer, link.remote.session), None)
-                link.remote = None
         if link is None:
             link = self._add_link(peer, hello.address)
-        elif link.gives_up_address(hello.address, self._loop.time()):
+        elif not link.up and link.handshake.gives_up_address(hello.address, self._loop.time()):
             self._connect(link, hello.address)
         self._gone.pop(peer, None)
-        new = link.remote is None
+        new = link.handshake.remote is None
         answer = link.greet(hello)
-        if link.remote is not None:
+        if link.handshake.remote is not None:
             self._routes[route] = link
             if new:
                 self._mailbox.purge(peer)
@@ -347,7 +348,7 @@ class Switchboard:
 
     def _refused(self, refusal: Refusal) -> None:
         for link in list(self._links.values()):
-            if link.session == refusal.session:
+            if link.handshake.session == refusal.session:
                 log.warning("%s was refused by %s: %s", self._peer, refusal.peer, refusal.reason)
                 self._end(link, endings.refused(link.peer, refusal.code, refusal.reason, refusal.version))
                 return
@@ -357,7 +358,7 @@ class Switchboard:
 
     def _end(self, link: Link, ending: Ending, *, refuse: RefusalCode | None = None) -> None:
         """Close a link for good. ``refuse`` tells the peer."""
-        remote = link.remote
+        remote = link.handshake.remote
         messages = link.close(ending)
         self._counters["lost"] += 1
         self._counters["resent_bytes"] += sum(sending.resent_bytes for sending in link.sending)
@@ -368,7 +369,7 @@ class Switchboard:
             route = route_of(link.peer, remote.session)
             self._routes.pop(route, None)
             self._admission.bury(route, ending.reason)
-        if link.address:
+        if link.handshake.address:
             self._transport.disconnect(link.peer)
         self._gone[link.peer] = ending
         if refuse is not None and remote is not None:
@@ -385,7 +386,7 @@ class Switchboard:
         dirty, self._dirty = self._dirty, {}
         now = self._loop.time()
         for link in dirty:
-            if link.up and link.hello_due(now):
+            if link.up and link.handshake.hello_due(now):
                 self._hello(link, opened=False)
             if link.state is State.OPEN:
                 self._pump(link, now)
@@ -440,7 +441,7 @@ class Switchboard:
             due = link.tick(now)
             if due == "connect":
                 trouble = self._troubles.why(link.peer)
-                self._end(link, endings.never_came(link.peer, settings.greet_s, link.address, trouble))
+                self._end(link, endings.never_came(link.peer, settings.greet_s, link.handshake.address, trouble))
             elif due == "lost":
                 self._end(link, endings.lost(link.peer, f"no connection for {settings.lost_s:g} s"))
             elif link.state is not State.CLOSED:

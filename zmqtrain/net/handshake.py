@@ -1,0 +1,122 @@
+"""How two ends of a link find each other: who they are, where, and when to greet. Sans-IO.
+
+Each end has a random number, its *session*. Both greet until each knows that the other knows its session; then the link is open.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from zmqtrain.net.greeting import Hello
+from zmqtrain.net.settings import NetSettings
+from zmqtrain.world import random_bits
+
+
+class Judgement(Enum):
+    """What a greeting means for the link that is there already."""
+
+    CONTINUES = "the end that is known, or the first one"
+    OUTDATED = "it knows an end of ours that is gone, and another of its own has come since: let it begin anew"
+    REPLACED = "another end, and nothing was open with the one before: forget that"
+    RESTARTED = "it was restarted"
+    GIVEN_UP = "it had given up this process"
+
+
+class Handshake:
+    """This process's side."""
+
+    def __init__(self, settings: NetSettings, now: float) -> None:
+        self._settings = settings
+        self.session = random_bits(63) | 1
+        self.remote: Hello | None = None
+        """What the peer's end has said of itself."""
+        self.opened = False
+        """Whether each end knows that the other knows it; it stays so."""
+        self.address = ""
+        """Where the transport tries to reach the peer."""
+        self._demanded_at: float | None = None
+        self._connect_at = now
+        self._hello_at: float | None = None
+        self._hello_pause = settings.hello_s
+
+    @property
+    def demanded(self) -> bool:
+        """Whether this process waits for the peer."""
+        return self._demanded_at is not None
+
+    def demand(self, now: float) -> None:
+        """This process waits for the peer from now on."""
+        if self._demanded_at is None:
+            self._demanded_at = now
+
+    def connect(self, address: str, now: float) -> None:
+        """From now on the transport tries this address."""
+        self.address = address
+        self._connect_at = now
+
+    def gives_up_address(self, other: str, now: float) -> bool:
+        """Whether a peer that greets from ``other`` should rather be tried there: what we were told leads nowhere. There is no
+        connection.
+
+        Not at once: the way that we were told may lead around an obstacle that the peer does not know of.
+        """
+        if self.opened or self.address == other:
+            return False
+        return not self.address or now >= self._connect_at + 4 * self._settings.hello_s
+
+    def judge(self, hello: Hello) -> Judgement:
+        """What a greeting of the peer (version and token are right) means for this link. `greet` takes it where it continues."""
+        if self.remote is None or self.remote.session == hello.session:
+            return Judgement.CONTINUES
+        if hello.known not in (0, self.session):
+            return Judgement.OUTDATED
+        if not self.opened:
+            return Judgement.REPLACED
+        return Judgement.RESTARTED if self.remote.process != hello.process else Judgement.GIVEN_UP
+
+    def forget(self) -> None:
+        """The peer's end is not the one that was known."""
+        assert not self.opened
+        self.remote = None
+
+    def greet(self, hello: Hello) -> bool:
+        """Take a greeting that `judge` found to continue. Returns whether to greet back."""
+        if hello.known not in (0, self.session):
+            return True  # it believes in an earlier session of ours: show it this one
+        if self.remote is None:
+            self.remote = hello
+        if hello.known == self.session and not self.opened:
+            self.opened = True
+            self._hello_at = None
+        return not hello.opened
+
+    # Time
+
+    def link_up(self, now: float) -> None:
+        """The transport has a connection: greet over it."""
+        self._hello_at = now
+        self._hello_pause = self._settings.hello_s
+
+    def link_down(self) -> None:
+        """There is nothing to greet over."""
+        self._hello_at = None
+
+    def hello_due(self, now: float) -> bool:
+        """Whether to greet now; then the next greeting is further off."""
+        if self._hello_at is None or now < self._hello_at:
+            return False
+        if self.opened:
+            self._hello_at = None
+        else:
+            self._hello_at = now + self._hello_pause
+            self._hello_pause = min(self._hello_pause * 2, self._settings.hello_s * 8)
+        return True
+
+    def deadlines(self) -> list[float]:
+        """When `hello_due` or `late` change by themselves."""
+        late_at = [] if self.opened or self._demanded_at is None else [self._demanded_at + self._settings.greet_s]
+        return late_at if self._hello_at is None else [*late_at, self._hello_at]
+
+    def late(self, now: float) -> bool:
+        """Whether a peer that this process waits for has not answered in time."""
+        return not self.opened and self._demanded_at is not None and now >= self._demanded_at + self._settings.greet_s
