@@ -80,13 +80,8 @@ class HostMemory:
 
     async def move(self, nbytes: int) -> None:
         """Take the time that it takes to read and write so many bytes, in all."""
-        if not nbytes:
-            return
-        work = _Work(self._network, self._resource)
-        try:
-            await work.run(nbytes)
-        finally:
-            work.stop()
+        if nbytes:
+            await _Work(self._network, self._resource).run(nbytes)
 
 
 class ProcessMemory:
@@ -242,23 +237,29 @@ class _Work(Flow):
         self._done: asyncio.Future[None] = network.loop.create_future()
 
     async def run(self, nbytes: int) -> None:
-        """Returns when they are through; `stop` next, whatever happens."""
+        """Returns when they are through."""
         self._network.flows.start(self, nbytes, self._network.loop.time())
         self._network.rebalance()
-        await self._done
+        try:
+            await self._done
+        finally:
+            self._stop()
 
-    def stop(self) -> None:
-        """Leave the memory to the others."""
+    def reschedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._network.loop.call_at(self.finishes_at, self._through, context=NOBODY)
+
+    def _through(self) -> None:
+        self._stop()  # at once: a process that stands still keeps nobody else from the memory
+        _wake(self._done)
+
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._network.flows.stop(self)
         self._network.rebalance()
-
-    def reschedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._network.loop.call_at(self.finishes_at, _wake, self._done, context=NOBODY)
 
 
 def _wake(future: asyncio.Future[None]) -> None:
