@@ -270,7 +270,7 @@ def session_clip(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("clipping that begins later, with `overlap=True`", refused="on its way")
+@row("clipping that starts later, with `overlap=True`", refused="on its way")
 def late_clip(loop: Loop) -> None:
     model, optimizer = loop.start(overlap=True)
     for number, (inputs, target) in enumerate(loop.batches()):
@@ -281,7 +281,7 @@ def late_clip(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("clipping that begins later, with `overlap=False`")
+@row("clipping that starts later, with `overlap=False`")
 def late_clip_held(loop: Loop) -> None:
     model, optimizer = loop.start(overlap=False)
     for number, (inputs, target) in enumerate(loop.batches()):
@@ -634,7 +634,7 @@ def plateau(loop: Loop) -> None:
         loop.seen.append(optimizer.param_groups[0]["lr"])
 
 
-@row("`ReduceLROnPlateau` with a metric of each worker's own", refused="settings differ")
+@row("`ReduceLROnPlateau` with each worker's own metric", refused="settings differ")
 def own_plateau(loop: Loop) -> None:
     model, optimizer = loop.start()
     schedule = ReduceLROnPlateau(optimizer, patience=0)
@@ -702,7 +702,7 @@ def frozen(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("parameters frozen in mid-training, without it", refused="no gradient has reached")
+@row("parameters frozen in mid-training, without `overlap=False`", refused="no gradient has reached")
 def frozen_late(loop: Loop) -> None:
     model, optimizer = loop.start()
     for number, (inputs, target) in enumerate(loop.batches()):
@@ -742,7 +742,7 @@ def adversaries(loop: Loop) -> None:
     loop.start()
 
 
-@row("an optimizer of more than the model's parameters", refused="none of the model's")
+@row("an optimizer with more than the model's parameters", refused="none of the model's")
 def foreign(loop: Loop) -> None:
     model, temperature = loop.build(), nn.Parameter(torch.ones(1, dtype=loop.dtype))
     loop.replicate(model, sgd([*model.parameters(), temperature]))
@@ -839,7 +839,7 @@ def copied(loop: Loop) -> None:
         loop.seen.append(float(teacher[2].bias.sum()))
 
 
-@row("`optimizer.state` and `optimizer.state_dict()` looked at", refused="have its state", by=SERVERS)
+@row("`optimizer.state` and `optimizer.state_dict()` read", refused="have its state", by=SERVERS)
 def inspected(loop: Loop) -> None:
     model, optimizer = loop.start()
     for inputs, target in loop.batches():
@@ -903,7 +903,7 @@ def weighted(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("`ignore_index`, and none left on some workers: `session.backward(total, weight)`")
+@row("`ignore_index`, with no target left on some workers: `session.backward(total, weight)`")
 def ignored(loop: Loop) -> None:
     model, optimizer = loop.start()
     for inputs, target in loop.batches():

@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.test_tune import TASK
 from zmqtrain.cli.launch import run_launch
+from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.report import run_report
 from zmqtrain.cli.runs import run_logs, run_status
 from zmqtrain.cli.simulate import run_simulate
@@ -80,7 +81,7 @@ def test_a_short_job_is_trained_without_a_search(
     """What one run takes is measured, and is too much already. What commands say of the launch is what they say of its training."""
     monkeypatch.setattr(LaunchedRuns, "run", lambda _, trial: given(trial))
     folder = tmp_path / "run"
-    assert run_launch(file, run_dir=folder) == 0
+    assert run_launch(file, options=LaunchOptions(run_dir=folder)) == 0
     shown = capsys.readouterr().out
     assert "s may be searched ([tune] share), but that needs 3 more runs, of 1 s each: no search" in shown
     assert "setting: as many groups as are of use (g*), with the task's learning rate" in shown
@@ -126,10 +127,10 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
     monkeypatch.setattr(Drift, "reason", property(reason))
     folder = tmp_path / "run"
     settings = ["tune.time_limit='1 h'", "job.steps=300", "job.checkpoint_every=10"]
-    assert run_launch(file, run_dir=folder, settings=settings) == 130
+    assert run_launch(file, options=LaunchOptions(run_dir=folder, settings=settings)) == 130
     assert f"interrupted; the same command with --resume {folder} goes on" in capsys.readouterr().out
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
-    assert run_launch(file, resume=str(folder), settings=settings) == 0
+    assert run_launch(file, options=LaunchOptions(resume=str(folder), settings=settings)) == 0
     shown = capsys.readouterr().out
     assert "done: the job is through" in shown
     summary = json.loads((folder / "summary.json").read_text())
@@ -204,7 +205,7 @@ def test_drift_stops_the_job_once(file: Path) -> None:
 def test_a_task_that_fails_in_a_trial_ends_the_launch(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     with pytest.raises(TaskError, match=r"a trial failed: TaskError: .*no loss today") as raised:
-        run_launch(file, run_dir=folder, settings=["job.args={ fails = true }"])
+        run_launch(file, options=LaunchOptions(run_dir=folder, settings=["job.args={ fails = true }"]))
     assert raised.value.exit_code == 3
     assert str(folder / "speeds" / "000" / "logs") in str(raised.value)
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
@@ -214,8 +215,8 @@ def test_a_task_that_fails_in_a_trial_ends_the_launch(file: Path, tmp_path: Path
 
 def test_what_cannot_be_automatic(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="foreground"):
-        run_launch(file, detach=True)
+        run_launch(file, options=LaunchOptions(detach=True))
     with pytest.raises(UsageError, match="there is no run"):
-        run_launch(file, resume=str(tmp_path / "nowhere"))
+        run_launch(file, options=LaunchOptions(resume=str(tmp_path / "nowhere")))
     with pytest.raises(UsageError, match=r"zmqtrain tune .* --simulate"):
         run_simulate(file)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from zmqtrain.cli.profile import run_profile
 from zmqtrain.errors import UsageError, ZmqTrainError
+from zmqtrain.launcher.engine import Engine, Gathering
+from zmqtrain.launcher.fleet import gathered_hosts
 from zmqtrain.launcher.link_probe import LinkProbe
 from zmqtrain.launcher.links import ALL_PAIRS, Links, measure_links, pairs_of
 from zmqtrain.launcher.probes import Probes
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.memory import MemoryNetwork
+from zmqtrain.net.node import Node
 from zmqtrain.topology.load import parse_topology
-from zmqtrain.topology.schema import Host
+from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.profile import Profile
 
@@ -68,13 +72,23 @@ class _Handle:
         return await asyncio.shield(self.task)
 
 
+@asynccontextmanager
+async def opened(endpoint: Node, engine: Engine, hosts: Sequence[Host]) -> AsyncIterator[Probes]:
+    """Probes that the engine starts on these hosts."""
+    topology, here = Topology.from_dict({"job": {"timeout": 10.0}}).with_hosts(tuple(hosts)), Path()
+    async with gathered_hosts(engine, Gathering(topology, here, print), "token") as fleet:
+        await fleet.open(endpoint, hosts, here, say=print, log=print, agents=False)
+        async with Probes(endpoint, fleet, hosts, Timeouts.of(10.0)) as probes:
+            yield probes
+
+
 async def test_probes_measure_every_way_and_end() -> None:
     network = MemoryNetwork()
     engine = MemoryEngine(network)
     endpoint = network.endpoint("coordinator")
     hosts = [Host(name=name, slots=slots) for name, slots in (("a", 1), ("b", 2), ("c", 3))]
-    async with Probes(endpoint, hosts, Timeouts.of(10.0)) as probes:
-        await probes.start(Adapted(engine), "token")
+    async with opened(endpoint, Adapted(engine), hosts) as probes:
+        await probes.start()
         links = [await probes.measure_way(*pair) for pair in pairs_of(["a", "b", "c"])]
         found = Links(tuple([await probes.measure_processor(host) for host in hosts]), tuple(links))
         await probes.end()
@@ -92,8 +106,8 @@ async def test_a_probe_that_ends_early_is_named() -> None:
     endpoint = network.endpoint("coordinator")
     hosts = [Host(name=name, slots=1) for name in ("a", "b")]
     with pytest.raises(ZmqTrainError, match="probe on b ended with code 3"):
-        async with Probes(endpoint, hosts, Timeouts.of(10.0)) as probes:
-            await probes.start(Adapted(MemoryEngine(network, broken="b")), "token")
+        async with opened(endpoint, Adapted(MemoryEngine(network, broken="b")), hosts) as probes:
+            await probes.start()
     await endpoint.close()
 
 

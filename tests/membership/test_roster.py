@@ -184,6 +184,19 @@ def test_the_failure_to_show_is_the_first_that_follows_from_no_other() -> None:
     assert ("agent/h0", "finish") in table.told
 
 
+def test_roles_that_their_agent_ends_do_not_hide_that_somebody_was_missing() -> None:
+    """Where the time for joining is over, all processes are ended: also the one whose absence is the reason."""
+    table = Table(members(workers=2, servers=0))
+    table.join("agent/h0")
+    table.advance(TIMEOUTS.join_s + 1)
+    table.exited("worker/0", -15, stopped=True)
+    table.exited("worker/1", -15, stopped=True)
+    assert table.outcome is not None
+    assert table.outcome.cause is not None
+    assert isinstance(table.outcome.cause.error, PeerTimeoutError)
+    assert "2 of 3 are missing" in table.outcome.reason
+
+
 def test_collecting_failures_ends_after_the_grace_time() -> None:
     table = Table(members())
     table.join_all()

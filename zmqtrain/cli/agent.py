@@ -62,17 +62,17 @@ def _launch(
     settings: Sequence[str],
 ) -> int:
     from zmqtrain.cli.launch import run_launch
+    from zmqtrain.cli.launch_options import LaunchOptions
     from zmqtrain.launcher.environment.engine import EnvironmentEngine
 
     needed_token(os.environ)  # else nobody could have the same
     # The environment says where all come to; the file's port is for files that are launched by hand.
     port = [] if place.port is None else [f"job.port={place.port}"]
-    return run_launch(
-        file,
-        script,
+    options = LaunchOptions(
         data=data,
         resume=resume,
         run_dir=run_dir,
         settings=['engine.kind="environment"', *port, *settings],
         own_engine=EnvironmentEngine(here=True),
     )
+    return run_launch(file, script, options)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from zmqtrain.cli.divided import decided
 from zmqtrain.cli.emulation import emulation_of
+from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
 from zmqtrain.embed.script_settings import check_length, check_script
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
-from zmqtrain.launcher.engine import Engine, GatheringEngine, make_engine
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.engine import GatheringEngine, make_engine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
@@ -29,83 +31,60 @@ from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.train.data_path import data_path_of
 
 
-def run_launch(
-    file: Path,
-    script: Sequence[str] = (),
-    *,
-    json_lines: bool = False,
-    data: str | None = None,
-    resume: str | None = None,
-    run_dir: Path | None = None,
-    settings: Sequence[str] = (),
-    emulate: bool = False,
-    shaping: str | None = None,
-    dilation: float | None = None,
-    detach: bool = False,
-    go_on: bool = False,
-    engine: str | None = None,
-    submit: bool = False,
-    template: Path | None = None,
-    dry_run: bool = False,
-    own_engine: Engine | None = None,
-) -> int:
+def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | None = None) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
 
-    ``emulate``: put all hosts on this machine; ``shaping`` and ``dilation`` say how, instead of what is usual and the file says.
-    ``detach``: return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal.
-    ``go_on``: where there is a run in ``run_dir`` already, it is the one to go on with.
-    ``engine``: instead of the file's. ``submit``: let Slurm launch it; ``template`` and ``dry_run`` are for that alone.
-    ``own_engine``: what starts the agents, where that is not for the file to say.
     Raises `UsageError` (and its children) before anything is started.
     """
-    more = [] if dilation is None else [f"network.dilation={dilation!r}"]
-    more += [] if engine is None else [f"engine.kind={engine}"]
-    topology = load_with(file, [*settings, *more])
-    emulation = emulation_of(topology, emulate, shaping, dilation)
-    if (template is not None or dry_run) and not submit:
-        raise UsageError(f"--{'dry-run' if dry_run else 'template'} is for batch scripts: add --submit")
-    if topology.engine.kind == "slurm" and emulation is None and not submit:
+    options = options or LaunchOptions()
+    topology = load_with(file, options.all_settings())
+    emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)
+    if (options.template is not None or options.dry_run) and not options.submit:
+        raise UsageError(f"--{'dry-run' if options.dry_run else 'template'} is for batch scripts: add --submit")
+    if topology.engine.kind == "slurm" and emulation is None and not options.submit:
         topology = in_allocation(topology, require_allocation())
-    if lacks_room(topology) and own_engine is None:
-        topology = with_room_here(topology) if emulate else run(with_room(topology, _tell))
+    if lacks_room(topology) and options.own_engine is None:
+        topology = with_room_here(topology) if options.emulate else run(with_room(topology, _tell))
     _check_program(file, topology, script)
     if script:
-        check_script(topology, resume=resume)
+        check_script(topology, resume=options.resume)
         check_length(topology)
-    if submit:
-        return run_submit(
-            topology,
-            file,
-            script,
-            template=template,
-            dry_run=dry_run,
-            settings=settings,
-            data=data,
-            resume=resume,
-            run_dir=run_dir,
-            json_lines=json_lines,
-        )
-    said = data_path_of(data, topology)
-    data_path = _absolute(said, here=topology.engine.kind == "local" or emulate)
-    begun = run_dir if go_on and run_dir is not None and (run_dir / "topology.toml").exists() else None
+    if options.submit:
+        return run_submit(topology, file, script, options)
     if topology.compute.auto_groups:
-        from zmqtrain.cli.tune_launch import launch_tuned
+        return _launch_tuned(file, topology, script, emulation, options)
+    return _launch(file, topology, script, emulation, options)
 
-        if script or detach:
-            raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
-        if begun is not None:
-            resume = str(begun)
-        return launch_tuned(file, topology, emulation, json_lines=json_lines, data=data_path, resume=resume, run_dir=run_dir)
-    topology = decided(topology, file.resolve().parent, _absolute(said, here=True))
-    if own_engine is None and not emulate:
-        own_engine = make_engine(topology.engine.kind)
-    placement = place_before(topology) if isinstance(own_engine, GatheringEngine) else place(topology)
+
+def _launch_tuned(
+    file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions
+) -> int:
+    """Find the number of groups, and train with it."""
+    from zmqtrain.cli.tune_launch import launch_tuned
+
+    if script or options.detach:
+        raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
+    begun = _begun(options)
+    resume = options.resume if begun is None else str(begun)
+    data = _data_path(topology, options)
+    return launch_tuned(file, topology, emulation, json_lines=options.json_lines, data=data, resume=resume, run_dir=options.run_dir)
+
+
+def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions) -> int:
+    """Make the run directory, and train."""
+    data_path = _data_path(topology, options)
+    topology = decided(topology, file.resolve().parent, _absolute(data_path_of(options.data, topology), here=True))
+    engine = options.own_engine
+    if engine is None and emulation is None:
+        engine = make_engine(topology.engine.kind)
+    placement = place_before(topology) if isinstance(engine, GatheringEngine) else place(topology)
     if topology.job.task is not None:
         find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
-    if go_on and run_dir is None:
+    if options.go_on and options.run_dir is None:
         raise UsageError("--continue goes on with the run in a directory: name it with --run-dir")
-    resume_from = _resume_from(begun, resume, topology.job.name)
-    directory = RunDirectory.create(topology.job.name, exact=run_dir) if begun is None else RunDirectory.go_on(begun)
+    begun = _begun(options)
+    resume_from = _resume_from(begun, options.resume, topology.job.name)
+    directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
     events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
     description = RunDescription(
@@ -120,11 +99,22 @@ def run_launch(
     def go() -> int:
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
-        view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation, engine=own_engine)
+        view = make_view(groups, json_lines=options.json_lines, every_steps=topology.observe.progress_every)
+        launch = Launch(description, directory, view, emulation=emulation, engine=engine)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
-    return _go_detached(directory.path, go, events_before, json_lines=json_lines) if detach else go()
+    return _go_detached(directory.path, go, events_before, json_lines=options.json_lines) if options.detach else go()
+
+
+def _data_path(topology: Topology, options: LaunchOptions) -> str | None:
+    """Where tasks find their data, as hosts are told it."""
+    return _absolute(data_path_of(options.data, topology), here=topology.engine.kind == "local" or options.emulate)
+
+
+def _begun(options: LaunchOptions) -> Path | None:
+    """The run to go on with in its own directory, where it was begun."""
+    folder = options.run_dir
+    return folder if options.go_on and folder is not None and (folder / "topology.toml").exists() else None
 
 
 def _tell(text: str) -> None:

@@ -66,10 +66,9 @@ def launch(
     64 to 127 other permanent failures, 128 and above worth another try.
     """
     from zmqtrain.cli.launch import run_launch
+    from zmqtrain.cli.launch_options import LaunchOptions
 
-    code = run_launch(
-        file,
-        context.args,
+    options = LaunchOptions(
         json_lines=json_lines,
         data=data,
         resume=resume,
@@ -85,6 +84,7 @@ def launch(
         template=template,
         dry_run=dry_run,
     )
+    code = run_launch(file, context.args, options)
     raise typer.Exit(code)
 
 

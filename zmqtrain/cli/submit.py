@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 
+from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.slurm.submit import Submission, job_command, read_template, render, submit
 from zmqtrain.launcher.ssh.target import launching_python
@@ -15,26 +16,14 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
 
-def run_submit(
-    topology: Topology,
-    file: Path,
-    script: Sequence[str],
-    *,
-    template: Path | None,
-    dry_run: bool,
-    settings: Sequence[str],
-    data: str | None,
-    resume: str | None,
-    run_dir: Path | None,
-    json_lines: bool,
-) -> int:
-    """Make the run directory, and submit the job that launches there. ``dry_run``: print its script instead. Returns the exit code.
+def run_submit(topology: Topology, file: Path, script: Sequence[str], options: LaunchOptions) -> int:
+    """Make the run directory, and submit the job that launches there; or only print its script. Returns the exit code.
 
     Raises `UsageError` (and its children) before anything is submitted."""
     if topology.engine.kind != "slurm":
         raise UsageError(f'--submit is for Slurm, but [engine] kind = "{topology.engine.kind}": add --engine slurm')
     place(topology)  # faults show now, rather than when the job begins
-    text = read_template(template)
+    text = read_template(options.template)
 
     def rendered(directory: Path) -> str:
         command = job_command(
@@ -42,14 +31,15 @@ def run_submit(
             script,
             python=launching_python(),
             directory=directory,
-            settings=settings,
-            data=data,
-            resume=None if resume is None else _whole(resume),
-            json_lines=json_lines,
+            settings=options.settings,
+            data=options.data,
+            resume=None if options.resume is None else _whole(options.resume),
+            json_lines=options.json_lines,
         )
         return render(text, Submission(topology, Path.cwd(), directory, command))
 
-    if dry_run:
+    run_dir = options.run_dir
+    if options.dry_run:
         print(rendered(run_dir or Path("runs") / f"{topology.job.name}-NNN"), end="")
         return 0
     rendered(run_dir or Path("runs"))  # a template that cannot be used leaves nothing behind
@@ -57,7 +47,7 @@ def run_submit(
     directory.write("topology.toml", topology.to_toml())
     directory.close()
     job = submit(rendered(directory.path), directory.path)
-    if json_lines:
+    if options.json_lines:
         print(dumps({"run": str(directory.path), "status": "submitted", "job": job}))
     else:
         print(f"submitted as job {job}; run directory {directory.path}", file=sys.stdout)

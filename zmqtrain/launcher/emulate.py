@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from zmqtrain.errors import UsageError
-from zmqtrain.launcher.engine import Handle
+from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
-from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import HOST
 from zmqtrain.net.endpoint import PeerId
@@ -29,7 +29,7 @@ from zmqtrain.net.loop import Dilation
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import SHAPING, LinkShape, Shaping, ShapingPlan
 from zmqtrain.topology.links import NetworkModel, links_of
-from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Host, Topology
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
@@ -80,10 +80,6 @@ class EmulatedEngine:
     async def stop(self, handle: Handle, grace: float) -> None:
         await self.local.stop(handle, grace)
 
-    def use(self, nursery: Nursery) -> None:
-        """Agents' fork servers come from it."""
-        self.local.use(nursery)
-
     def address_of(self, host: str) -> str:
         """Where a host's processes listen."""
         return "127.0.0.1" if self.namespaces is None else self.namespaces.address_of(host)
@@ -127,6 +123,46 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
         yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
+
+
+class EmulatedHosts:
+    """The file's hosts on this machine, behind a network like the file's. Implements `zmqtrain.launcher.engine.GatheringEngine`."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation, self._stack = emulation, AsyncExitStack()
+        self._engine: EmulatedEngine | None = None  # once they are gathered
+
+    async def gather(self, gathering: Gathering) -> Gathered:
+        """Make the network. Raises `UsageError` where namespaces were asked for and cannot be had."""
+        topology = gathering.topology
+        engine, said = await self._stack.enter_async_context(emulated(topology, place(topology), self._emulation))
+        self._engine = engine
+        return Gathered(
+            topology,
+            {},
+            port=topology.job.port,
+            shape=partial(engine.settings, COORDINATOR),
+            told=engine.moved(topology),
+            said=said,
+            facts=engine.facts(),
+        )
+
+    async def open(self, run: EngineRun) -> None:
+        assert self._engine is not None
+        if run.agents:
+            await self._stack.enter_async_context(self._engine.local.forking())
+
+    async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
+        assert self._engine is not None
+        return await self._engine.start(host, command, environ)
+
+    async def stop(self, handle: Handle, grace: float) -> None:
+        assert self._engine is not None
+        await self._engine.stop(handle, grace)
+
+    async def close(self) -> None:
+        """Take the network down."""
+        await self._stack.aclose()
 
 
 @contextmanager

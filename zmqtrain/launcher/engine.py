@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import iscoroutinefunction
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from zmqtrain.errors import EngineError, UsageError, ZmqTrainError
+from zmqtrain.net.settings import NetSettings
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.timeouts import Timeouts
@@ -61,6 +62,8 @@ class EngineRun:
     """Tell the person a line."""
     log: Callable[[str, str], None]
     """``log(host, text)``: lines that a host's agent itself has printed."""
+    agents: bool = True
+    """Whether agents will be started, which fork roles. ``False``: processes that look at the hosts and measure."""
 
 
 @runtime_checkable
@@ -84,6 +87,8 @@ class Gathering:
     """The run directory, on this machine."""
     say: Callable[[str], None]
     """Tell the person a line."""
+    hosts: tuple[Host, ...] = ()
+    """Those on which something will be started, where that is known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +98,22 @@ class Gathered:
     topology: Topology
     """With the hosts as they are."""
     towards: Mapping[str, str]
-    """Where each host, by its name, reaches this machine."""
+    """Where each host, by its name, reaches this machine. Empty: all hosts are this machine, and the coordinator's endpoint has an
+    address that they reach."""
     token: str | None = None
     """The run's token, where the engine's own secret decides it; ``None``: any will do."""
     port: int = 0
     """The coordinator's port; 0: any free one."""
+    host: str | None = None
+    """The address at which the coordinator listens; ``None``: what ``towards`` needs."""
+    shape: Callable[[NetSettings], NetSettings] | None = None
+    """Changes what the coordinator's endpoint runs by, where the network between the hosts is emulated."""
+    told: Topology | None = None
+    """The topology as roles are told it, where that is another: emulated hosts are on this machine."""
+    said: str = ""
+    """A line about the hosts, for the person."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """What of that belongs into the summary."""
 
 
 @runtime_checkable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
-from zmqtrain.launcher.engine import Handle
+from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.launcher.nursery import Nursery
 from zmqtrain.topology.schema import Host
@@ -33,9 +33,14 @@ class LocalEngine:
     def __init__(self) -> None:
         self._nursery: Nursery | None = None
 
-    def use(self, nursery: Nursery) -> None:
-        """It has a fork server for each agent from now on; without it they start their own."""
-        self._nursery = nursery
+    @asynccontextmanager
+    async def forking(self) -> AsyncIterator[None]:
+        """Within the block there is a fork server for each agent that is started; without it they start their own."""
+        async with Nursery() as self._nursery:
+            try:
+                yield
+            finally:
+                self._nursery = None
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:
         variables = {**os.environ, **environ, PARENT: str(os.getpid())}
@@ -61,6 +66,24 @@ class LocalEngine:
                 pass
         _signal(process, signal.SIGKILL)
         await process.wait()
+
+
+class LocalHosts:
+    """All hosts are this machine. Implements `zmqtrain.launcher.engine.GatheringEngine`."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.start, self.stop = engine.start, engine.stop
+        self._engine, self._stack = engine, AsyncExitStack()
+
+    async def gather(self, gathering: Gathering) -> Gathered:
+        return Gathered(gathering.topology, {}, port=gathering.topology.job.port)
+
+    async def open(self, run: EngineRun) -> None:
+        if run.agents:
+            await self._stack.enter_async_context(self._engine.forking())
+
+    async def close(self) -> None:
+        await self._stack.aclose()
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

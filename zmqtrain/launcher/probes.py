@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, UsageError, ZmqTrainError
-from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
-from zmqtrain.launcher.emulate import Emulation, emulated
-from zmqtrain.launcher.engine import Engine, EngineRun, GatheringEngine, Handle, RemoteEngine, make_engine
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.engine import Engine, Gathering, GatheringEngine, RemoteEngine
+from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.membership.environment import RoleEnvironment, net_settings
 from zmqtrain.net.address import without_key
-from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.train.device.measured import HostSpeed, LinkSpeed
@@ -44,44 +40,40 @@ async def open_probes(
     Raises `UsageError` where they cannot be started from here, `HostsError` where hosts lack what it takes, and `ZmqTrainError`
     where a probe ends early.
     """
+    engine = engine_for(topology, emulation)
+    if emulation is None:
+        _require_reachable(engine, topology)
     hosts = topology.hosts
     async with AsyncExitStack() as stack:
-        timeouts = topology.job.timeouts
-        identity = Identity.coordinator(token) if topology.encrypted(emulated=emulation is not None) else None
-        settings = net_settings(timeouts, token, ports=topology.job.port_range, identity=identity)
-        towards: dict[str, str] = {}  # this machine's address, as each host sees it
-        if emulation is None:
-            engine = make_engine(topology.engine.kind)
-            if isinstance(engine, GatheringEngine):
-                raise UsageError(
-                    f'the hosts of kind = "{topology.engine.kind}" are there in a launch only: use --emulate to measure what '
-                    "the file says"
-                )
-            if isinstance(engine, RemoteEngine):
-                towards = await addresses_towards(hosts, topology.engine.address)
-                settings = replace(settings, host=listening_address(towards.values()))
-            elif away := [host for host in hosts if not host.local]:
-                raise UsageError(
-                    f"{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "
-                    f'"{topology.engine.kind}" does not reach: say kind = "ssh", or use --emulate to measure what the file says'
-                )
-        else:
-            emulator, _ = await stack.enter_async_context(emulated(topology, place(topology), emulation))
-            settings = emulator.settings(COORDINATOR, settings)
-            engine = emulator
-        endpoint = await open_zeromq(COORDINATOR, settings=settings)
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="zmqtrain-links-")))
+        fleet = await stack.enter_async_context(gathered_hosts(engine, Gathering(topology, directory, say, hosts), token))
+        encrypted = topology.encrypted(emulated=emulation is not None)
+        endpoint = await open_zeromq(COORDINATOR, settings=fleet.settings(encrypted=encrypted, port=0))
         stack.push_async_callback(endpoint.close)
-        coordinators = {name: endpoint_at(address, endpoint.address) for name, address in towards.items()}
-        if isinstance(engine, RemoteEngine):
-            directory = Path(stack.enter_context(TemporaryDirectory(prefix="zmqtrain-links-")))
-            stack.push_async_callback(engine.close)
-            endpoint.pardon(len(hosts))  # who try the way from each host
-            known = topology if with_files and not topology.engine.sync else _bare(topology)
-            await engine.open(_probing(known, coordinators, timeouts, directory, say))
-        probes = Probes(endpoint, hosts, timeouts, ports=topology.job.port_range)
+        needs = topology if with_files and not topology.engine.sync else _bare(topology)
+        log = _log_to(say)
+        await fleet.open(endpoint, needs.hosts, directory, say=say, log=log, agents=False, needs=needs)
+        probes = Probes(endpoint, fleet, hosts, topology.job.timeouts)
         await stack.enter_async_context(probes)
-        await probes.start(engine, token, coordinators)
+        await probes.start()
         yield probes
+
+
+def _require_reachable(engine: Engine, topology: Topology) -> None:
+    """Hosts that are there in a launch only, or that the engine does not reach at all, cannot be looked at."""
+    kind = topology.engine.kind
+    if isinstance(engine, GatheringEngine):
+        raise UsageError(f'the hosts of kind = "{kind}" are there in a launch only: use --emulate to measure what the file says')
+    away = [host for host in topology.hosts if not host.local]
+    if away and not isinstance(engine, RemoteEngine):
+        raise UsageError(
+            f'{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "{kind}" does not reach: say '
+            'kind = "ssh", or use --emulate to measure what the file says'
+        )
+
+
+def _log_to(say: Callable[[str], None]) -> Callable[[str, str], None]:
+    return lambda host, text: say(f"{host}: {text.rstrip()}")
 
 
 def _bare(topology: Topology) -> Topology:
@@ -91,36 +83,15 @@ def _bare(topology: Topology) -> Topology:
     return topology.model_copy(update={"hosts": hosts, "job": job, "engine": topology.engine.model_copy(update={"sync": False})})
 
 
-def _probing(
-    topology: Topology, coordinators: Mapping[str, str], timeouts: Timeouts, directory: Path, say: Callable[[str], None]
-) -> EngineRun:
-    """What an engine is told of a run that consists of probes."""
-    return EngineRun(
-        topology=topology,
-        hosts=topology.hosts,
-        coordinators=coordinators,
-        folder=Path.cwd(),
-        directory=directory,
-        script=None,
-        timeouts=timeouts,
-        say=say,
-        log=lambda host, text: say(f"{host}: {text.rstrip()}"),
-    )
-
-
 class Probes:
     """The probes of all hosts, as their launcher has them. Whatever can start a process on a host (`Engine`) can start them."""
 
-    def __init__(
-        self, endpoint: Endpoint, hosts: Sequence[Host], timeouts: Timeouts, *, ports: tuple[int, int] | None = None
-    ) -> None:
-        """``ports``: the range that they listen in; ``None``: any."""
-        self._endpoint, self._hosts, self._timeouts, self._ports = endpoint, hosts, timeouts, ports
+    def __init__(self, endpoint: Endpoint, fleet: Fleet, hosts: Sequence[Host], timeouts: Timeouts) -> None:
+        """``fleet``: the hosts as their engine has them, open."""
+        self._endpoint, self._fleet, self._hosts, self._timeouts = endpoint, fleet, hosts, timeouts
         self._here: dict[PeerId, asyncio.Future[str]] = {
             probe_of(host.name): asyncio.get_running_loop().create_future() for host in hosts
         }
-        self._engine: Engine | None = None
-        self._handles: dict[str, Handle] = {}
         endpoint.serve("probe.here", self._on_here)
 
     async def __aenter__(self) -> Probes:
@@ -128,28 +99,13 @@ class Probes:
 
     async def __aexit__(self, *_: object) -> None:
         """End what is left of them."""
-        if self._engine is not None:
-            engine = self._engine
-            await asyncio.gather(*(engine.stop(handle, self._timeouts.grace_s) for handle in self._handles.values()))
+        await self._fleet.stop(self._timeouts.grace_s)
         for peer in self._here:
             self._endpoint.forget(peer, "all is measured")
 
-    async def start(self, engine: Engine, token: str, coordinators: Mapping[str, str] | None = None) -> None:
-        """Start one on each host, and make them known to each other. ``coordinators``: where each host reaches this process."""
-        self._engine = engine
-        command = (sys.executable, "-m", "zmqtrain.launcher.link_probe")
-
-        async def start(host: Host) -> None:
-            address = (coordinators or {}).get(host.name, self._endpoint.address)
-            timeout_s = self._timeouts.request_s
-            environment = RoleEnvironment(probe_of(host.name), address, token, timeout_s=timeout_s, ports=self._ports)
-            if isinstance(engine, RemoteEngine):
-                environment = replace(environment, host=host.address, bind=host.listens_at)
-            self._handles[host.name] = await engine.start(host, command, environment.to_environ())
-
-        async with asyncio.TaskGroup() as group:
-            for host in self._hosts:
-                group.create_task(start(host), name=f"start the probe of {host.name}")
+    async def start(self) -> None:
+        """Start one on each host, and make them known to each other."""
+        await self._fleet.start((sys.executable, "-m", "zmqtrain.launcher.link_probe"), "probe")
         addresses = await self._all_here()
         for peer, address in addresses.items():
             self._endpoint.add_peer(peer, address)
@@ -189,7 +145,7 @@ class Probes:
 
     async def _all_here(self) -> dict[PeerId, str]:
         """Where each is. Raises where one ends instead, or none comes."""
-        ends = {asyncio.create_task(handle.wait()): host for host, handle in self._handles.items()}
+        ends = {asyncio.create_task(self._fleet.wait(host)): host for host in self._fleet.handles}
         every = asyncio.gather(*self._here.values())
         both: list[asyncio.Future[Any]] = [every, *ends]
         try:

@@ -7,45 +7,31 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.detached import leave_terminal
-from zmqtrain.launcher.emulate import EmulatedEngine, Emulation, emulated
-from zmqtrain.launcher.engine import (
-    Engine,
-    EngineRun,
-    Gathered,
-    Gathering,
-    GatheringEngine,
-    Handle,
-    RemoteEngine,
-    engine_faults,
-    make_engine,
-)
-from zmqtrain.launcher.local import LocalEngine
-from zmqtrain.launcher.nursery import Nursery
+from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.engine import Engine, Gathered, Gathering
+from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.processors import gpus
-from zmqtrain.run.assembly import Assembly, Listeners, coordinator_settings
+from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_of
 from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import report_of
 from zmqtrain.topology.cautions import cautions
-from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 
@@ -69,7 +55,7 @@ class Launch:
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._timeouts = self._topology.job.timeouts
-        self._emulation, self._engine = emulation, engine
+        self._emulation, self._engine = emulation, engine if emulation is None else None
         self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
@@ -91,8 +77,6 @@ class Launch:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._view.begin(self._record.title())
-        if not isinstance(self._engine, GatheringEngine):
-            self._warn()
         with self._signals(loop):
             self._life = asyncio.create_task(self._live(), name="run")
             try:
@@ -109,127 +93,57 @@ class Launch:
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:
-            engine = None if self._emulation is not None else self._engine or make_engine(self._topology.engine.kind)
-            gathered: Gathered | None = None
-            if isinstance(engine, GatheringEngine):
-                stack.push_async_callback(engine.close)
-                gathered = await self._gather(engine)
+            gathering = Gathering(self._topology, self._directory.path, self._record.note, self._busy_hosts())
+            engine = self._engine or engine_for(self._topology, self._emulation)
+            fleet = await stack.enter_async_context(gathered_hosts(engine, gathering, self._token))
+            description = self._settle(fleet.gathered)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
-            settings = coordinator_settings(self._topology, self._token, encrypted=encrypted)
-            description = self._description
-            hosts = tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
-            towards: dict[str, str] = {}  # this machine's address, as each host sees it
-            if gathered is not None:
-                towards = {host.name: gathered.towards[host.name] for host in hosts}
-                if not all(is_loopback(address) for address in towards.values()):
-                    settings = replace(settings, host=listening_address(towards.values()))
-                settings = replace(settings, port=gathered.port)  # at the file's, an engine may listen itself
-            elif isinstance(engine, RemoteEngine):
-                towards = await addresses_towards(hosts, self._topology.engine.address)
-                settings = replace(settings, host=listening_address(towards.values()))
-            elif self._emulation is not None:
-                emulator, said = await stack.enter_async_context(emulated(self._topology, self._placement, self._emulation))
-                self._view.note(said)
-                self._facts = emulator.facts()
-                settings = emulator.settings(COORDINATOR, settings)
-                description = replace(description, topology=emulator.moved(self._topology))
-                engine = emulator
-            assert engine is not None
-            if isinstance(engine, LocalEngine | EmulatedEngine):
-                engine.use(await stack.enter_async_context(Nursery()))
-            self._facts["encrypted"] = encrypted
-            endpoint = await open_zeromq(COORDINATOR, settings=settings)
+            self._facts = {**fleet.gathered.facts, "encrypted": encrypted}
+            endpoint = await open_zeromq(COORDINATOR, settings=fleet.settings(encrypted=encrypted))
             stack.push_async_callback(endpoint.close)
-            coordinators = {
-                host.name: endpoint_at(towards[host.name], endpoint.address) if towards else endpoint.address for host in hosts
-            }
-            if isinstance(engine, RemoteEngine):
-                stack.push_async_callback(engine.close)
-                endpoint.pardon(len(hosts))  # who try the way from each host
-                with engine_faults(self._topology.engine.kind, "look at the hosts"):
-                    await engine.open(self._engine_run(hosts, coordinators))
-            record = self._record
+            record, folder = self._record, self._directory.path
+            script = self._description.script[0] if self._description.script else None
+            await fleet.open(endpoint, self._busy_hosts(), folder, say=record.note, log=record.agent_log, script=script)
             self._assembly = Assembly(
                 endpoint,
                 description,
                 checkpoints=self._directory.checkpoints,
-                model=self._directory.path,
+                model=folder,
                 listeners=Listeners(record.membership_event, record.report, record.checkpoint_event, record.note),
                 preemption=self._preemption,
             )
+            # Whatever is left of the agents is ended before the endpoint closes.
+            stack.push_async_callback(self._stop_agents, fleet)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._assembly.run(), name="coordinator")
-                handles = await self._start_agents(stack, engine, hosts, coordinators)
-                # Whatever is left of them is ended before the endpoint closes.
-                outcome = await self._watch(self._assembly.coordinator, running, handles)
+                await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
+                outcome = await self._watch(self._assembly.coordinator, running, fleet)
             return self._ending(outcome)
 
-    async def _gather(self, engine: GatheringEngine) -> Gathered:
-        """Find out which machines the hosts are, and place the roles on them."""
-        with engine_faults(self._topology.engine.kind, "gather the hosts"):
-            gathered = await engine.gather(Gathering(self._topology, self._directory.path, self._record.note))
-        self._topology, self._placement = gathered.topology, place(gathered.topology)
-        self._description = replace(self._description, topology=self._topology, placement=self._placement)
-        self._record.settle(self._description)
-        self._directory.write("topology.toml", self._topology.to_toml())
-        self._warn()
-        self._token = gathered.token or self._token
-        return gathered
-
-    def _warn(self) -> None:
-        """Say what the person may not have meant."""
-        for caution in cautions(self._topology, self._placement, gpus()):
+    def _settle(self, gathered: Gathered) -> RunDescription:
+        """The hosts are known now. Place the roles on them, where they were not before. Returns the run as roles are told it."""
+        if gathered.topology is not self._topology:
+            self._topology, self._placement = gathered.topology, place(gathered.topology)
+            self._description = replace(self._description, topology=self._topology, placement=self._placement)
+            self._record.settle(self._description)
+            self._directory.write("topology.toml", self._topology.to_toml())
+        for caution in cautions(self._topology, self._placement, gpus()):  # what the person may not have meant
             self._record.note(str(caution))
+        if gathered.said:
+            self._view.note(gathered.said)
+        return self._description if gathered.told is None else replace(self._description, topology=gathered.told)
 
-    def _engine_run(self, hosts: tuple[Host, ...], coordinators: Mapping[str, str]) -> EngineRun:
-        script = self._description.script
-        return EngineRun(
-            topology=self._topology,
-            hosts=hosts,
-            coordinators=coordinators,
-            folder=Path.cwd(),
-            directory=self._directory.path,
-            script=script[0] if script else None,
-            timeouts=self._timeouts,
-            say=self._record.note,
-            log=self._record.agent_log,
-        )
+    def _busy_hosts(self) -> tuple[Host, ...]:
+        """The hosts that have roles."""
+        return tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
 
-    async def _start_agents(
-        self, stack: AsyncExitStack, engine: Engine, hosts: tuple[Host, ...], coordinators: Mapping[str, str]
-    ) -> dict[str, Handle]:
-        handles: dict[str, Handle] = {}
-        stack.push_async_callback(self._stop_agents, engine, handles)
-        command = (sys.executable, "-m", "zmqtrain", "agent")
-        remote, kind = isinstance(engine, RemoteEngine), self._topology.engine.kind
-
-        async def start(host: Host) -> None:
-            job, coordinator = self._topology.job, coordinators[host.name]
-            environment = RoleEnvironment(
-                f"agent/{host.name}", coordinator, self._token, timeout_s=job.timeout_s, ports=job.port_range
-            )
-            if remote:
-                environment = replace(environment, host=host.address, bind=host.listens_at)
-            with engine_faults(kind, f"start the agent of {host.name}"):
-                handle = await engine.start(host, command, environment.to_environ())
-                if not isinstance(handle, Handle):
-                    raise TypeError(f"its start returns {type(handle).__name__}, which is no handle: it has no wait")
-            handles[host.name] = handle
-
-        async with asyncio.TaskGroup() as group:
-            for host in hosts:
-                group.create_task(start(host), name=f"start the agent of {host.name}")
-        return handles
-
-    async def _stop_agents(self, engine: Engine, handles: dict[str, Handle]) -> None:
+    async def _stop_agents(self, fleet: Fleet) -> None:
         """End what is left of them, all at once; without any patience when the person has none."""
-        grace_s = self._timeouts.grace_s if self._interrupts < 2 else 0.0
-        with engine_faults(self._topology.engine.kind, "stop agents"):
-            await asyncio.gather(*(engine.stop(handle, grace_s) for handle in handles.values()))
+        await fleet.stop(self._timeouts.grace_s if self._interrupts < 2 else 0.0)
 
-    async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], handles: dict[str, Handle]) -> Outcome:
+    async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], fleet: Fleet) -> Outcome:
         """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""
-        ends = {asyncio.create_task(handle.wait(), name=f"agent of {host}"): host for host, handle in handles.items()}
+        ends = {asyncio.create_task(fleet.wait(host), name=f"agent of {host}"): host for host in fleet.handles}
         try:
             while not running.done():
                 done, _ = await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -237,8 +151,7 @@ class Launch:
                     break
                 for task in done:
                     host = ends.pop(task)  # type: ignore[arg-type]
-                    with engine_faults(self._topology.engine.kind, f"follow the agent of {host}"):
-                        code = task.result()
+                    code = task.result()
                     left = f"agent/{host}" not in coordinator.view.members
                     if not (left and coordinator.running.is_set()):
                         coordinator.host_ended(host, f"its agent ended with code {code}")

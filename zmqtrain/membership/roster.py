@@ -245,7 +245,8 @@ class Roster:
         if any(failure.peer == peer and failure.report is not None for failure in self.failures):
             return actions + self._maybe_end()  # it has said so itself
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left, pid=pid)
-        if self._explain(failure):
+        ended_by_agent = stopped and report is None  # that says nothing of why the run had failed before
+        if not ended_by_agent and self._explain(failure):
             return actions + self._maybe_end()
         if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
             return actions + self._maybe_end()  # the run goes on without it already

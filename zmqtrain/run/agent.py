@@ -126,7 +126,9 @@ class Agent:
         """Start a role once more whose process has ended, beyond what ``[job] restarts`` allows. Returns whether that was possible:
         not where the process is still there, or this host is ending."""
         process = self._running.get(role.peer)
-        if self._watching is None or self._stopping.is_set() or process is None or not process.exited.done():
+        if process is None or not process.exited.done() or self._stopping.is_set():
+            return False
+        if self._watching is None or all(life.done() for life in self._lives.values()):  # this host has done its part
             return False
         life = self._live_after(self._lives[role.peer], role)
         self._lives[role.peer] = self._watching.create_task(life, name=f"watch {role.peer} again")

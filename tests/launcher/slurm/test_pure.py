@@ -15,6 +15,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from zmqtrain.cli.launch import run_launch
+from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.errors import TopologyError, UsageError
 from zmqtrain.launcher.slurm.allocation import Allocation, Node, addresses_in, counts, slots_of
 from zmqtrain.launcher.slurm.client import StepTarget, step_words
@@ -119,11 +120,11 @@ def test_a_launch_outside_of_a_job_says_both_ways(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "trial.toml").write_text('[job]\ntask = "task.py"\n')
     with pytest.raises(UsageError, match=r"salloc.*--submit"):
-        run_launch(tmp_path / "trial.toml", engine="slurm")
+        run_launch(tmp_path / "trial.toml", options=LaunchOptions(engine="slurm"))
     with pytest.raises(UsageError, match="add --submit"):
-        run_launch(tmp_path / "trial.toml", engine="slurm", dry_run=True)
+        run_launch(tmp_path / "trial.toml", options=LaunchOptions(engine="slurm", dry_run=True))
     with pytest.raises(UsageError, match="--engine slurm"):
-        run_launch(tmp_path / "trial.toml", submit=True)
+        run_launch(tmp_path / "trial.toml", options=LaunchOptions(submit=True))
 
 
 def test_what_srun_is_told_holds_no_secret_and_no_shell() -> None:
@@ -217,7 +218,7 @@ def test_the_template_lies_where_people_look() -> None:
 
 def test_the_shipped_file_is_rendered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PACKAGE)
-    assert run_launch(Path("launch/slurm.toml"), submit=True, dry_run=True) == 0
+    assert run_launch(Path("launch/slurm.toml"), options=LaunchOptions(submit=True, dry_run=True)) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n" in script
     assert f"cd {PACKAGE} " in script
