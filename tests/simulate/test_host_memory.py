@@ -244,6 +244,24 @@ class TestTraining:
         assert (result.ending.status, result.broken) == ("done", []), result.ending.error
         assert sent_within(topology, events) < sent_within(topology, run(with_memory(topology, shared=False))[2])
 
+    @pytest.mark.parametrize("kind", ["allreduce", "gossip", "averaging"])
+    @pytest.mark.parametrize(("hosts", "groups"), [("1x4", 2), ("2x2", 2), ("2x2", 1)])
+    def test_no_gradient_is_lost_or_doubled(self, tmp_path: Path, hosts: str, groups: int, kind: str) -> None:
+        """With small payloads the auditor knows what all parameters must be at the end."""
+        stated: list[object] = []
+        topology = modelled(
+            tmp_path,
+            hosts,
+            compute={"groups": groups, "group_size": 4 // groups, "overlap": True},
+            exchange={"kind": kind},
+            simulation={"payload": "small"},
+        )
+        options = Options(on_audit=lambda _, what, values: stated.append(values["wrong"]) if what == "values" else None)
+        result = simulate(topology, options=options)
+        assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+        assert stated
+        assert not any(stated)
+
     def test_the_same_file_and_seed_give_the_same_events(self, tmp_path: Path) -> None:
         topology = modelled(tmp_path, "2x2", compute={"noise": {"kind": "normal", "spread": 0.1}})
         first, again = (json.dumps(reports_of(topology)[1]) for _ in range(2))
