@@ -37,6 +37,7 @@ from zmqtrain.exchange.members import FixedMembers
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.sums import HostSums, NetworkSums
+from zmqtrain.host.member import ArenaMember
 from zmqtrain.host.team import Team
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
@@ -210,7 +211,7 @@ async def host(trace: Trace) -> None:
         sums = [
             HostSums(
                 group(node, WORKERS),
-                Team(arena, range(len(WORKERS)), rank, names=WORKERS, number=0, timeout_s=LONG_S),
+                ArenaMember(Team(arena, range(len(WORKERS)), rank, names=WORKERS, number=0, timeout_s=LONG_S)),
                 None,
                 slices=len(WORKERS),
                 scale=0.5,
