@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from typing import TypeAlias
+
+Attributes: TypeAlias = dict[str, float | str | None]
 
 #: Okabe and Ito's, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
@@ -41,7 +44,7 @@ class Frame:
 def picture(title: str, width: float, height: float, parts: Iterable[str], *, font_size: int = 12) -> str:
     """The document: the parts on white, in their order. ``title``: for those who cannot see it; it is not drawn."""
     content = "\n".join(["", _element("title", escape(title)), bar(0, 0, width, height, "white"), *parts, ""])
-    size = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "font-size": font_size}
+    size: Attributes = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "font-size": font_size}
     names = {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif", "fill": "#333333"}
     return _element("svg", content, **names, **size) + "\n"
 
@@ -51,7 +54,7 @@ def text(
 ) -> str:
     """Words whose ``anchor`` (start, middle or end) is at (x, y), on the base line, ``turned`` clockwise by so many degrees."""
     turn = f"rotate({turned} {_number(x)} {_number(y)})" if turned else None
-    more = {"font-weight": "bold" if bold else None, "font-size": size, "transform": turn}
+    more: Attributes = {"font-weight": "bold" if bold else None, "font-size": size, "transform": turn}
     return _element("text", escape(words), x=x, y=y, **{"text-anchor": anchor}, **more)
 
 
@@ -74,7 +77,7 @@ def dot(x: float, y: float, colour: str, radius: float = 3.5) -> str:
 def bar(x: float, y: float, width: float, height: float, fill: str, *, says: str = "", edge: str | None = None) -> str:
     """A rectangle, paler inside where it has an ``edge``. ``says`` is shown where the mouse is over it."""
     title = _element("title", escape(says)) if says else ""
-    look = {"fill": fill, "fill-opacity": 0.6 if edge else None, "stroke": edge}
+    look: Attributes = {"fill": fill, "fill-opacity": 0.6 if edge else None, "stroke": edge}
     return _element("rect", title, x=x, y=y, width=width, height=height, **look)
 
 
