@@ -43,9 +43,15 @@ class Frame:
 
 def picture(title: str, width: float, height: float, parts: Iterable[str], *, font_size: int = 12) -> str:
     """The document: the parts on white, in their order. ``title``: for those who cannot see it; it is not drawn."""
-    content = "\n".join(["", _element("title", escape(title)), bar(0, 0, width, height, "white"), *parts, ""])
+    content = "\n".join(["", bar(0, 0, width, height, "white"), *parts, ""])
     size: Attributes = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "font-size": font_size}
-    names = {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif", "fill": "#333333"}
+    names = {
+        "xmlns": "http://www.w3.org/2000/svg",
+        "role": "img",
+        "aria-label": title,
+        "font-family": "sans-serif",
+        "fill": "#333333",
+    }
     return _element("svg", content, **names, **size) + "\n"
 
 
