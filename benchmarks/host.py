@@ -122,6 +122,7 @@ async def _sums(node: Endpoint, work: Work) -> Times:
 
     import zmqtrain.c10d  # noqa: F401 - registers the backend
     from zmqtrain.host.accumulator import Accumulator
+    from zmqtrain.host.member import ArenaMember
     from zmqtrain.host.sums import sum_into
     from zmqtrain.wire.tensor import TensorPayload
 
@@ -131,17 +132,16 @@ async def _sums(node: Endpoint, work: Work) -> Times:
     group, arena = _group(node, work), Arena.join(work.arena, work.rank)
     blocks = [arena.allocate(size) for size in SIZES]
     tensors = [torch.frombuffer(block.memory, dtype=torch.float32) for block in blocks]
-    accumulator = Accumulator(_team(arena, work))
+    member = ArenaMember(_team(arena, work))
+    accumulator = Accumulator(member)
     done: asyncio.Queue[BaseException | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def summed(_index: int, error: BaseException | None) -> None:
         loop.call_soon_threadsafe(done.put_nowait, error)
 
-    started = accumulator.start(
-        [TensorPayload.of(tensor) for tensor in tensors],
-        summed,
-    )
+    shared = member.complete(accumulator.start([TensorPayload.of(tensor) for tensor in tensors], summed))
+    started = [sums.tensor for sums in shared if isinstance(sums, TensorPayload)]
     times: Times = {}
     for index, size in enumerate(SIZES):
         private = torch.empty(size // 4)
@@ -164,8 +164,8 @@ async def _sums(node: Endpoint, work: Work) -> Times:
         for turn in range(-2, ROUNDS):
             for place in range(len(sides)):
                 side = list(sides)[(place + turn) % len(sides)]
-                result = {"shared memory": started[index].tensor, "bare sums": None}.get(side, private)
-                accumulator.wait_writable()
+                result = {"shared memory": started[index], "bare sums": None}.get(side, private)
+                member.complete(accumulator.writable())
                 for tensor in (tensors[index], private):
                     tensor.fill_(work.rank + 1)
                 await barrier(group, ("begin",))
@@ -180,7 +180,7 @@ async def _sums(node: Endpoint, work: Work) -> Times:
                 if turn >= 0:
                     times.setdefault((side, size), []).append(taken)
     await barrier(group, ("done",))
-    accumulator.close(10)
+    member.close(10)
     dist.destroy_process_group()
     return times
 
@@ -239,6 +239,7 @@ async def _ours(node: Endpoint, work: Work, inputs: Tensor, target: Tensor) -> C
 
     from zmqtrain.exchange.allreduce import AllReduceExchange
     from zmqtrain.exchange.sums import HostSums
+    from zmqtrain.host.member import ArenaMember
     from zmqtrain.train.device.cpu import CpuDevice
     from zmqtrain.train.replica import TorchReplica
     from zmqtrain.train.shared import allocate_in
@@ -247,7 +248,7 @@ async def _ours(node: Endpoint, work: Work, inputs: Tensor, target: Tensor) -> C
     device, (model, optimizer) = CpuDevice(1), _model(work.model)
     replica = TorchReplica(model, optimizer, device, allocate=allocate_in(arena))
     sums = HostSums(
-        _group(node, work), _team(arena, work), None, slices=work.world, scale=1.0 / work.world, in_place=True
+        _group(node, work), ArenaMember(_team(arena, work)), None, slices=work.world, scale=1.0 / work.world, in_place=True
     )  # fmt: skip
     exchange = AllReduceExchange(sums, by_bucket=True)
     replica.connect(exchange.bucket_ready)

@@ -123,7 +123,8 @@ async def _take_part(node: Node, work: Work) -> Rounds | None:
 
 
 async def _serve(work: Work, node: Node) -> None:
-    from zmqtrain.server.model_server import ModelServer, ServerSettings
+    from zmqtrain.server.model_server import ModelServer
+    from zmqtrain.server.settings import ServerSettings
 
     await ModelServer(node, ServerSettings(0, work.workers), arena=node.settings.arena).run()
 

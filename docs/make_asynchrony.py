@@ -42,8 +42,6 @@ from zmqtrain.topology.schema import Topology
 
 GROUPS = (2, 4, 8)
 WAYS = ("sync", "before", "ahead")
-#: Cells that were computed when the look-ahead had no rise of the rate, of tasks with momentum.
-UNRISEN = "unrisen"
 #: Of the time that a group takes for a batch, about its mean.
 JITTER = 0.1
 SGD, PLAIN, RMSPROP, ADAM = "SGD, momentum 0.9", "SGD", "RMSprop", "Adam"
@@ -295,17 +293,16 @@ def check(folder: Path, data: str, groups: int = 4, lr: float = 0.05) -> None:
 
 
 def table(folder: Path) -> None:
-    """All cells there are, as JSON beside this file and as Markdown."""
+    """All cells there are, as JSON beside this file, and those of `WAYS` and seed 1 as Markdown.
+
+    The JSON also keeps cells that say ``unrisen``: the look-ahead without the rise of the rate (`look_ahead.RISE`)."""
     cells = [cell for name in JOBS if (file := folder / f"{name}.json").exists() for cell in json.loads(file.read_text())]
     Path(__file__).with_name("asynchrony.json").write_text(json.dumps(cells, indent=1) + "\n")
     found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}
     for name, groups, lr in dict.fromkeys(key[:3] for key in found):
         three = [found.get((name, groups, lr, how)) for how in WAYS]
-        three[2] = three[2] or found.get((name, groups, lr, UNRISEN))
         sync, _, ahead = three
         texts = ["-" if cell is None else f"{cell['accuracy']:.1f} %, {cell['loss']:.3f}" for cell in three]
-        if ahead is not None and ahead["how"] == UNRISEN:
-            texts[2] += " (*)"
         good = "-"
         if sync is not None and ahead is not None:
             near = ahead["loss"] <= 1.02 * sync["loss"] if name == "transformer" else ahead["accuracy"] >= sync["accuracy"] - 1

@@ -23,7 +23,8 @@ from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.settings import ServerSettings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import NetworkModel, Way

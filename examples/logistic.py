@@ -1,4 +1,4 @@
-"""Logistic regression on handwritten digits: convex, small, and soon trained, also by many simulated workers.
+"""Logistic regression on handwritten digits: convex, small and quick to train, even with many simulated workers.
 
 zmqtrain simulate launch/simulate-digits.toml
 """

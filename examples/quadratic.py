@@ -1,9 +1,9 @@
-"""A noisy quadratic, whose every figure is known: what asynchrony, staleness and momentum do to training, in simulated time.
+"""A noisy quadratic, of which every figure is known: what asynchrony, staleness and momentum do to training, in simulated time.
 
     zmqtrain simulate launch/simulate-quadratic.toml
 
 The model is one vector w. A sample x has the loss curvature / 2 * |w - x|^2; samples lie around the optimum with a spread of
-``noise``, so a gradient is curvature * (w - optimum) plus noise, and what is left of the loss at the end is the samples' spread.
+``noise``, so a gradient is curvature * (w - optimum) plus noise, and the loss that remains at the end is the samples' spread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same in a program that is asynchronous anyway: the session lives in your event loop, and computes in a thread.
+"""`script_session.py` for an asynchronous program: the session lives in your event loop, and the training runs in a thread.
 
 python examples/script_join.py
 zmqtrain launch launch/script.toml examples/script_join.py
@@ -32,7 +32,7 @@ async def main(epochs: int = 12) -> float:
 
         for epoch in range(epochs):
             async for images, labels in session.batches(train, epoch):
-                # In the session's compute thread; meanwhile the loop moves gradients and parameters, and does what else you like.
+                # In the session's compute thread; meanwhile the loop moves gradients and parameters, and does any other work.
                 session.report(loss=await session.run(step, images, labels))
 
         def accuracy() -> Tensor:

@@ -1,6 +1,6 @@
-"""A training loop of your own: three lines make it a worker of a run.
+"""Your own training loop: three lines make it a worker of a run.
 
-python examples/script_session.py                                    # alone, as ever
+python examples/script_session.py                                    # alone, as before
 zmqtrain launch launch/script.toml examples/script_session.py        # 2 groups of 2 workers and 2 model servers
 """
 

@@ -1,4 +1,4 @@
-"""An engine that starts each host's agent by a command of yours: a container, a namespace, or a scheduler's own tool.
+"""An engine that starts each host's agent with your own command: a container, a namespace, or a scheduler's own tool.
 
     [engine]
     kind = "command"
@@ -6,11 +6,11 @@
     options.image = "registry.example/train"
 
 ``{agent}`` is the agent's command; ``{name}`` and ``{address}`` are the host's; anything else is a key of ``options``. The command
-runs in a shell, and should end when the agent does. What the agent needs to know is in the command's environment (``--env-host``
-hands it on), never on the command line: the run's token is in it.
+runs in a shell, and should end when the agent does. The agent's settings are in the command's environment (``--env-host``
+passes it on), never on the command line, because they include the run's token.
 
-It is an example of a `zmqtrain.launcher.engine.RemoteEngine`: `open` is told of the run, then `start` is called for each host,
-`stop` for each agent, and `close`, always. See docs/engines.md.
+It is an example of a `zmqtrain.launcher.engine.RemoteEngine`: `open` gets the run, then `start` is called for each host,
+`stop` for each agent, and `close` in any case. See docs/engines.md.
 """
 
 from __future__ import annotations

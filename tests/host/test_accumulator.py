@@ -13,6 +13,7 @@ from tests.host.world import MIB, teams, together
 from zmqtrain.arena import Arena, Region
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.host.accumulator import Accumulator
+from zmqtrain.host.member import ArenaMember
 from zmqtrain.host.team import Team
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -33,17 +34,19 @@ class Worker:
         self.team = team
         blocks = [team.arena.allocate(4 * size) for size in SIZES]
         self.gradients = [torch.frombuffer(block.memory, dtype=torch.float32) for block in blocks]
-        self.accumulator = Accumulator(team, **settings)  # type: ignore[arg-type]
+        self.member = ArenaMember(team)
+        self.accumulator = Accumulator(self.member, **settings)  # type: ignore[arg-type]
         self.summed: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self.sums: list[Tensor] = []
 
     def start(self) -> None:
         payloads = [TensorPayload.of(each) for each in self.gradients]
-        self.sums = [each.tensor for each in self.accumulator.start(payloads, lambda *what: self.summed.put(what))]
+        sums = self.member.complete(self.accumulator.start(payloads, lambda *what: self.summed.put(what)))
+        self.sums = [each.tensor for each in sums if isinstance(each, TensorPayload)]
 
     def step(self, step: int, *, change: Callable[[Tensor], object] = lambda sums: None) -> list[Tensor]:
         """Copies of what was summed."""
-        self.accumulator.wait_writable()
+        self.member.complete(self.accumulator.writable())
         for index, gradient in enumerate(self.gradients):
             gradient.copy_(gradient_of(self.team.rank, step, index))
             self.accumulator.produced(index)
@@ -72,7 +75,7 @@ def expected(size: int, step: int, index: int, scale: float = 1.0) -> Tensor:
 def life(worker: Worker, steps: int, **more: Callable[[Tensor], object]) -> list[list[Tensor]]:
     worker.start()
     result = [worker.step(step, **more) for step in range(steps)]
-    worker.accumulator.close(10)
+    worker.member.close(10)
     return result
 
 
@@ -120,7 +123,7 @@ def test_slices_are_summed_with_other_hosts_before_anybody_reads_them(slices: in
     def run(rank: int) -> list[Tensor]:
         worker = workers[rank]
         worker.start()
-        worker.accumulator.wait_writable()
+        worker.member.complete(worker.accumulator.writable())
         for index in range(len(SIZES) - 1):
             worker.gradients[index].copy_(gradient_of(rank, 0, index))
             worker.accumulator.produced(index)
@@ -132,16 +135,16 @@ def test_slices_are_summed_with_other_hosts_before_anybody_reads_them(slices: in
         for index in range(len(SIZES) - 1):
             assert torch.equal(result[index], expected(3, 0, index) + 100)
     for worker in workers:
-        worker.accumulator.close(10)
+        worker.member.close(10)
 
 
 def test_a_worker_that_leaves_is_told_to_who_waits_for_it(shared: Region) -> None:
     workers = [Worker(team) for team in teams(shared, 2)]
     together(lambda rank: workers[rank].start(), 2)
-    workers[1].accumulator.close(10)
+    workers[1].member.close(10)
     with pytest.raises(PeerLostError, match="lost worker/1 while waiting for the gradients of bucket 0: it has left"):
         workers[0].step(0)
-    workers[0].accumulator.close(10)
+    workers[0].member.close(10)
 
 
 def test_a_worker_that_stands_still_is_named(shared: Region) -> None:
@@ -150,7 +153,7 @@ def test_a_worker_that_stands_still_is_named(shared: Region) -> None:
     with pytest.raises(PeerTimeoutError, match=r"worker/1 did not answer within 0.1 s while waiting for the gradients of bucket 0"):
         workers[0].step(0)
     for worker in workers:
-        worker.accumulator.close(10)
+        worker.member.close(10)
 
 
 def test_giving_up_is_told_as_well(shared: Region) -> None:
@@ -158,7 +161,7 @@ def test_giving_up_is_told_as_well(shared: Region) -> None:
     together(lambda rank: workers[rank].start(), 2)
     why = PeerLostError("worker/7", "gone")
     workers[0].accumulator.produced(0)
-    workers[0].accumulator.abort(why)
+    workers[0].member.abort(why)
     assert workers[0].summed.get(timeout=20) == (0, why)
     for worker in workers:
-        worker.accumulator.close(10)
+        worker.member.close(10)

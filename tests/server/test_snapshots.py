@@ -18,7 +18,8 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.settings import ServerSettings
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 

@@ -16,7 +16,8 @@ from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.server.model_server import ModelServer, ServerCheckpoints, ServerSettings
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
 from zmqtrain.wire.tensor import TensorPayload
 
 SIZES = (7, 40, 1, 23)

@@ -29,7 +29,8 @@ from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.node import Node
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.settings import ServerSettings
 from zmqtrain.waiting import in_time
 
 

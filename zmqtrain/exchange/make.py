@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zmqtrain.collectives.group import Group
@@ -18,6 +19,7 @@ from zmqtrain.exchange.row_sums import RowSums
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.shared_copies import like_in
 from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
+from zmqtrain.host.member import ArenaMember, MakeMember
 from zmqtrain.host.team import Team
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
@@ -123,11 +125,11 @@ def _sums_of(
     context: RoleContext, group: Group, number: int, family: int, *, scale: float, in_place: bool
 ) -> HostSums | NetworkSums:
     """``family`` of a divided model's buckets that ``group`` sums: 0 for what all workers have."""
-    placement, role, arena = context.placement, context.role, context.arena
+    placement, role, make_member = context.placement, context.role, _member_of(context)
     hosts: dict[str, list[PeerId]] = {}
     for peer in group.members:
         hosts.setdefault(placement.role(peer).host, []).append(peer)
-    if arena is None or not _in_memory(role.device, context.topology) or max(map(len, hosts.values())) == 1:
+    if make_member is None or max(map(len, hosts.values())) == 1:
         return NetworkSums(group, scale)
     here, slices = hosts[role.host], min(map(len, hosts.values()))
     everybody = [other.peer for other in placement.of_host(role.host)]
@@ -135,20 +137,28 @@ def _sums_of(
     rank = here.index(role.peer)
     # A worker is in one team of each number: of all groups' workers (0), of its group's, and of those that share a part with it.
     whole = teams.index(number) + 1 if number else 0
-    team = Team(
-        arena,
-        [everybody.index(peer) for peer in here],
-        rank,
-        names=here,
-        number=len(teams) + family if family else whole,
-        timeout_s=context.timeouts.barrier_s,
-    )
+    slots = [everybody.index(peer) for peer in here]
+    member = make_member(slots, rank, here, len(teams) + family if family else whole)
     column = None
     if len(hosts) > 1 and rank < slices:
         members = tuple(workers[rank] for workers in hosts.values())
         name = f"{group.name}/slice/{rank}"
         column = Group(context.endpoint, members, members.index(role.peer), name, timeout_s=context.timeouts.barrier_s)
-    return HostSums(group, team, column, slices=slices, scale=scale, in_place=in_place)
+    return HostSums(group, member, column, slices=slices, scale=scale, in_place=in_place)
+
+
+def _member_of(context: RoleContext) -> MakeMember | None:
+    """Makes this worker's places in the memory of its host; None where its gradients lie elsewhere."""
+    arena = context.arena
+    if context.make_member is not None:
+        return context.make_member
+    if arena is None or not _in_memory(context.role.device, context.topology):
+        return None
+
+    def make(slots: Sequence[int], rank: int, names: Sequence[PeerId], number: int) -> ArenaMember:
+        return ArenaMember(Team(arena, slots, rank, names=names, number=number, timeout_s=context.timeouts.barrier_s))
+
+    return make
 
 
 def _in_memory(device: str, topology: Topology) -> bool:

@@ -9,16 +9,14 @@ from typing import Any, Protocol
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.data.background import BackgroundThread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.host.accumulator import Accumulator
-from zmqtrain.host.team import Team
+from zmqtrain.host.member import HostMember
 from zmqtrain.net.endpoint import Tag
 from zmqtrain.wire.payload import Payload
-from zmqtrain.wire.tensor import TensorPayload
 
-#: How long the accumulator's threads may take to end once nothing is left to be summed.
+#: How long the accumulator's lanes may take to end once nothing is left to be summed.
 CLOSE_S = 5.0
 
 
@@ -73,21 +71,23 @@ class NetworkSums:
 
 
 class HostSums:
-    """`Sums` in the memory of each host first, with gradients that lie in its arena; then, where there are several hosts, slice by
-    slice over the network: worker i of a host deals with slice i, so each host's sum leaves it once, by all its workers together.
+    """`Sums` in the memory of each host first, where its workers see each other's gradients; then, where there are several hosts,
+    slice by slice over the network: worker i of a host deals with slice i, so each host's sum leaves it once, by all its workers
+    together.
 
     Implements `zmqtrain.exchange.base.Sharing` for the replica.
     """
 
-    def __init__(self, group: Group, team: Team, column: Group | None, *, slices: int, scale: float, in_place: bool) -> None:
-        """``team``: those of ``group`` on this host; ``column``: those who deal with the same slice, one a host (None: no others).
-        ``slices``: how many there are. ``in_place``: see `Accumulator`."""
+    def __init__(
+        self, group: Group, member: HostMember, column: Group | None, *, slices: int, scale: float, in_place: bool
+    ) -> None:
+        """``member``: this worker's place among those of ``group`` on this host; ``column``: those who deal with the same slice,
+        one a host (None: no others). ``slices``: how many there are. ``in_place``: see `Accumulator`."""
         self.group, self.in_place = group, in_place
-        self._column = column
-        between = None if slices == team.size and column is None else self._between
-        self._accumulator = Accumulator(team, scale=scale, in_place=in_place, slices=slices, between=between)
+        self._column, self._member, self._begun = column, member, False
+        between = None if slices == member.size and column is None else self._between
+        self._accumulator = Accumulator(member, scale=scale, in_place=in_place, slices=slices, between=between)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: BackgroundThread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._summed: dict[int, asyncio.Future[None]] = {}
         self._places: dict[int, int] = {}  # bucket -> its number among those that are summed here
@@ -104,10 +104,9 @@ class HostSums:
         self._loop = asyncio.get_running_loop()
         self._indices = [bucket.index for bucket in buckets]
         self._places = {index: place for place, index in enumerate(self._indices)}
+        self._begun = True
         gradients = [bucket.gradients for bucket in buckets]
-        payloads = [payload for payload in gradients if isinstance(payload, TensorPayload)]
-        self._thread = BackgroundThread("zmqtrain-host-start")
-        self.sums = await self._thread.submit(lambda: self._accumulator.start(payloads, self._on_summed))
+        self.sums = await self._member.run(self._accumulator.start(gradients, self._on_summed))
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
         future = self._future(bucket.index)
@@ -117,28 +116,26 @@ class HostSums:
             del self._summed[bucket.index]
 
     def abort(self, error: BaseException) -> None:
-        self._accumulator.abort(error)
+        self._member.abort(error)
 
     async def stop(self) -> None:
-        if self._thread is None:
+        if not self._begun:
             return
+        self._begun = False
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        thread, self._thread = self._thread, None
-        await thread.submit(lambda: self._accumulator.close(CLOSE_S))
-        await thread.close(CLOSE_S)
+        await self._member.leave(CLOSE_S)
 
     # For the replica.
 
     def wait_writable(self) -> None:
-        self._accumulator.wait_writable()
+        self._member.complete(self._accumulator.writable())
 
     async def writable(self) -> None:
-        assert self._thread is not None, "start() comes first"
-        await self._thread.submit(self._accumulator.wait_writable)
+        await self._member.run(self._accumulator.writable())
 
     def produced(self, index: int) -> None:
         self._accumulator.produced(self._places[index])
@@ -146,12 +143,12 @@ class HostSums:
     def taken(self, index: int) -> None:
         self._accumulator.taken()
 
-    # Called in the accumulator's threads.
+    # Called in the accumulator's lanes.
 
     def _on_summed(self, place: int, error: BaseException | None) -> None:
         self._call(lambda: self._end(self._indices[place], error))
 
-    def _between(self, operation: int, place: int, part: TensorPayload, done: Callable[[], None]) -> None:
+    def _between(self, operation: int, place: int, part: Payload, done: Callable[[], None]) -> None:
         self._call(lambda: self._begin(self._sum_column(operation, self._indices[place], part, done)))
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -160,12 +157,12 @@ class HostSums:
 
     # On the loop.
 
-    async def _sum_column(self, operation: int, index: int, part: TensorPayload, done: Callable[[], None]) -> None:
+    async def _sum_column(self, operation: int, index: int, part: Payload, done: Callable[[], None]) -> None:
         try:
             if self._column is not None:
                 await all_reduce(self._column, part, ("hosts", operation), priority=index)
         except Exception as error:  # noqa: BLE001 - it is told to who waits for the bucket, and to all others of this host
-            self._accumulator.abort(error)
+            self._member.abort(error)
             self._end(index, error)
         else:
             done()

@@ -15,6 +15,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
+    from zmqtrain.host.member import MakeMember
     from zmqtrain.train.device.base import Device
 
 
@@ -35,6 +36,8 @@ class RoleContext:
     """The checkpoint to go on from: a folder or ``latest``; ``None`` to begin anew."""
     arena: Arena | None = None
     """The memory that the processes of this host share; ``None`` where they share none, and everything goes over the network."""
+    make_member: MakeMember | None = None
+    """Makes a worker's place among those of its host that sum gradients in simulated memory; ``None``: it is in `arena`."""
     slowdown: Callable[[], float] = lambda: 1.0
     """How many times as long a modelled device takes for work that begins now (a simulated host may be slow for a while)."""
     make_device: Callable[[RolePlacement], Device] | None = None

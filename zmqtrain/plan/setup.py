@@ -18,7 +18,7 @@ from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.plan.cluster import measured_link
 from zmqtrain.plan.costs import Paper, Pricing
 from zmqtrain.plan.layers import LayerShape, Stage, stages
-from zmqtrain.plan.link import Link
+from zmqtrain.plan.link import MEMORY_BYTE_S, Link
 from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.profiled import profile_layers, with_times
@@ -31,9 +31,6 @@ from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.task import build_model, load_task, user_code
-
-#: Seconds to read or write a byte of a host's memory: as sums of 100 MB in shared memory were measured, 20 GB/s.
-MEMORY_BYTE_S = 1 / 20e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import fetch_part, send_nothing, send_part
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.server.model_server import ModelServer, ServerSettings
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.settings import ServerSettings
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 

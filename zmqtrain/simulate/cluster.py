@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.simulate.memory import HostMemory
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.process import Process
 from zmqtrain.topology.placement import Placement
@@ -23,6 +24,7 @@ class Cluster:
         self.placement = placement
         self.processes: dict[PeerId, Process] = {}
         self.hosts: dict[str, SimulatedHost] = {}
+        self._memories: dict[str, HostMemory] = {}
         self._slow: dict[PeerId, float] = {role.peer: (slowdowns or {}).get(role.host, 1.0) for role in placement.roles}
 
     def peers(self, name: str) -> tuple[PeerId, ...]:
@@ -30,6 +32,12 @@ class Cluster:
         if name in self.placement.hosts:
             return (*(role.peer for role in self.placement.of_host(name)), f"agent/{name}")
         return (name,)
+
+    def memory(self, host: str) -> HostMemory:
+        """What the processes of this host share."""
+        if host not in self._memories:
+            self._memories[host] = HostMemory(host, self.network)
+        return self._memories[host]
 
     def slowdown(self, peer: PeerId) -> float:
         """How many times as long compute takes there that begins now."""
@@ -60,4 +68,6 @@ class Cluster:
         process = self.processes.get(peer)
         if process is not None and process.tasks and not process.killed:
             self.network.kill(peer, silent=silent)
+            if process.host:
+                self.memory(process.host).lose(peer)
             await process.kill()

@@ -53,6 +53,9 @@ class Flow:
             return self.since
         return self.since + self.remaining / self.rate if self.rate > 0 else math.inf
 
+    def reschedule(self) -> None:
+        """The rate has changed, and with it `finishes_at`."""
+
 
 def slip_through(path: Iterable[Resource], nbytes: float, now: float) -> float:
     """When a message of a single packet is through that takes its way between the packets of all flows.

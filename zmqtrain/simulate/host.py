@@ -22,6 +22,7 @@ from zmqtrain.run.enter import enter
 from zmqtrain.run.report import report_of
 from zmqtrain.simulate.clock import VirtualLoop
 from zmqtrain.simulate.cluster import Cluster
+from zmqtrain.simulate.memory import SimulatedMember
 from zmqtrain.simulate.process import Process
 from zmqtrain.topology.placement import RolePlacement
 
@@ -165,6 +166,9 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
     timeouts = environment.timeouts
     endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(timeouts, environment.token))
     process.waits = endpoint.waits
+    memory = plan.cluster.memory(role.host)
+    slot = [other.peer for other in plan.description.placement.of_host(role.host)].index(role.peer)
+    place = memory.enter(role.peer, slot)
     audit: AuditEvents | None = None
     if plan.audit is not None:
         tell, peer = plan.audit, role.peer
@@ -177,6 +181,8 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
         entering = enter(endpoint, environment.coordinator, timeouts, description=plan.description, audit=audit)
         async with entering as (entered, _):
             context = replace(entered, slowdown=lambda: plan.cluster.slowdown(role.peer))
+            if context.topology.compute.shared_memory:
+                context = replace(context, make_member=partial(SimulatedMember, place, environment.timeouts.barrier_s))
             make = plan.make_device
             if make is not None:
                 context = replace(context, make_device=lambda _role: make(context))
@@ -184,4 +190,5 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
 
             await run_role(context, task=plan.task)
     finally:
+        place.end()
         await endpoint.close()

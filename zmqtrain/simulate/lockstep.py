@@ -11,10 +11,11 @@ import asyncio
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_here = threading.local()
 
 
 class Abandoned(BaseException):
@@ -98,6 +99,17 @@ class LockstepThread:
         if seconds > 0:
             self.hand_over(wait)
 
+    def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the loop run ``work`` to its end."""
+        tasks: list[asyncio.Task[T]] = []
+
+        def wait() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: self.resume())
+
+        self.hand_over(wait)
+        return tasks[0].result()
+
     def condition(self) -> LockstepCondition:
         """A condition that this thread can wait at."""
         return LockstepCondition(self, self._loop)
@@ -111,6 +123,7 @@ class LockstepThread:
             raise Abandoned
 
     def _main(self, first: Callable[[], None] | None) -> None:
+        _here.thread = self
         if first is not None:
             first()
         while True:
@@ -127,6 +140,12 @@ class LockstepThread:
             if self._closed:  # abandoned, though something made another error of it
                 return
             self._back.release()
+
+
+def current_lockstep_thread() -> LockstepThread:
+    """The one that calls this."""
+    thread: LockstepThread = _here.thread
+    return thread
 
 
 class LockstepCondition:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.simulate.connection import NOBODY, Channel
+from zmqtrain.simulate.connection import NOBODY
 from zmqtrain.simulate.flows import FlowTable, Resource
 from zmqtrain.simulate.transport import SimulatedTransport
 from zmqtrain.topology.links import NetworkModel, Way
@@ -171,8 +171,7 @@ class SimulatedNetwork:
     def _balance(self) -> None:
         self._balancing = False
         for flow in self.flows.balance(self.loop.time()):
-            if isinstance(flow, Channel):
-                flow.reschedule()
+            flow.reschedule()
 
     def _path(self, source: str, target: str, way: Way) -> Iterable[Resource]:
         model = self.model

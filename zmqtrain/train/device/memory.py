@@ -54,8 +54,8 @@ class Memory(Protocol):
         """Write this worker's gradient of the step, or add it."""
         ...
 
-    def update(self, bucket: Bucket) -> None:
-        """Run the local optimizer."""
+    def update(self, bucket: Bucket, gradients: Payload) -> None:
+        """Run the local optimizer on the bucket's parameters, by ``gradients``."""
         ...
 
 
@@ -82,7 +82,7 @@ class NoMemory:
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         return None
 
-    def update(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket, gradients: Payload) -> None:
         return None
 
 
@@ -114,9 +114,9 @@ class SmallMemory:
             before = gradients[part] if add else 0.0
             gradients[part] = before + self._factor * gradient(self._rank, step, index, numel)
 
-    def update(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket, gradients: Payload) -> None:
         parameters = numbers_of(bucket.parameters)
-        parameters -= numbers_of(bucket.gradients)
+        parameters -= numbers_of(gradients)
         if self._whole:
             # Sums were multiplied by one over a number of groups. That is not exact, but what comes of it is a whole number.
             np.rint(parameters, out=parameters)

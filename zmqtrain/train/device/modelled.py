@@ -14,6 +14,7 @@ from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
 from zmqtrain.waiting import in_time
+from zmqtrain.wire.payload import Payload
 
 #: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
 #: counts from the next on.
@@ -130,7 +131,7 @@ class ModelledReplica:
         await asyncio.sleep(self._profile.update_s * self._speed_factor.slowdown())
         self.update_s += loop.time() - start
         for bucket in self._buckets:
-            self._memory.update(bucket)
+            self._memory.update(bucket, self._gradients(bucket))
             if self._sharing is not None:
                 self._sharing.taken(bucket.index)
             if not hold:
@@ -221,9 +222,13 @@ class ModelledReplica:
     async def _update(self, index: int, step: int, pace: _Pace) -> None:
         with self._recorder.span(f"update of bucket {index}", "compute", step=step):
             await pace.work(self._update_s[index] * self._speed_factor.slowdown())
-        self._memory.update(self._buckets[index])
+        self._memory.update(self._buckets[index], self._gradients(self._buckets[index]))
         if self._sharing is not None:
             self._sharing.taken(index)
+
+    def _gradients(self, bucket: Bucket) -> Payload:
+        """What an update of the bucket goes by."""
+        return bucket.gradients if self._sharing is None else self._sharing.sums[bucket.index]
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
         """Wait for the bucket's parameters. Returns the seconds."""

@@ -1,0 +1,284 @@
+"""What a model server does once it is configured: pushes and orders come in, updates happen, parameters go out.
+
+What is decided stands in `aggregator` and `staleness`, what is computed in `shard`; here is the way of the messages::
+
+    [ push -> aggregator -> shard -> parameters ] ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from zmqtrain.errors import PeerLostError, ProtocolError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
+from zmqtrain.exchange.server_messages import Configuration, ReadMeta, initial_tag, kept_label, parameters_tag, shown_tag
+from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
+from zmqtrain.server.background import Background, Refusals
+from zmqtrain.server.checkpoint import keep_pieces
+from zmqtrain.server.held import Held, Loan
+from zmqtrain.server.momentum_sensor import Sensors
+from zmqtrain.server.norm import ServerSum
+from zmqtrain.server.parse import parse_push
+from zmqtrain.server.phantom_shard import PhantomSum
+from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
+from zmqtrain.server.shard import GroupSum
+from zmqtrain.server.staleness import Policy, staleness_values
+from zmqtrain.waiting import together
+from zmqtrain.wire.value import ValuePayload
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Shard:
+    """The part of the model that one server holds, and what has been counted about its updates. Empty before it is configured."""
+
+    pieces: dict[int, Held] = field(default_factory=dict)
+    """By index."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """How often a gradient met how many updates by others since its read."""
+    last_staleness: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(group, piece) -> of its last push."""
+    sensors: Sensors = field(default_factory=Sensors)
+
+    @property
+    def updates(self) -> int:
+        """Updates of pieces so far."""
+        return sum(piece.version for piece in self.pieces.values())
+
+    def apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
+        """Run the optimizer once for each update, with ``factor`` times its gradient."""
+        for update in updates:
+            held = self.pieces[update.piece]
+            if update.passed_over:
+                held.version += 1
+                continue
+            held.update(update.gradient, update.hyperparameters, factor)
+            self.sensors.applied(held, update.gradient, update.reads[0][2])
+
+    def squares(self, updates: Sequence[Update]) -> float:
+        """The sum of squares of all the updates' gradients."""
+        return math.fsum(self.pieces[update.piece].squares(update.gradient) for update in updates)
+
+    def count(self, update: Update) -> int:
+        """Count how stale an update's gradients were. Returns the piece's version after it."""
+        after = self.pieces[update.piece].version
+        for group, _, version in update.reads:
+            staleness = after - 1 - version
+            self.staleness[staleness] += 1
+            self.last_staleness[group, update.piece] = staleness
+        return after
+
+    def report(self, recorder: Recorder) -> None:
+        """Record what the shard holds in the end, and what has been counted."""
+        recorder.audit("held", pieces={index: (held.piece, held.memory()) for index, held in self.pieces.items()})
+        momentum, seen = self.sensors.fitted()
+        recorder.event(
+            "server",
+            momentum=momentum,
+            momentum_updates=seen,
+            updates=self.updates,
+            pushes=sum(self.staleness.values()),
+            **staleness_values(self.staleness),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTools:
+    """What a server works with from its start to its end."""
+
+    endpoint: Endpoint
+    settings: ServerSettings
+    recorder: Recorder
+    checkpoints: ServerCheckpoints | None
+    arithmetic: Arithmetic
+    background: Background
+
+
+class Serving:
+    """Serves a shard that is made and filled. Make one, `begin`, and `run` it until it is cancelled."""
+
+    def __init__(
+        self, tools: ServerTools, configuration: Configuration, shard: Shard, *, first_step: int, finished: Set[PeerId]
+    ) -> None:
+        """``finished``: the workers that need no answer any more; the owner adds to it."""
+        self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
+        self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
+        self._configuration, self._shard, self._finished = configuration, shard, finished
+        self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
+        self._gone: set[int] = set()  # groups
+        self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
+        policy = Policy(configuration.policy, configuration.bound)
+        sync = policy.kind == "sync"
+        self._clip_norm = configuration.clip_norm if sync else 0.0
+        ordered = configuration.snapshot and not sync and bool(shard.pieces)
+        # Servers without a piece take no part: they see no step.
+        holding = sorted({piece.server for piece in configuration.pieces()})
+        self._sum = ServerSum(tools.endpoint, [configuration.servers[index] for index in holding], tools.settings.barrier_s)
+        order: Order = "none"
+        if ordered and len(configuration.servers) > 1:
+            order = "decide" if tools.settings.index == 0 else "follow"
+        self._aggregator = Aggregator(
+            list(shard.pieces),
+            policy,
+            len(configuration.groups),
+            sums=PhantomSum if configuration.phantom else GroupSum,
+            first_step=first_step,
+            whole=ordered or (bool(self._clip_norm) and bool(shard.pieces)),
+            order=order,
+        )
+
+    def begin(self) -> None:
+        """Send every group the initial values."""
+        groups = len(self._configuration.groups)
+        for group in range(groups):
+            for piece in self._shard.pieces:
+                self._answer(group, piece, initial_tag(piece))
+        self._shard.sensors.watch(self._shard.pieces.values(), groups)
+
+    async def run(self, pushes: Subscription, orders: Subscription) -> None:
+        """Take what comes in. Does not return; raises what went wrong."""
+        await together(self._take_pushes(pushes), self._take_orders(orders))
+
+    # What comes in.
+
+    async def keep(self, step: int, *, show: bool, ordered: bool) -> None:
+        """Keep the shard for the checkpoint at ``step``, and ``show`` it to group 0, too. ``ordered``: with snapshots, when it is
+        this event's turn, so that all servers keep the same version; else as it is now, since the run ends."""
+        if not self._shard.pieces:  # the collector knows
+            return
+        async with self._lock:
+            if ordered:
+                await self._carry_out(partial(self._aggregator.keep, step, show=show), 0)
+            else:
+                self._keep(Keep(step, show))
+
+    async def show(self, label: str) -> None:
+        """Show the shard as it is now to group 0's workers."""
+        async with self._lock:
+            self._show(label)
+
+    async def let_go(self, left: Set[PeerId]) -> None:
+        """Let nobody wait for groups all of whose workers have ``left``."""
+        for group, members in enumerate(self._configuration.groups):
+            if left >= set(members) and group not in self._gone:
+                self._gone.add(group)
+                self._recorder.audit("left", group=group)
+                async with self._lock:
+                    await self._carry_out(partial(self._aggregator.left, group), 0)
+
+    async def _take_pushes(self, pushes: Subscription) -> None:
+        pieces, groups = self._shard.pieces, self._configuration.groups
+        while True:
+            sender, tag, payload = await pushes.get()
+            try:
+                push = parse_push(sender, tag, payload, pieces, groups)
+                async with self._lock:
+                    await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
+            except ProtocolError as error:
+                self._refusals.refuse(sender, tag, error)
+            del payload
+
+    async def _take_orders(self, orders: Subscription) -> None:
+        while True:
+            sender, _, payload = await orders.get()
+            match payload.meta:
+                case ["step" | "left" | "keep" | "show" as kind, int(number)] if sender == self._configuration.servers[0]:
+                    event = OrderedEvent(kind, number)
+                case _:
+                    self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
+                    continue
+            async with self._lock:
+                await self._carry_out(partial(self._aggregator.ordered, event), INLINE_BYTES)
+
+    # What is done about it. All under the lock.
+
+    async def _carry_out(self, decide: Callable[[], list[Batch]], nbytes: int) -> None:
+        """Apply and answer what ``decide`` returns."""
+
+        def work() -> list[Batch]:
+            batches = decide()
+            if batches and not self._clip_norm:
+                self._shard.apply(batches[0].updates)
+            return batches
+
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        for number, batch in enumerate(await self._compute(work, nbytes)):
+            if self._clip_norm and batch.updates:
+                await self._apply_clipped(batch)
+            elif number > 0:  # not before the batch ahead is answered: its readers must not see this one's updates
+                await self._compute(partial(self._shard.apply, batch.updates), INLINE_BYTES)
+            for update in batch.updates:
+                version = self._shard.count(update)
+                reads = list(update.reads)
+                self._recorder.audit("applied", piece=update.piece, step=reads[0][1], reads=reads, version=version)
+            if self._shard.sensors.due(len(batch.updates)):
+                momentum, seen = self._shard.sensors.fitted()
+                self._recorder.event("momentum", fitted=momentum, updates=seen)
+            if batch.updates and batch.answer:
+                name = f"update of {len(batch.updates)} pieces" if len(batch.updates) > 1 else f"update of piece {batch.pieces[0]}"
+                self._recorder.add_span(name, "compute", start, clock(), step=batch.answer[0][1] - 1)
+                start = clock()
+            for group, step in batch.answer:
+                for piece in batch.pieces:
+                    self._answer(group, piece, parameters_tag(piece, step))
+            if batch.keep is not None:
+                self._keep(batch.keep)
+        for event in self._aggregator.decided:
+            for other in self._configuration.servers[1:]:
+                try:
+                    await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
+                except PeerLostError:
+                    if event.kind != "left":  # of a leaving, a server that is done already need not know
+                        raise
+        self._aggregator.decided.clear()
+
+    async def _apply_clipped(self, batch: Batch) -> None:
+        """Clip the mean gradient by its norm over all pieces of all servers, then apply it."""
+        updates, shard = batch.updates, self._shard
+        nbytes = sum(update.gradient.nbytes for update in updates)
+        mine = await self._compute(partial(shard.squares, updates), nbytes)
+        norm = math.sqrt(await self._sum.of(mine))
+        factor = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        await self._compute(partial(shard.apply, updates, factor), nbytes)
+
+    def _answer(self, group: int, piece: int, tag: Tag) -> None:
+        """Send the piece's values as they are now."""
+        held = self._shard.pieces[piece]
+        to = self._configuration.groups[group][held.piece.position]
+        loan = held.lend(ReadMeta(held.version, self._shard.last_staleness.get((group, piece), 0)).to_value())
+        self._background.run(self._send(to, tag, loan, held.piece.bucket))
+
+    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int) -> None:
+        try:
+            loan.sent = await self._endpoint.send(to, tag, loan.payload, priority=priority)
+        except PeerLostError:
+            if to not in self._finished:
+                raise
+        finally:
+            if loan.sent is None:
+                loan.give_back()
+
+    def _keep(self, keep: Keep) -> None:
+        """Send off what there is now. Updates that follow do not change it."""
+        if keep.show:
+            self._show(kept_label(keep.step))
+        if self._checkpoints is not None:
+            tensors, sidecar = keep_pieces(self._shard.pieces, keep.step)
+            self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
+
+    def _show(self, label: str) -> None:
+        for piece in self._shard.pieces:
+            self._answer(0, piece, shown_tag(piece, label))
+
+    async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
+        return await self._arithmetic.do_sized(work, 0 if self._configuration.phantom else nbytes)

@@ -1,0 +1,35 @@
+"""What a model server is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.wire.payload import Value
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """A server's place and its time-outs."""
+
+    index: int
+    workers: tuple[PeerId, ...]
+    """All workers of the run, by rank; the server is done when each has said that it is."""
+    request_s: float = 60.0
+    """How long a peer may take to answer a request."""
+    barrier_s: float = 600.0
+    """How long to wait for what other servers owe."""
+
+
+class ServerCheckpoints(Protocol):
+    """Where a server's part of a checkpoint goes to and comes from."""
+
+    async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
+
+    async def hold_nothing(self, sidecar: dict[str, Value]) -> None:
+        """The part of every checkpoint is empty."""
+
+    async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]: ...
