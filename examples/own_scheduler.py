@@ -36,7 +36,7 @@ async def main() -> dict[str, float]:
                 metrics.update({name: value for name, value in event["values"].items() if name.startswith("eval_")})
 
     async with open_run(TOPOLOGY, on_report=on_report) as run, asyncio.TaskGroup() as tasks:
-        # The roles: server/0, worker/0 and worker/1. Which one runs where is for this program to say.
+        # The roles: server/0, worker/0 and worker/1. This program decides which one runs where.
         tasks.create_task(run.role("server/0"))
         tasks.create_task(run.role("worker/0", task=task(lr=0.1, momentum=0.5)))
         environment = {**os.environ, **run.environment("worker/1")}
@@ -48,7 +48,7 @@ async def main() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["worker"]:  # this process is worker/1; its place stands in its environment
+    if sys.argv[1:] == ["worker"]:  # this process is worker/1; its environment says where to join
         asyncio.run(run_role(task=task(lr=0.1, momentum=0.5)))
     else:
         print(asyncio.run(main()))

@@ -33,7 +33,7 @@ def task(dimensions: int = 100, curvature: float = 1.0, noise: float = 1.0, samp
     """What to train. The arguments come from ``[job] args`` in the topology file."""
     generator = torch.Generator().manual_seed(0)
     x = OPTIMUM + noise * torch.randn(samples, dimensions, generator=generator)
-    x -= x.mean(0) - OPTIMUM  # so that the optimum of these very samples is known, too
+    x -= x.mean(0) - OPTIMUM  # so that the optimum of exactly these samples is known, too
     exact = torch.full((256, dimensions), OPTIMUM)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ def main(epochs: int = 12) -> float:
     with zmqtrain.session() as session:  # 1: join the run; also seeds torch alike on all workers
         model = network().to(session.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        model, optimizer = session.replicate(model, optimizer)  # 2: both go on as they are
+        model, optimizer = session.replicate(model, optimizer)  # 2: use both as before
 
         for epoch in range(epochs):
             for images, labels in session.batches(train, epoch):  # 3: this worker's share of each batch
                 optimizer.zero_grad()
                 loss = cross_entropy(model(images), labels)
-                loss.backward()  # gradients leave while this goes on
+                loss.backward()  # gradients leave during this call
                 optimizer.step()  # on return the servers' parameters are there
                 session.report(loss=loss.item())
 
