@@ -257,10 +257,12 @@ class PeerLostError(ConnectivityError):
 class PeerTimeoutError(ConnectivityError, TimeoutError):
     """A wait for a peer took longer than its setting allows."""
 
-    def __init__(self, peer: str, waiting_for: str, timeout_s: float, setting: str = "[job] timeout") -> None:
-        self.peer, self.waiting_for, self.timeout_s, self.setting = peer, waiting_for, timeout_s, setting
+    def __init__(self, peer: str, waiting_for: str, timeout_s: float, setting: str = "[job] timeout", *, why: str = "") -> None:
+        """``why``: what is known of the reason."""
+        self.peer, self.waiting_for, self.timeout_s, self.setting, self.why = peer, waiting_for, timeout_s, setting, why
         super().__init__(
-            f"{peer} did not answer within {timeout_s:g} s while waiting for {waiting_for}; if it is only slow, raise {setting}"
+            f"{peer} did not answer within {timeout_s:g} s while waiting for {waiting_for}{why and f': {why}'}; "
+            f"if it is only slow, raise {setting}"
         )
 
 

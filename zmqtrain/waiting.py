@@ -41,7 +41,12 @@ def first_error(error: BaseException) -> BaseException:
 
 @asynccontextmanager
 async def in_time(
-    peer: str | Callable[[], str], what: str, limit_s: float | None, setting: str | None = None
+    peer: str | Callable[[], str],
+    what: str,
+    limit_s: float | None,
+    setting: str | None = None,
+    *,
+    why: Callable[[], str] | None = None,
 ) -> AsyncIterator[None]:
     """Give up what is awaited within after ``limit_s`` seconds (None: never).
 
@@ -49,6 +54,7 @@ async def in_time(
         peer: who is waited for; a function is called when the time is over.
         what: what the peer has to do or to send.
         setting: what to raise if the peer is only slow; ``[job] timeout`` if not given.
+        why: called when the time is over: what is known of the reason, or nothing.
 
     Raises `PeerTimeoutError`. Errors of what is awaited pass through, time-outs of its own included.
     """
@@ -63,4 +69,4 @@ async def in_time(
             raise
         name = peer if isinstance(peer, str) else peer()
         more = () if setting is None else (setting,)
-        raise PeerTimeoutError(name, what, limit_s or 0.0, *more) from None
+        raise PeerTimeoutError(name, what, limit_s or 0.0, *more, why=why() if why is not None else "") from None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgpack
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer, set_hyperparameters
+from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer, require_state, set_hyperparameters
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -83,3 +84,20 @@ def test_an_own_optimizer_is_built_only_when_allowed() -> None:
     spec = describe_optimizer(Momentless([torch.zeros(1)], lr=0.5))
     with pytest.raises(TaskError, match="Momentless"):
         build_optimizer(spec, [[torch.zeros(1)]])
+
+
+def test_what_an_optimizer_keeps_is_found_out_once_for_each_of_its_groups() -> None:
+    plain, more = ([torch.nn.Parameter(torch.zeros(3)) for _ in range(20)] for _ in range(2))
+    optimizer = torch.optim.Adam([{"params": more, "amsgrad": True}, {"params": plain}], lr=0.0123)
+    kept = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    steps: list[object] = []
+    hook = register_optimizer_step_pre_hook(lambda tried, *_: steps.append(tried))
+    try:
+        for parameter in plain:
+            require_state(optimizer, "plain", parameter, kept)
+        for parameter in more:
+            with pytest.raises(CheckpointError, match="has no max_exp_avg_sq of more"):
+                require_state(optimizer, "more", parameter, kept)
+    finally:
+        hook.remove()
+    assert len(steps) == 2

@@ -363,3 +363,33 @@ async def test_a_schedule_of_its_own_reaches_each_groups_update() -> None:
     result = await run(merged(2, 1, 8, exchange={"staleness": "async"}, job={"steps": 5, "checkpoint_every": 0}), recipe)
     assert not result.errors, result.errors
     assert result.recorders["fc/0"].of("fc")[0]["updates"] == 10
+
+
+class Head(nn.Module):
+    """The gradient of one of its layers is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4 * 4 * 3, 3), nn.Linear(4 * 4 * 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.used(x) + self.unused(x).detach()
+        return output
+
+
+@pytest.mark.parametrize(("groups", "accumulate"), [(1, 2), (2, 1)])
+async def test_what_no_backward_reaches_is_passed_over(groups: int, accumulate: int) -> None:
+    """As PyTorch does it: no weight decay, no momentum, no step counted."""
+
+    def recipe() -> Recipe:
+        return recipe_of(
+            model=lambda: nn.Sequential(*list(network())[:6], Head().double()),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5),
+        )
+
+    ours, compute = recipe(), {"accumulate": accumulate}
+    result = await run(merged(groups, 1, 24 // groups, job={"steps": 4}, exchange={"split": "6"}, compute=compute), ours)
+    assert not result.errors, result.errors
+    assert any("unused" in name for name, _ in ours.models["fc/0"].named_parameters())
+    expected = alone(recipe(), 4, 24)
+    assert (whole(ours) - expected).norm() <= 1e-12 * expected.norm()

@@ -201,3 +201,15 @@ async def test_a_peer_that_never_comes(world: World) -> None:
             await wait
     with pytest.raises(PeerTimeoutError):
         await a.send("b", ("x",), ValuePayload(1))
+
+
+async def test_a_request_to_a_peer_that_was_never_connected_says_so(world: World) -> None:
+    a, b = await world.pair()
+    with pytest.raises(PeerTimeoutError, match=r"^c did not .* 'x': no connection to it was made \((at|whose)") as caught:
+        await a.request("c", "x", timeout=0.05)
+    assert caught.value.peer == "c"
+    b.serve("known", lambda caller: asyncio.sleep(0))
+    await a.request("b", "known", timeout=5)
+    with pytest.raises(PeerTimeoutError) as caught:
+        await a.request("b", "x", timeout=0.05)
+    assert "no connection" not in str(caught.value)

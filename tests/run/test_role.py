@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
 from tests.train.world import Recipe, topology_of
+from zmqtrain.errors import PeerLostError
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.run.assembly import Assembly
 from zmqtrain.run.enter import enter
-from zmqtrain.run.role import run_role
+from zmqtrain.run.role import _while_needed, run_role
 from zmqtrain.topology.placement import place
 
 
@@ -37,3 +40,26 @@ async def test_servers_end_with_workers_that_never_asked_for_anything(merged: bo
         await asyncio.gather(*(live(role.peer) for role in placement.roles))
     assert running.result().status == "done"
     await endpoint.close()
+
+
+async def test_a_server_that_fails_while_its_role_is_ended_leaves_no_error_behind() -> None:
+    """The event loop would print it as one that nobody has looked at."""
+    left_behind: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: left_behind.append(context))
+    serving = asyncio.Event()
+
+    async def serve() -> None:
+        serving.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise PeerLostError("worker/0", "it has closed its endpoint") from None
+
+    role = asyncio.create_task(_while_needed(serve(), asyncio.Event(), 1.0))
+    await serving.wait()
+    role.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await role
+    del role
+    gc.collect()
+    assert not left_behind

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.train.local_exchange import LocalExchange
+from tests.train.world import topology_of
 from zmqtrain.data.batch import Batch
 from zmqtrain.events import NullRecorder
 from zmqtrain.exchange.base import Optimize
 from zmqtrain.train.device.cpu import CpuDevice
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.step import StepSettings, TrainStep
+from zmqtrain.train.unreached import what_blinds
 
 
 class Branches(nn.Module):
@@ -46,8 +48,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("rank", "rounded"), [(0, True), (1, True), (0, False)])
-async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name: str, rank: int, rounded: bool) -> None:
+@pytest.mark.parametrize(("rank", "blind"), [(0, "some reason"), (1, "some reason"), (0, "")])
+async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name: str, rank: int, blind: str) -> None:
     make, warned = OPTIMIZERS[name]
     model, device, told = Branches(), CpuDevice(), Told()
     exchange = LocalExchange(Optimize.APART)
@@ -55,7 +57,7 @@ async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name
     await exchange.start(replica)
     replica.connect(exchange.bucket_ready)
     # The second branch is taken in one of two micro-batches, which is enough.
-    settings = StepSettings(rank=rank, group_batch=7, accumulate=2, rounded=rounded)
+    settings = StepSettings(rank=rank, group_batch=7, accumulate=2, blind=blind)
     step = TrainStep(replica, nn.functional.cross_entropy, device, settings, told)
     for number in range(3):
         exchange.begin_step(number)
@@ -64,11 +66,25 @@ async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name
         await exchange.end_step()
     await device.run(replica.take_all)
     await device.close(5)
-    if not warned or rank or not rounded:
+    if not warned or rank or not blind:
         assert not told.warnings
         return
     ((first, text),) = told.warnings
     assert first == 0
     assert "gave no gradient to unused.bias, unused.weight" in text or "gave no gradient to unused.weight, unused.bias" in text
     assert "second" not in text
+    assert "with some reason its gradient is zero" in text
     assert "requires_grad_(False)" in text
+
+
+@pytest.mark.parametrize(
+    ("grid", "exchange", "words"),
+    [
+        ("1x2", {"kind": "model_server"}, ""),
+        ("2x1", {"kind": "allreduce"}, ""),
+        ("2x1", {"kind": "model_server"}, "a model that a grid divides at model servers"),
+        ("1x2", {"kind": "model_server", "compression": "int8"}, "this [exchange] compression"),
+    ],
+)
+def test_which_runs_warn(grid: str, exchange: dict[str, Any], words: str) -> None:
+    assert what_blinds(topology_of(compute={"group_size": 2, "grid": grid}, exchange=exchange)) == words

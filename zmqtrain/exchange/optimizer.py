@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.wire.message import pack_value, unpack_value
 from zmqtrain.wire.payload import Value
 
 #: They choose how an update is computed on a device, not what it is; each side decides for itself.
@@ -72,7 +74,7 @@ def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Map
     kind = type(optimizer)
     if getattr(torch.optim, kind.__qualname__, None) is not kind or kind.__qualname__ in _NOT_ELEMENTWISE or not state:
         return
-    missing = _keeps(optimizer, parameter.dtype) - state.keys()
+    missing = _keeps(optimizer, parameter) - state.keys()
     if missing:
         raise CheckpointError(f"the checkpoint has no {min(missing)} of {name} for {kind.__qualname__}: it is of another optimizer")
     for key, tensor in state.items():
@@ -84,18 +86,26 @@ def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Map
             )
 
 
-def _keeps(optimizer: Optimizer, dtype: torch.dtype) -> set[str]:
-    """The names of what it keeps of each parameter: found out by a step of another one like it. None where that cannot be."""
+def _keeps(optimizer: Optimizer, parameter: Tensor) -> frozenset[str]:
+    """The names of what it keeps of a parameter. None where that cannot be found out."""
+    spec = describe_optimizer(optimizer)
+    owner = next((n for n, group in enumerate(optimizer.param_groups) if any(each is parameter for each in group["params"])), 0)
+    return _keeps_with(spec.name, pack_value(dict(spec.groups[owner])), parameter.dtype)
+
+
+@lru_cache(maxsize=64)
+def _keeps_with(name: str, settings: bytes, dtype: torch.dtype) -> frozenset[str]:
+    """The same, of an optimizer with packed hyperparameters: found out by a step of one like it, once for all parameters."""
     tried = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
     tried.grad = torch.zeros_like(tried)
-    spec = describe_optimizer(optimizer)
+    group: Any = unpack_value(settings)
     try:
         with torch.random.fork_rng(devices=[]):
-            like = build_optimizer(OptimizerSpec(spec.name, spec.groups[:1]), [[tried]])
+            like = build_optimizer(OptimizerSpec(name, (group,)), [[tried]])
             like.step()
     except (RuntimeError, TypeError, ValueError, TaskError):
-        return set()
-    return {key for key, value in like.state.get(tried, {}).items() if value is not None}
+        return frozenset()
+    return frozenset(key for key, value in like.state.get(tried, {}).items() if value is not None)
 
 
 def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> None:

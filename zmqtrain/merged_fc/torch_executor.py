@@ -54,6 +54,7 @@ class TorchExecutor:
         optimizer.param_groups[:] = [optimizer.param_groups[number] for number in self._owned]
         self._parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
         self._gradients = GroupGradients(self._parameters)
+        self._unreached: dict[int, set[int]] = {}  # by group: the parameters that no backward of its step has reached
         self._changed: dict[int, Sequence[Mapping[str, Value] | None] | None] = {}  # by group, at its step
         self._now: Sequence[Mapping[str, Value] | None] | None = None
         self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the backward that runs may write
@@ -111,15 +112,21 @@ class TorchExecutor:
         return [each.detach() for each in moved[:count]], put_together(parts[0].meta.structure, moved[count:])
 
     def _backward(self, group: int, loss: Tensor) -> None:
-        own, added = self._gradients.of(group), self._gradients.begun(group)
+        own = self._gradients.of(group)
+        if not self._gradients.begun(group):
+            self._unreached[group] = set(range(len(own)))
+        unreached = self._unreached[group]
         for number, (parameter, place) in enumerate(zip(self._parameters, own, strict=True)):
-            parameter.grad = place if added else None
-            self._places[number] = None if added else place
+            first = number in unreached
+            parameter.grad = None if first else place
+            self._places[number] = place if first else None
         loss.backward()  # type: ignore[no-untyped-call]
-        for parameter, place in zip(self._parameters, own, strict=True):
+        for number, (parameter, place) in enumerate(zip(self._parameters, own, strict=True)):
             if parameter.grad is None:
                 place.zero_()
-            elif parameter.grad.data_ptr() != place.data_ptr():
+                continue
+            unreached.discard(number)
+            if parameter.grad.data_ptr() != place.data_ptr():
                 place.copy_(parameter.grad)
             parameter.grad = None
         self._gradients.written(group)
@@ -138,8 +145,9 @@ class TorchExecutor:
             set_hyperparameters(self._optimizer, now)
             self._now = changed
         mean = self._gradients.mean()
-        for parameter, gradient in zip(self._parameters, mean, strict=True):
-            parameter.grad = gradient
+        unreached = set.intersection(*(self._unreached[group] for group in applied.groups))
+        for number, (parameter, gradient) in enumerate(zip(self._parameters, mean, strict=True)):
+            parameter.grad = None if number in unreached else gradient  # which the optimizer passes over
         with user_code("the optimizer's step()"):
             self._optimizer.step()
         for parameter in self._parameters:

@@ -35,15 +35,18 @@ def left(peer: PeerId) -> Ending:
 
 def never_came(peer: PeerId, greet_s: float, address: str, trouble: str = "") -> Ending:
     """``trouble``: what was wrong with the last attempt, as far as that is known."""
-    where = f"at {without_key(address)}" if address else "whose address is unknown"
-    why = f": {trouble}" if trouble else ""
-    where += why
     return Ending(
-        f"no connection within {greet_s:g} s{why}",
+        f"no connection within {greet_s:g} s{trouble and f': {trouble}'}",
         lambda waiting_for: PeerTimeoutError(
-            f"{peer} ({where})", f"its first greeting, for {waiting_for or 'a message'}", greet_s, "[job] timeout"
+            f"{peer} ({where(address, trouble)})", f"its first greeting, for {waiting_for or 'a message'}", greet_s, "[job] timeout"
         ),
     )
+
+
+def where(address: str, trouble: str) -> str:
+    """Where a peer was looked for in vain, and what was wrong there."""
+    found = f"at {without_key(address)}" if address else "whose address is unknown"
+    return found + (trouble and f": {trouble}")
 
 
 def other_version(peer: PeerId, theirs: int) -> Ending:

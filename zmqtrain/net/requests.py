@@ -39,8 +39,9 @@ Post = Callable[[PeerId, Tag, Payload], Withdrawable]
 class Desk:
     """Both sides of all requests of one endpoint."""
 
-    def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int) -> None:
-        self._post = post
+    def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int, unreached: Callable[[PeerId], str]) -> None:
+        """``unreached``: says of a peer that there is no connection to it, and as much as is known of why; empty: there is one."""
+        self._post, self._unreached = post, unreached
         self._window = window_bytes
         # Not from 0: a handler that outlives the process that asked must not answer another one of the same name.
         self._number = random_bits(48)
@@ -61,7 +62,7 @@ class Desk:
         what = f"the answer to {method!r}"
         payload = ValuePayload(list(args))
         nbytes = len(pack_value(payload.meta))
-        async with in_time(to, what, timeout):
+        async with in_time(to, what, timeout, why=lambda: self._unreached(to)):
             await self._room(to, nbytes)
             try:
                 return await self._exchange(to, method, payload, what)

@@ -114,6 +114,13 @@ class Switchboard:
     def links(self) -> Iterable[Link]:
         return [link for link in self._links.values() if link.state is State.OPEN]
 
+    def unreached(self, peer: PeerId) -> str:
+        """That no connection to a peer has come about yet, and as much as is known of why; empty where there is one."""
+        link = self._links.get(peer)
+        if link is None or link.state is not State.GREETING:
+            return ""
+        return f"no connection to it was made ({endings.where(link.handshake.address, self._troubles.why(peer))})"
+
     def touch(self, link: Link) -> None:
         """Something may be there to be sent to the peer."""
         self._dirty[link] = None

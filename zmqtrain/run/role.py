@@ -24,19 +24,19 @@ async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
     if context.role.kind == "worker":
         await run_worker(context, task=task, make_work=merged_fc.make_work if context.placement.fc_roles else make_work)
     elif context.role.kind == "fc":
-        await _while_needed(context, run_fc(context, task=task))
+        await _while_needed(run_fc(context, task=task), context.membership.finished, context.timeouts.flush_s)
     else:
-        await _while_needed(context, run_server(context))
+        await _while_needed(run_server(context), context.membership.finished, context.timeouts.flush_s)
 
 
-async def _while_needed(context: RoleContext, serving: Coroutine[Any, Any, None]) -> None:
+async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Event, flush_s: float) -> None:
     """A server's life. It ends by itself when its workers say that they have finished; those that have never asked for anything (a
     script that replicates no model) leave without a word to it."""
-    server, left = asyncio.ensure_future(serving), asyncio.ensure_future(context.membership.finished.wait())
+    server, left = asyncio.ensure_future(serving), asyncio.ensure_future(finished.wait())
     try:
         await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
         if not server.done():
-            await asyncio.wait({server}, timeout=context.timeouts.flush_s)  # what is under way
+            await asyncio.wait({server}, timeout=flush_s)  # what is under way
             if not server.done():
                 return
         await server
@@ -44,3 +44,5 @@ async def _while_needed(context: RoleContext, serving: Coroutine[Any, Any, None]
         for one in (server, left):
             one.cancel()
         await asyncio.wait({server, left})
+        if not server.cancelled():
+            server.exception()  # raised above; or this role was told to end first, and nobody asks how the server took it

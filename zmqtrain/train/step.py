@@ -37,8 +37,8 @@ class StepSettings:
     accumulate: int = 1
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
-    rounded: bool = False
-    """Gradients travel in a form in which zeros have no sign, so they cannot say what nothing has reached."""
+    blind: str = ""
+    """In words, what keeps gradients from saying that nothing has reached a parameter; empty: nothing."""
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
@@ -70,7 +70,7 @@ class TrainStep:
         self._weights, self._weight = weights, 0.0  # this step's, so far
         self._weighted = False
         self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
-        self._looked = settings.rank != 0 or not settings.rounded  # at what the first backward has reached
+        self._looked = settings.rank != 0 or not settings.blind  # at what the first backward has reached
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
     def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
@@ -105,7 +105,7 @@ class TrainStep:
             replica.end_backward()
         if hand_over and not self._looked:
             self._looked = True
-            if (warning := unreached_warning(replica)) is not None:
+            if (warning := unreached_warning(replica, settings.blind)) is not None:
                 self._recorder.event("warning", step=step, text=warning)
         exposed_s = replica.waited_s + self._share.waited_s()
         try:

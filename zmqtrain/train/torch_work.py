@@ -40,6 +40,7 @@ from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
+from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
@@ -73,7 +74,7 @@ class TorchWork:
             accumulate=compute.accumulate,
             precision=compute.precision,
             on_nan=context.topology.job.on_nan,
-            rounded=context.topology.exchange.compression in ("int8", "topk"),
+            blind=what_blinds(context.topology),
         )
         task = self._task
         self._step: Step
