@@ -5,8 +5,9 @@
     python docs/make_asynchrony.py table FOLDER                      # writes docs/asynchrony.json, prints rows of Markdown
 
 An emulator in one process: g groups, each computes a batch with the parameters that it read last, in a time that varies by a
-tenth, and the server's own code (`HeldPiece`, `Compensation`) applies it when it is done. *sync* is the same file with ``staleness
-= "sync"``: an update has the mean gradient of g batches. All see the same samples: U updates of one batch, or U / g of g batches.
+tenth, and the server's own code (`TensorEntry`, `Compensation`) applies it when it is done. *sync* is the same file with
+``staleness = "sync"``: an update has the mean gradient of g batches. All see the same samples: U updates of one batch, or U / g
+of g batches.
 Models are those of tuning_tasks.py, and the transformer of examples/shakespeare.py, narrow; what they are judged on was not
 trained on.
 """
@@ -36,7 +37,7 @@ from zmqtrain.exchange.momentum import Compensation, expected_staleness
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.observe.summary import Summary
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.shard import TensorEntry
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
@@ -184,11 +185,11 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
     spec = compensation.of(describe_optimizer(given))
     rises = [compensation.rise(group) for group in describe_optimizer(given).groups]
     size = replica.flat.numel()
-    held = HeldPiece(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon, rises=rises)
-    held.load({"values": replica.flat.clone()}, 0)
+    entry = TensorEntry(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon, rises=rises)
+    entry.load({"values": replica.flat.clone()}, 0)
     samples = batches(len(job.train[0]), job.batch * (groups if sync else 1), seed)
     members, steps, chance = 1 if sync else groups, job.updates // groups, random.Random(seed)
-    read = [held.values.detach().clone() for _ in range(members)]
+    read = [entry.values.detach().clone() for _ in range(members)]
     done = [0] * members
     queue = [(max(0.1, chance.gauss(1, jitter)), group) for group in range(members)]
     heapq.heapify(queue)
@@ -201,11 +202,11 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
             break
         for each in given.param_groups:
             each["lr"] = lr * job.factor(done[group], steps)
-        held.update(gradient, compensation.of(describe_optimizer(given)).groups[0])
+        entry.update(gradient, compensation.of(describe_optimizer(given)).groups[0])
         done[group] += 1
-        read[group] = held.values.detach().clone()
+        read[group] = entry.values.detach().clone()
         heapq.heappush(queue, (now + max(0.1, chance.gauss(1, jitter)), group))
-    loss, accuracy = replica.judge(held.values.detach())
+    loss, accuracy = replica.judge(entry.values.detach())
     part = max(1, len(losses) // 20)
     course = [sum(losses[first : first + part]) / part for first in range(0, len(losses) - part + 1, part)]
     return {"loss": loss, "accuracy": accuracy, "course": [round(each, 4) for each in course]}

@@ -13,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 
+from zmqtrain import svg
+
 HERE = Path(__file__).parent
 TITLES = ("LeNet on MNIST, 8 peers", "CIFARNet on CIFAR-10, 4 peers")
 KINDS = (("gossip", "#d62728"), ("all-reduce", "#1f77b4"))
@@ -29,30 +31,23 @@ def accuracies(run: Path) -> list[float]:
 def panel(number: int, curves: dict[str, list[float]]) -> list[str]:
     """One plot of all its curves."""
     low, high = RANGES[number]
-    shift = number * WIDTH
+    shift, middle = number * WIDTH, number * WIDTH + WIDTH / 2
     epochs = max(len(values) for values in curves.values())
-
-    def place(epoch: int, value: float) -> str:
-        x = shift + LEFT + (epoch + 0.5) / epochs * (WIDTH - LEFT - 16)
-        return f"{x:.1f},{TOP + (high - max(low, value)) / (high - low) * (HEIGHT - TOP - BOTTOM):.1f}"
-
-    parts = [f'<text x="{shift + WIDTH / 2:.0f}" y="20" text-anchor="middle" fill="#333333">{TITLES[number]}</text>']
-    for step in range(5):
-        value = low + (high - low) * step / 4
-        y = place(0, value).split(",")[1]
-        parts.append(f'<line x1="{shift + LEFT}" x2="{shift + WIDTH - 16}" y1="{y}" y2="{y}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{shift + LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end" fill="#333333">{value:.4g}</text>')
+    frame = svg.Frame(shift + LEFT, TOP, shift + WIDTH - 16, HEIGHT - BOTTOM)
+    parts = [svg.text(middle, 20, TITLES[number], "middle")]
+    parts += frame.levels((share, f"{low + (high - low) * share:.4g}") for share in svg.QUARTERS)
     for (kind, colour), values in zip(KINDS, curves.values(), strict=True):
-        points = " ".join(place(epoch, value) for epoch, value in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        y = HEIGHT - BOTTOM - (36 if kind == "gossip" else 18)
-        parts.append(
-            f'<line x1="{shift + WIDTH - 190}" x2="{shift + WIDTH - 170}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>'
-        )
-        parts.append(f'<text x="{shift + WIDTH - 164}" y="{y + 4}" fill="#333333">{kind}: {values[-1]:.2f} % in the end</text>')
-    words = f"test accuracy (%) over {epochs} epochs"
-    parts.append(f'<text x="{shift + WIDTH / 2:.0f}" y="{HEIGHT - 12}" text-anchor="middle" fill="#333333">{words}</text>')
-    return parts
+        shares = [(max(low, value) - low) / (high - low) for value in values]
+        parts.append(svg.curve(((frame.x((epoch + 0.5) / epochs), frame.y(share)) for epoch, share in enumerate(shares)), colour))
+        y = frame.bottom - (36 if kind == "gossip" else 18)
+        parts.append(svg.line_key(shift + WIDTH - 190, y, colour, f"{kind}: {values[-1]:.2f} % in the end"))
+    return [*parts, svg.text(middle, HEIGHT - 12, f"test accuracy (%) over {epochs} epochs", "middle")]
+
+
+def picture(document: dict[str, dict[str, list[float]]]) -> str:
+    """All panels, beside each other."""
+    parts = [part for number, title in enumerate(TITLES) for part in panel(number, document[title])]
+    return svg.picture("Accuracy of gossip and of all-reduce at equal epochs", 2 * WIDTH, HEIGHT, parts)
 
 
 def main() -> None:
@@ -65,15 +60,7 @@ def main() -> None:
         for number, title in enumerate(TITLES)
     }
     (HERE / "gossip-accuracy.json").write_text(json.dumps(document) + "\n")
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" role="img">',
-        "<title>Accuracy of gossip and of all-reduce at equal epochs</title>",
-        f'<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-    ]
-    for number, title in enumerate(TITLES):
-        parts += panel(number, document[title])
-    (HERE / "gossip-accuracy.svg").write_text("\n".join([*parts, "</svg>"]) + "\n")
+    (HERE / "gossip-accuracy.svg").write_text(picture(document))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zmqtrain import Task
 from zmqtrain.topology.schema import Topology
-from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.job import job_of
+from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.trial import Outcome, Trial
 
 #: Seconds of starting and ending a run. One that is stopped goes on until the next report: workers report twice a second.
@@ -50,7 +50,7 @@ class PlainRuns:
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.setting.lr, momentum=trial.setting.momentum)
         batches, chance = self._batches(job.seed), random.Random(job.seed)
         readers = [model] if groups == 1 else [copy.deepcopy(model) for _ in range(groups)]
-        hearing = Hearing(trial, 1, tune.target_loss, tune.smooth)
+        monitor = TrialMonitor(trial, 1, tune.target_loss, tune.smooth)
 
         def takes_s() -> float:
             return groups * self._update_s[groups] * max(0.1, chance.gauss(1.0, SPREAD))
@@ -66,15 +66,15 @@ class PlainRuns:
             values = {"loss": loss, "seconds": now if made == 0 else 0.0, "staleness": made - read[group]}
             made += 1
             read[group] = made
-            hearing.hear({"kind": "step", "time": now, "step": steps[group], "values": values}, group)
+            monitor.observe({"kind": "step", "time": now, "step": steps[group], "values": values}, group)
             if job.checkpoint_every and steps[group] % job.checkpoint_every == 0:
-                hearing.hear({"kind": "checkpoint", "step": steps[group]}, group)
-            if hearing.stop is not None and math.isinf(until_s):
+                monitor.observe({"kind": "checkpoint", "step": steps[group]}, group)
+            if monitor.stop is not None and math.isinf(until_s):
                 until_s = math.ceil(now / REPORT_S) * REPORT_S
             if steps[group] < job.steps:
                 heapq.heappush(ends, (now + takes_s(), group))
         self._ends[trial.number] = model.state_dict()
-        return hearing.outcome(whole_s=now + AROUND_S)
+        return monitor.outcome(whole_s=now + AROUND_S)
 
     def _step(self, model: nn.Module, reader: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
         """A gradient of the reader's parameters for the model's; the reader has the new ones then."""

@@ -95,8 +95,8 @@ class Watch(NullRecorder):
     def audit(self, what: str, /, **values: object) -> None:
         if what == "applied":
             assert self.server is not None
-            (held,) = self.server.held.values()
-            memory = held.memory()
+            (entry,) = self.server.entries.values()
+            memory = entry.memory()
             assert isinstance(memory, TensorPayload)
             self.parameters.append(memory.numpy().copy())
             self.reads.extend(values["reads"])  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain.cli.simulate import BROKEN, run_simulate
 from zmqtrain.errors import TopologyError, UsageError
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.shard import TensorEntry
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,13 +72,13 @@ def test_seeds_in_processes(file: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_seed_that_breaks_is_named(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    update = HeldPiece.update
+    update = TensorEntry.update
 
-    def forgets(self: HeldPiece, *args: object) -> None:
+    def forgets(self: TensorEntry, *args: object) -> None:
         update(self, *args)  # type: ignore[arg-type]
         self.version += self.version == 5
 
-    monkeypatch.setattr(HeldPiece, "update", forgets)
+    monkeypatch.setattr(TensorEntry, "update", forgets)
     assert run_simulate(file, seeds=1, seed=3, jobs=1) == BROKEN
     captured = capsys.readouterr()
     assert "seed 3" in captured.out

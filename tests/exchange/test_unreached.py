@@ -14,7 +14,7 @@ from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.unreached import Cuts, Parts, fill_unreached
 from zmqtrain.host.sums import sum_into
-from zmqtrain.server.shard import GroupSum, HeldPiece
+from zmqtrain.server.shard import GroupSum, TensorEntry
 from zmqtrain.wire.compress import decompress, make_compressor
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -101,14 +101,14 @@ def test_a_piece_goes_on_from_a_checkpoint_with_a_state_for_each_parameter(name:
     spec = OptimizerSpec(f"torch.optim:{name}", (settings,))
     generator = torch.Generator().manual_seed(1)
 
-    def held() -> HeldPiece:
-        return HeldPiece(Piece(0, 0, 0, NUMEL, 0, 0), "float64", 0, spec, starts=STARTS)
+    def entry() -> TensorEntry:
+        return TensorEntry(Piece(0, 0, 0, NUMEL, 0, 0), "float64", 0, spec, starts=STARTS)
 
     steps = [torch.randn(NUMEL, generator=generator, dtype=torch.float64) for _ in range(8)]
     for number in (0, 2, 3, 6):
         start, stop = SPANS[1 + number % 2]
         fill_unreached(steps[number][start:stop])
-    whole, resumed = held(), held()
+    whole, resumed = entry(), entry()
     for number, flat in enumerate(steps):
         if number == 4:
             resumed.load(whole.tensors(), 4)

@@ -24,7 +24,7 @@ from zmqtrain.experiment.runs import LaunchedRuns
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.checkpoint.folder import find_latest
 from zmqtrain.tune.drift import Drift
-from zmqtrain.tune.hear import Hearing
+from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Outcome, Setting, Trial
@@ -66,13 +66,13 @@ cold = 0
 
 def given(trial: Trial) -> Outcome:
     """What a probe would measure: two groups are faster, and better."""
-    hearing = Hearing(trial, 2 // trial.setting.groups)
+    monitor = TrialMonitor(trial, 2 // trial.setting.groups)
     for number in range(trial.updates):
         for rank in range(2):
             seconds = 0.01 * (1.5 if trial.setting.groups == 1 else 2.0)
             values = {"loss": 1.0 / trial.setting.groups, "seconds": seconds}
-            hearing.hear({"kind": "step", "time": number * seconds, "step": number, "values": values}, rank)
-    return hearing.outcome(whole_s=1.0)
+            monitor.observe({"kind": "step", "time": number * seconds, "step": number, "values": values}, rank)
+    return monitor.outcome(whole_s=1.0)
 
 
 def test_a_short_job_is_trained_without_a_search(
@@ -117,7 +117,7 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
 
     def heard(view: Watching, event: Mapping[str, Any], now: float) -> None:
         hears(view, event, now)
-        if event["kind"] == "checkpoint" and view.hearing._trial.start is not None:
+        if event["kind"] == "checkpoint" and view.monitor._trial.start is not None:
             kept.append(event["step"])
             if kept.count(20) == 2 and event["step"] == 20:  # both workers'
                 os.kill(os.getpid(), signal.SIGINT)
@@ -190,7 +190,7 @@ def test_drift_stops_the_job_once(file: Path) -> None:
 
     trial = Trial(0, Setting(2, 0.3, 0.05), 10**6, "train", "train", "because")
     view, halted = View(), []
-    watching = Watching(view, Hearing(trial, 1), halt=halted.append)
+    watching = Watching(view, TrialMonitor(trial, 1), halt=halted.append)
     for number in range(300):
         for rank in range(2):
             values = {"loss": 1.0, "seconds": 1.0, "staleness": 5.0}

@@ -16,7 +16,7 @@ from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_messages import PushMeta, push_tag
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.server.shard import GroupSum, HeldPiece
+from zmqtrain.server.shard import GroupSum, TensorEntry
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
@@ -58,7 +58,7 @@ async def test_all_gradients_are_applied_and_none_twice(settings, seed: int) -> 
             parameter.zero_()
     chance = random.Random(seed)
     await world.run(*(count(world.exchanges[w], replicas[w], w, steps, chance) for w in range(workers)))
-    pieces = sum(len(server.held) for server in world.servers)
+    pieces = sum(len(server.entries) for server in world.servers)
     assert sum(server.updates for server in world.servers) == workers * steps * pieces
     assert sum(sum(server.staleness.values()) for server in world.servers) == workers * steps * pieces
     expected = LinearReplica(SUBTRACT, sizes=sizes)
@@ -69,9 +69,9 @@ async def test_all_gradients_are_applied_and_none_twice(settings, seed: int) -> 
             for total, gradient in zip(sums, expected.gradients, strict=True):
                 total -= gradient
     for server in world.servers:
-        for held in server.held.values():
-            want = sums[held.piece.bucket][held.piece.start : held.piece.stop]
-            assert torch.equal(held.values.detach(), want)
+        for entry in server.entries.values():
+            want = sums[entry.piece.bucket][entry.piece.start : entry.piece.stop]
+            assert torch.equal(entry.values.detach(), want)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
@@ -98,7 +98,7 @@ async def test_none_is_lost_or_doubled_when_links_drop(policy: str) -> None:
     await world.run(*(worker(rank) for rank in range(workers)), trouble())
     resent = sum(endpoint.statistics()["resent_bytes"] for endpoint in world.endpoints.values())
     assert resent > 0, "something was lost on the way and sent again"
-    pieces = sum(len(server.held) for server in world.servers)
+    pieces = sum(len(server.entries) for server in world.servers)
     times = 1 if policy == "sync" else workers
     assert sum(server.updates for server in world.servers) == times * steps * pieces
     want = torch.zeros(size, dtype=torch.float64)
@@ -107,9 +107,9 @@ async def test_none_is_lost_or_doubled_when_links_drop(policy: str) -> None:
             integer_gradient(replicas[0], rank, step)
             want -= replicas[0].gradients[0] / (workers if policy == "sync" else 1)
     for server in world.servers:
-        for held in server.held.values():
-            if held.piece.bucket == 0:
-                assert torch.equal(held.values.detach(), want[held.piece.start : held.piece.stop])
+        for entry in server.entries.values():
+            if entry.piece.bucket == 0:
+                assert torch.equal(entry.values.detach(), want[entry.piece.start : entry.piece.stop])
 
 
 async def test_a_server_keeps_nothing_of_what_came() -> None:
@@ -126,7 +126,7 @@ async def test_a_server_keeps_nothing_of_what_came() -> None:
             await asyncio.sleep(0.02)  # acknowledgements come
             if rank or step not in (2, 5):
                 continue
-            addresses.append({held.values.data_ptr() for held in world.servers[0].held.values()})
+            addresses.append({entry.values.data_ptr() for entry in world.servers[0].entries.values()})
             gc.collect()
             alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
         await world.exchanges[rank].stop()
@@ -349,28 +349,28 @@ class Flight:
         return None
 
 
-def held_piece() -> HeldPiece:
-    return HeldPiece(Piece(0, 0, 0, 4, 0, 0), "float32", 0, OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},)))
+def tensor_entry() -> TensorEntry:
+    return TensorEntry(Piece(0, 0, 0, 4, 0, 0), "float32", 0, OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},)))
 
 
 def test_a_read_on_its_way_is_not_torn_by_an_update() -> None:
-    held = held_piece()
-    loan = held.lend()
+    entry = tensor_entry()
+    loan = entry.lend()
     loan.sent = Flight()
-    held.update(torch.ones(4))
+    entry.update(torch.ones(4))
     assert torch.equal(loan.payload.tensor, torch.zeros(4))
-    assert torch.equal(held.values.detach(), -torch.ones(4))
+    assert torch.equal(entry.values.detach(), -torch.ones(4))
 
 
 def test_memory_is_kept_once_reads_have_arrived() -> None:
-    held = held_piece()
-    address = held.values.data_ptr()
-    loan, other = held.lend(), held.lend()
+    entry = tensor_entry()
+    address = entry.values.data_ptr()
+    loan, other = entry.lend(), entry.lend()
     loan.sent = Flight()
     loan.sent.released = True
     other.give_back()
-    held.update(torch.ones(4))
-    assert held.values.data_ptr() == address
+    entry.update(torch.ones(4))
+    assert entry.values.data_ptr() == address
 
 
 def test_sums_do_not_depend_on_arrival() -> None:

@@ -20,7 +20,7 @@ from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_messages import PushMeta, push_tag
 from zmqtrain.net.endpoint import Tag
-from zmqtrain.server.phantom_shard import PhantomPiece, PhantomSum
+from zmqtrain.server.phantom_shard import PhantomEntry, PhantomSum
 from zmqtrain.wire.compress import make_compressor
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
@@ -106,10 +106,10 @@ async def test_phantoms_are_exchanged_as_tensors_are(settings: dict[str, Any], s
     real, _ = await traffic(lambda: LinearReplica(SGD), 3, *shape, **settings)
     phantom, world = await traffic(PhantomReplica, 3, *shape, **settings)
     assert phantom == real
-    pieces = sum(len(server.held) for server in world.servers)
+    pieces = sum(len(server.entries) for server in world.servers)
     times = 1 if settings["policy"] == "sync" else shape[0]
     assert sum(server.updates for server in world.servers) == 3 * times * pieces
-    assert all(isinstance(held, PhantomPiece) for server in world.servers for held in server.held.values())
+    assert all(isinstance(entry, PhantomEntry) for server in world.servers for entry in server.entries.values())
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16", "int8", "topk"])
@@ -132,7 +132,7 @@ async def test_nothing_is_allocated() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sum(held.piece.numel for server in world.servers for held in server.held.values()) == 4 * 10**7
+    assert sum(entry.piece.numel for server in world.servers for entry in server.entries.values()) == 4 * 10**7
     assert peak < 10**7, "of 160 MB of parameters on five processes"
 
 
@@ -191,21 +191,21 @@ async def test_servers_tell_the_auditor_of_each_gradient_once_and_what_it_had_re
         assert all(pushed[key] == version for key, version in read.items() if key in pushed), f"group {group}"
 
 
-def phantom_piece() -> PhantomPiece:
-    return PhantomPiece(Piece(3, 0, 10, 20, 0, 0), "float32", 0, OptimizerSpec("torch.optim:SGD", ({"lr": 0.1},)))
+def phantom_entry() -> PhantomEntry:
+    return PhantomEntry(Piece(3, 0, 10, 20, 0, 0), "float32", 0, OptimizerSpec("torch.optim:SGD", ({"lr": 0.1},)))
 
 
 def test_a_phantom_piece_counts_versions() -> None:
-    held = phantom_piece()
+    entry = phantom_entry()
     total = PhantomSum(range(2))
     for group in range(2):
-        total.add(group, held.gradient(PhantomPayload(10)))
-    held.update(total.mean(), {"lr": 0.2}, 0.5)
-    assert held.version == 1
-    loan = held.lend([1, 0])
+        total.add(group, entry.gradient(PhantomPayload(10)))
+    entry.update(total.mean(), {"lr": 0.2}, 0.5)
+    assert entry.version == 1
+    loan = entry.lend([1, 0])
     assert (loan.payload.numel, loan.payload.dtype, loan.payload.meta) == (10, "float32", [1, 0])
-    assert held.tensors() == {}
-    held.load({}, 9)
-    assert held.version == 9
+    assert entry.tensors() == {}
+    entry.load({}, 9)
+    assert entry.version == 9
     with pytest.raises(ProtocolError, match="momentum = 1 is no hyperparameter"):
-        held.check_hyperparameters({"momentum": 1})
+        entry.check_hyperparameters({"momentum": 1})

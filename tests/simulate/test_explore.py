@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain.exchange.model_server import ModelServerExchange
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
 from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
 from zmqtrain.simulate.faults import WEIGHTS, random_faults
@@ -56,16 +56,16 @@ class TestSabotage:
         return " / ".join(text for trial in explore(topology, seeds, faults="random") for text in trial.broken)
 
     def test_an_update_that_is_applied_twice(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-        update = HeldPiece.update
+        update = TensorEntry.update
         calls = iter(range(1, 1 << 30))
 
-        def twice(self: HeldPiece, *args: Any) -> None:
+        def twice(self: TensorEntry, *args: Any) -> None:
             update(self, *args)
             if next(calls) % 50 == 0:
                 update(self, *args)
                 self.version -= 1
 
-        monkeypatch.setattr(HeldPiece, "update", twice)
+        monkeypatch.setattr(TensorEntry, "update", twice)
         broken = self._broken(topology, range(6))
         assert "server/" in broken
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.shard import TensorEntry
 from zmqtrain.simulate.run import simulate
 from zmqtrain.topology.schema import Topology
 
@@ -52,17 +52,17 @@ def test_all_gradients_count_once(exchange: dict[str, Any]) -> None:
 def test_an_update_that_happens_twice_or_never_is_found(
     exchange: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, updates = HeldPiece.update, 0
+    right, updates = TensorEntry.update, 0
 
-    def wrong(held: HeldPiece, gradient: Tensor, *more: Any) -> None:
+    def wrong(entry: TensorEntry, gradient: Tensor, *more: Any) -> None:
         nonlocal updates
         updates += 1
-        version = held.version
+        version = entry.version
         for _ in range(times if updates == 5 else 1):
-            right(held, gradient, *more)
-        held.version = version + 1
+            right(entry, gradient, *more)
+        entry.version = version + 1
 
-    monkeypatch.setattr(HeldPiece, "update", wrong)
+    monkeypatch.setattr(TensorEntry, "update", wrong)
     result = simulate(topology_of(exchange))
     assert result.ending.status == "done"
     assert any("instead of" in finding for finding in result.broken)

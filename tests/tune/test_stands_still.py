@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.job import PARTS
+from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
@@ -34,7 +34,7 @@ class Dying:
         return min(setting.lr / (1 - setting.momentum) / 0.1, 1.4) / 150
 
     def run(self, trial: Trial) -> Outcome:
-        hearing = Hearing(trial, 1, self.target, SPACE.smooth)
+        monitor = TrialMonitor(trial, 1, self.target, SPACE.smooth)
         loss, wild, dead = self.state[trial.start]
         chance = random.Random(trial.start or 0)
         every = math.ceil(trial.updates / PARTS) if trial.kind == "train" else trial.updates
@@ -44,13 +44,13 @@ class Dying:
             loss = 2.3 if dead else loss * math.exp(-self.speed(trial.setting))
             heard = max(0.01, loss + chance.gauss(0, self.noise))
             values = {"loss": heard, "seconds": UPDATE_S}
-            hearing.hear({"kind": "step", "time": update * UPDATE_S, "step": update, "values": values}, 0)
+            monitor.observe({"kind": "step", "time": update * UPDATE_S, "step": update, "values": values}, 0)
             if update % every == 0:
-                hearing.hear({"kind": "checkpoint", "step": update}, 0)
-            if hearing.stop is not None:
+                monitor.observe({"kind": "checkpoint", "step": update}, 0)
+            if monitor.stop is not None:
                 break
         self.state[trial.number] = loss, wild, dead
-        return hearing.outcome()
+        return monitor.outcome()
 
 
 def solve(space: Space, land: Dying) -> tuple[Search, Done]:

@@ -70,6 +70,11 @@ class Ring:
         _, slot = self.place(step)
         return sum(len(self._batch(part, slot)) for part in range(self.peers))
 
+    def spread(self, samples: list[int]) -> list[list[int]]:
+        """The samples of each batch of a lap, evenly; where there are too few, a batch has the first one rather than none."""
+        bounds = [even_bounds(len(samples), self.steps, slot) for slot in range(self.steps)]
+        return [samples[start:stop] or samples[:1] for start, stop in bounds]
+
     def held(self, step: int, peer: int) -> Indices:
         """What a peer has when ``step`` begins: what it has not used in this lap, and what it was sent for the next."""
         lap, slot = self.place(step)

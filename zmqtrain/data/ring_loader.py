@@ -263,7 +263,8 @@ class RingLoader:
         ring, members = self._plan.at(step)
         here = dict(await self._stock_at(step))
         wanted = [int(sample) for sample in ring.parts[self._place(members)]]
-        for holder, ids in self._holders(step, [sample for sample in wanted if sample not in here], late=late):
+        absent = [sample for sample in wanted if sample not in here]
+        for holder, ids in self._plan.holders(step, self._endpoint.peer, absent, late=late):
             missing = [sample for sample in ids if sample not in here]
             for start in range(0, len(missing), MOST_AT_ONCE):
                 here |= await self._ask(holder, step, missing[start : start + MOST_AT_ONCE])
@@ -272,8 +273,7 @@ class RingLoader:
         self._blocks.clear()
         self._used.clear()
         found = [sample for sample in wanted if sample in here] or list(here)[:1]
-        for slot in range(ring.steps):  # evenly over the lap, so that a loss leaves no batch empty
-            ids = found[slice(*even_bounds(len(found), ring.steps, slot))] or found[:1]
+        for slot, ids in enumerate(ring.spread(found)):
             content = self._contents.gather([here[sample] for sample in ids])
             self._blocks[step + slot] = Block(np.array(ids, np.int64), content)
         self._begin(ring, read=False, step=step)
@@ -305,22 +305,6 @@ class RingLoader:
         if step not in self._stock:
             self._stock[step] = asyncio.get_running_loop().create_future()
         return self._stock[step]
-
-    def _holders(self, step: int, missing: Sequence[int], *, late: bool) -> list[tuple[PeerId, list[int]]]:
-        """Whom to ask for which samples, in order: whoever held them, then those before and after it, who have copies."""
-        _, members = self._plan.at(step)
-        others = [peer for peer in members if peer != self._endpoint.peer]
-        if late:  # what was before is not known here: ask all
-            return [(peer, list(missing)) for peer in others]
-        ring, before = self._plan.before(step)
-        owner = {int(sample): place for place in range(len(before)) for sample in ring.held(step, place)}
-        asked: dict[PeerId, list[int]] = {}
-        for sample in missing:
-            place = owner[sample]
-            around = [before[place], before[place - 1], before[(place + 1) % len(before)], before[place - 2]]
-            for peer in [each for each in dict.fromkeys(around) if each in others]:
-                asked.setdefault(peer, []).append(sample)
-        return list(asked.items())
 
     async def _ask(self, holder: PeerId, step: int, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
         """Those of the samples that the holder has."""

@@ -34,6 +34,24 @@ class RingPlan:
         """The ring before the one that begins at ``step``."""
         return next(era for era in reversed(self._eras) if era[0].since < step)
 
+    def holders(self, step: int, own: PeerId, missing: Sequence[int], *, late: bool) -> list[tuple[PeerId, list[int]]]:
+        """Whom the peer ``own`` asks, in order, for which of the samples that it lacks when the ring of ``step`` begins: the
+        one that held them in the ring before, then that one's neighbours, who have copies. ``late``: ``own`` was not in that ring,
+        and asks all the others for everything."""
+        _, members = self.at(step)
+        others = [peer for peer in members if peer != own]
+        if late:
+            return [(peer, list(missing)) for peer in others]
+        ring, before = self.before(step)
+        owner = {int(sample): place for place in range(len(before)) for sample in ring.held(step, place)}
+        asked: dict[PeerId, list[int]] = {}
+        for sample in missing:
+            place = owner[sample]
+            around = [before[place], before[place - 1], before[(place + 1) % len(before)], before[place - 2]]
+            for peer in [each for each in dict.fromkeys(around) if each in others]:
+                asked.setdefault(peer, []).append(sample)
+        return list(asked.items())
+
     def indices(self, step: int, peer: PeerId) -> Indices:
         """What a peer trains on."""
         ring, members = self.at(step)

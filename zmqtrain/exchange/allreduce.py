@@ -10,6 +10,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
+from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.sums import Sums
@@ -43,6 +44,19 @@ class AllReduceExchange(Serverless):
         summed = self._summed if by_bucket else None
         self._sum = GradientSum(sums, recorder or NullRecorder(), self._abort, overlap=overlap, summed=summed)
         self._step = 0
+
+    @classmethod
+    def of(cls, context: ExchangeContext) -> AllReduceExchange:
+        """Of the topology file's settings."""
+        worker, every = context.worker, context.every
+        # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
+        return cls(
+            context.sums_of_all(scale=1.0 / (worker.placement.groups * every)),
+            every=every,
+            by_bucket=worker.topology.compute.overlap and context.untouched,
+            recorder=worker.recorder,
+            overlap=worker.topology.compute.overlap,
+        )
 
     @property
     def synchronous(self) -> bool:

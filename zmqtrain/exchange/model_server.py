@@ -11,6 +11,7 @@ Each worker of a group exchanges only its part of a bucket, so the servers' traf
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.clip import GroupClip, square
+from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_messages import (
@@ -80,6 +82,15 @@ class ModelServerExchange:
         self._unsent: dict[str, TensorPayload] = {}  # of the checkpoint that the run resumes
         if settings.compression != "none":
             self._compressor = make_compressor(settings.compression, settings.compression_ratio)
+
+    @classmethod
+    def of(cls, context: ExchangeContext) -> ModelServerExchange:
+        """Of the topology file's settings."""
+        worker = context.worker
+        settings = ModelServerSettings.of(worker.topology, worker.placement, worker.role, worker.timeouts)
+        if not context.scaled:
+            settings = replace(settings, judges=False)
+        return cls(worker.endpoint, settings, recorder=worker.recorder)
 
     @property
     def synchronous(self) -> bool:

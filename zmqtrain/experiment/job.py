@@ -22,8 +22,8 @@ from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
-from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.machine import Machine
+from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 #: How far the job has come, in the folder of its trainings.
@@ -66,13 +66,13 @@ class JobRuns:
         """Raises what `LaunchedRuns.run` does, and `JobError`."""
         if not _is_job(trial):
             return self.probes.run(trial)
-        hearing = Hearing(trial, regrouped(self.probes.topology, trial.setting.groups).compute.group_size)
-        code, whole_s = self._train(trial.number, self._job(trial), hearing)
+        monitor = TrialMonitor(trial, regrouped(self.probes.topology, trial.setting.groups).compute.group_size)
+        code, whole_s = self._train(trial.number, self._job(trial), monitor)
         folder = self.probes.folders.of(trial.number)
-        diverged = diverged_as(folder) or hearing.diverged
+        diverged = diverged_as(folder) or monitor.diverged
         if code and not diverged:
             raise JobError(code)
-        return hearing.outcome(whole_s=whole_s, diverged=diverged, finished=self.through)
+        return monitor.outcome(whole_s=whole_s, diverged=diverged, finished=self.through)
 
     def train_rest(self, trial: Trial) -> None:
         """What is left of the job, with nobody watching. Raises `JobError`."""
@@ -105,7 +105,7 @@ class JobRuns:
             return topology
         return topology.model_copy(update={"job": topology.job.model_copy(update={"weights": str(weights)})})
 
-    def _train(self, number: int, topology: Topology, hearing: Hearing | None) -> tuple[int, float]:
+    def _train(self, number: int, topology: Topology, monitor: TrialMonitor | None) -> tuple[int, float]:
         """Go on with the run in the trial's folder if it was begun, else begin it. Returns its exit code and its time."""
         folder, emulation = self.probes.folders.of(number), self.probes.emulation
         goes_on = bool(find_checkpoints(folder / "checkpoints"))
@@ -124,7 +124,7 @@ class JobRuns:
         view = make_view(groups, json_lines=self.json_lines, every_steps=topology.observe.progress_every)
         resume = str(folder) if goes_on else None
         description = RunDescription(topology, placement, self.probes.folder, self.probes.data_path, resume=resume)
-        watching = None if hearing is None else Watching(view, hearing)
+        watching = None if monitor is None else Watching(view, monitor)
         launch = Launch(description, directory, watching or view, emulation=emulation)
         if watching is not None:
             watching.halt = launch.halt
@@ -134,7 +134,7 @@ class JobRuns:
         status = read_if_there(folder / "summary.json").get("status")
         if status == "done":
             progress["through"] = True
-        elif status == "stopped" and not (hearing is not None and hearing.diverged):
+        elif status == "stopped" and not (monitor is not None and monitor.diverged):
             progress["updates"] += int(find_latest(directory.checkpoints).name.removeprefix("step-")) * topology.compute.groups
         self._note(progress)
         return code, whole_s
@@ -176,8 +176,8 @@ def rest(machine: Machine, setting: Setting, reason: str) -> Trial:
 class Watching(Listening):
     """Shows the run, too."""
 
-    def __init__(self, view: View, hearing: Hearing, halt: Callable[[str], None] = lambda _: None) -> None:
-        super().__init__(hearing, halt)
+    def __init__(self, view: View, monitor: TrialMonitor, halt: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(monitor, halt)
         self._view = view
 
     def begin(self, title: str) -> None:

@@ -22,8 +22,8 @@ from zmqtrain.simulate.faults import faults_of, later
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.tune.hear import Hearing
 from zmqtrain.tune.job import job_of
+from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.trial import Outcome, Trial
 
 _NOT_FINITE = NonFiniteLossError.__name__
@@ -82,15 +82,15 @@ class SimulatedRuns:
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
         tune = topology.tune
-        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        monitor = TrialMonitor(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
         halt: list[Callable[[str], None]] = []
 
         def hear(peer: str, events: list[dict[str, Any]]) -> None:
             role, _, index = peer.partition("/")
             for event in events:
-                hearing.hear(event, int(index) if role == "worker" else None)
-            if hearing.stop is not None and halt:
-                halt.pop()(hearing.stop)
+                monitor.observe(event, int(index) if role == "worker" else None)
+            if monitor.stop is not None and halt:
+                halt.pop()(monitor.stop)
 
         checkpoints = self.folders.emptied(trial.number) / "checkpoints"
         checkpoints.mkdir(parents=True)
@@ -105,8 +105,8 @@ class SimulatedRuns:
         result = simulate(resolved(topology, topology.job.seed), options=options)
         gc.collect()  # models and data of all workers, which are in cycles: nothing else would make Python look for them
         error = result.ending.error or {}
-        _require_sound(trial, result.ending.status, error, hearing)
-        return hearing.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
+        _require_sound(trial, result.ending.status, error, monitor)
+        return monitor.outcome(whole_s=result.seconds, diverged=error.get("type") == _NOT_FINITE)
 
     def shows(self, trial: Trial) -> bool:
         return False
@@ -127,19 +127,19 @@ class LaunchedRuns:
     def run(self, trial: Trial) -> Outcome:
         topology = job_of(self.topology, trial, self.folders.weights(trial))
         tune = topology.tune
-        hearing = Hearing(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
+        monitor = TrialMonitor(trial, topology.compute.group_size, tune.target_loss, tune.smooth)
         directory = RunDirectory.create(topology.job.name, exact=self.folders.emptied(trial.number))
         directory.write("topology.toml", topology.to_toml())
         description = RunDescription(topology, place(topology), self.folder, self.data_path)
-        view = Listening(hearing)
+        view = Listening(monitor)
         launch = Launch(description, directory, view, emulation=self.emulation)
         view.halt = launch.halt
         code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         error = read_if_there(directory.path / ERROR)
-        _require_sound(trial, "failed" if code else "done", error, hearing, directory.path)
-        return hearing.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
+        _require_sound(trial, "failed" if code else "done", error, monitor, directory.path)
+        return monitor.outcome(whole_s=whole_s, diverged=error.get("type") == _NOT_FINITE)
 
     def shows(self, trial: Trial) -> bool:
         return False
@@ -149,7 +149,7 @@ class LaunchedRuns:
 class Listening:
     """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run where there is a reason."""
 
-    hearing: Hearing
+    monitor: TrialMonitor
     halt: Callable[[str], None] = field(default=lambda _: None)
     _halted: bool = False
 
@@ -164,11 +164,11 @@ class Listening:
     def end(self) -> None: ...
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
-        self.hearing.hear(event, event.get("rank"))
-        if self.hearing.stop is not None and not self._halted:
+        self.monitor.observe(event, event.get("rank"))
+        if self.monitor.stop is not None and not self._halted:
             self._halted = True
-            self.note(f"stopping: {self.hearing.stop}")
-            self.halt(self.hearing.stop)
+            self.note(f"stopping: {self.monitor.stop}")
+            self.halt(self.monitor.stop)
 
 
 def read_if_there(file: Path) -> dict[str, Any]:
@@ -188,9 +188,9 @@ async def timed(life: Awaitable[int]) -> tuple[int, float]:
     return await life, clock() - start
 
 
-def _require_sound(trial: Trial, status: str, error: Mapping[str, Any], hearing: Hearing, folder: Path | None = None) -> None:
+def _require_sound(trial: Trial, status: str, error: Mapping[str, Any], monitor: TrialMonitor, folder: Path | None = None) -> None:
     """Raise unless the run is done, was stopped on purpose, or diverged: an error with the exit code that the run had."""
-    if status in ("done", "stopped") or hearing.stop is not None or error.get("type") == _NOT_FINITE:
+    if status in ("done", "stopped") or monitor.stop is not None or error.get("type") == _NOT_FINITE:
         return
     lines = [f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}"]
     lines.append(f"  trial {trial.number} ({trial.phase}): {trial.setting}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zmqtrain.server.held import Gradient, Sum
+from zmqtrain.server.shard_entry import Gradient, Sum
 from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
 from zmqtrain.wire.payload import Value
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.server.held import Held
+from zmqtrain.server.shard_entry import ShardEntry
 from zmqtrain.wire.payload import Value
 
 
-def keep_pieces(held: Mapping[int, Held], step: int) -> tuple[dict[str, Tensor], dict[str, Value]]:
+def keep_pieces(entries: Mapping[int, ShardEntry], step: int) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """The part at ``step``: copies of tensors, named ``PIECE.values`` and ``PIECE.optimizer.KEY``, and what goes beside them."""
-    tensors = {f"{index}.{name}": tensor for index, piece in held.items() for name, tensor in piece.tensors().items()}
-    return tensors, {"step": step, "versions": {str(index): piece.version for index, piece in held.items()}}
+    tensors = {f"{index}.{name}": tensor for index, entry in entries.items() for name, tensor in entry.tensors().items()}
+    return tensors, {"step": step, "versions": {str(index): entry.version for index, entry in entries.items()}}
 
 
-def restore_pieces(held: Mapping[int, Held], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value]) -> int:
+def restore_pieces(entries: Mapping[int, ShardEntry], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value]) -> int:
     """Put back what `keep_pieces` gave. Returns its step. Raises `CheckpointError` where the model was cut in another way."""
     step, versions = sidecar.get("step"), sidecar.get("versions")
     if not isinstance(step, int) or not isinstance(versions, dict) or not all(map(_is_version, versions.values())):
@@ -26,10 +26,10 @@ def restore_pieces(held: Mapping[int, Held], tensors: Mapping[str, Tensor], side
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
         by_piece.setdefault(number, {})[key] = tensor
-    for index, piece in held.items():
+    for index, entry in entries.items():
         version = versions.get(str(index))
-        piece.load(by_piece.get(str(index), {}), version if isinstance(version, int) else 0)
-    if more := (versions.keys() | by_piece.keys()) ^ {str(index) for index in held}:
+        entry.load(by_piece.get(str(index), {}), version if isinstance(version, int) else 0)
+    if more := (versions.keys() | by_piece.keys()) ^ {str(index) for index in entries}:
         raise CheckpointError(
             f"piece {min(more)} is in the checkpoint or on this server, but not in both: resume with the model, group_size, "
             "shards, split_size and bucket_size of the run that wrote it"

@@ -20,11 +20,11 @@ from zmqtrain.exchange.server_messages import Configuration, initial_tag
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
 from zmqtrain.server.background import Background
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
-from zmqtrain.server.held import Held
-from zmqtrain.server.phantom_shard import PhantomPiece
+from zmqtrain.server.phantom_shard import PhantomEntry
 from zmqtrain.server.serving import ServerTools, Serving, Shard
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
-from zmqtrain.server.shard import HeldPiece
+from zmqtrain.server.shard import TensorEntry
+from zmqtrain.server.shard_entry import ShardEntry
 from zmqtrain.waiting import in_time, task_group
 from zmqtrain.wire.payload import Value
 
@@ -63,9 +63,9 @@ class ModelServer:
         return dict(self._shard.staleness)
 
     @property
-    def held(self) -> dict[int, Held]:
+    def entries(self) -> dict[int, ShardEntry]:
         """The pieces of this server, by index."""
-        return self._shard.pieces
+        return self._shard.entries
 
     async def run(self) -> None:
         """Returns when all workers have finished. Raises `PeerLostError` when one is lost before."""
@@ -111,25 +111,25 @@ class ModelServer:
     async def _fill(self, configuration: Configuration) -> int:
         """Make the shard and fill it. Returns the first step."""
         index = self._settings.index
-        make: Callable[..., Held] = PhantomPiece
+        make: Callable[..., ShardEntry] = PhantomEntry
         if not configuration.phantom:
-            make = partial(HeldPiece, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
+            make = partial(TensorEntry, arena=self._arena, horizon=configuration.horizon, rises=configuration.rises)
         for piece in configuration.pieces():
             if piece.server == index:
                 bucket = configuration.buckets[piece.bucket]
-                held = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
-                self._shard.pieces[piece.index] = held
-        if not self._shard.pieces and self._checkpoints is not None:
+                entry = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
+                self._shard.entries[piece.index] = entry
+        if not self._shard.entries and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
             self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
             return 0
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
-            return restore_pieces(self._shard.pieces, tensors, sidecar)
-        for held in self._shard.pieces.values():
-            source = configuration.groups[0][configuration.buckets[held.piece.bucket].first]
-            wait = self._endpoint.receive(source, initial_tag(held.piece.index), into=held.memory())
-            async with in_time(source, f"the initial parameters of piece {held.piece.index}", self._settings.barrier_s):
+            return restore_pieces(self._shard.entries, tensors, sidecar)
+        for entry in self._shard.entries.values():
+            source = configuration.groups[0][configuration.buckets[entry.piece.bucket].first]
+            wait = self._endpoint.receive(source, initial_tag(entry.piece.index), into=entry.memory())
+            async with in_time(source, f"the initial parameters of piece {entry.piece.index}", self._settings.barrier_s):
                 await wait
         return 0
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zmqtrain.server.held import Gradient, Held
+from zmqtrain.server.shard_entry import Gradient, ShardEntry
 from zmqtrain.wire.tensor import TensorPayload
 
 Numbers = npt.NDArray[np.float64]
@@ -117,21 +117,21 @@ class Sensors:
         self._pieces = 1
         self._untold = 0
 
-    def watch(self, pieces: Collection[Held], groups: int) -> None:
+    def watch(self, pieces: Collection[ShardEntry], groups: int) -> None:
         """Before the first update. Pieces without values are not watched."""
         self._pieces = max(1, len(pieces))
-        for held in sorted(pieces, key=lambda held: -held.piece.numel)[:MOST_PIECES]:
-            values = held.memory()
+        for entry in sorted(pieces, key=lambda entry: -entry.piece.numel)[:MOST_PIECES]:
+            values = entry.memory()
             if isinstance(values, TensorPayload):
-                self._sensors[held.piece.index] = MomentumSensor(values.tensor, groups, held.version)
+                self._sensors[entry.piece.index] = MomentumSensor(values.tensor, groups, entry.version)
 
-    def applied(self, held: Held, gradient: Gradient, read: int) -> None:
+    def applied(self, entry: ShardEntry, gradient: Gradient, read: int) -> None:
         """The piece was updated by a gradient of version ``read``."""
-        sensor = self._sensors.get(held.piece.index)
+        sensor = self._sensors.get(entry.piece.index)
         if sensor is not None:
-            values = held.memory()
+            values = entry.memory()
             assert isinstance(values, TensorPayload)
-            sensor.applied(gradient, read, held.version, values.tensor)
+            sensor.applied(gradient, read, entry.version, values.tensor)
 
     def due(self, updates: int) -> bool:
         """So many more updates were made. Whether it is time to say what they show."""

@@ -8,42 +8,44 @@ from zmqtrain.errors import ProtocolError
 from zmqtrain.exchange.server_messages import PushMeta, parse_push_tag
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.server.aggregator import Push
-from zmqtrain.server.held import Held
+from zmqtrain.server.shard_entry import ShardEntry
 from zmqtrain.wire.compress import decompress
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
 
-def parse_push(sender: PeerId, tag: Tag, payload: Payload, held: Mapping[int, Held], groups: Sequence[Sequence[PeerId]]) -> Push:
+def parse_push(
+    sender: PeerId, tag: Tag, payload: Payload, entries: Mapping[int, ShardEntry], groups: Sequence[Sequence[PeerId]]
+) -> Push:
     """The push, decompressed; whether its step is the group's next is the aggregator's to say. Raises `ProtocolError`."""
     index, step = parse_push_tag(tag)
-    if index not in held:
-        raise ProtocolError(f"piece {index} is not held here; those are {_some(list(held))}")
-    piece = held[index]
-    if isinstance(payload, TensorPayload | PhantomPayload) and not isinstance(payload, piece.payload_type):
+    if index not in entries:
+        raise ProtocolError(f"piece {index} is not held here; those are {_some(list(entries))}")
+    entry = entries[index]
+    if isinstance(payload, TensorPayload | PhantomPayload) and not isinstance(payload, entry.payload_type):
         found, here = ("only a size", "values") if isinstance(payload, PhantomPayload) else ("values", "only its size")
         raise ProtocolError(f"{sender} pushed {found} as piece {index}, of which this server holds {here}")
     if isinstance(payload.meta, dict):
         numel = payload.meta.get("numel")
-        if numel != piece.piece.numel:  # before anything of that size is allocated
-            raise ProtocolError(f"a compressed push of piece {index} stands for {numel!r:.40} elements, not {piece.piece.numel}")
+        if numel != entry.piece.numel:  # before anything of that size is allocated
+            raise ProtocolError(f"a compressed push of piece {index} stands for {numel!r:.40} elements, not {entry.piece.numel}")
         payload = decompress(payload)
     meta = PushMeta.from_value(payload.meta)
     if not 0 <= meta.group < len(groups):
         raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
-    owner = groups[meta.group][piece.piece.position]
+    owner = groups[meta.group][entry.piece.position]
     if owner != sender:
         raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which is {owner}'s")
-    if not 0 <= meta.version <= piece.version:
-        raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {piece.version}")
-    if not isinstance(payload, piece.payload_type) or payload.numel != piece.piece.numel or payload.dtype != piece.dtype:
+    if not 0 <= meta.version <= entry.version:
+        raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {entry.version}")
+    if not isinstance(payload, entry.payload_type) or payload.numel != entry.piece.numel or payload.dtype != entry.dtype:
         raise ProtocolError(
             f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
-            f"which has {piece.piece.numel} of {piece.dtype}"
+            f"which has {entry.piece.numel} of {entry.dtype}"
         )
-    piece.check_hyperparameters(meta.hyperparameters)
-    return Push(meta.group, step, index, meta.version, piece.gradient(payload), meta.hyperparameters, meta.passed_over)
+    entry.check_hyperparameters(meta.hyperparameters)
+    return Push(meta.group, step, index, meta.version, entry.gradient(payload), meta.hyperparameters, meta.passed_over)
 
 
 def _some(numbers: Sequence[int]) -> str:

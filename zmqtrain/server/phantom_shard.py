@@ -8,14 +8,14 @@ from torch import Tensor
 
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
-from zmqtrain.server.held import Loan
 from zmqtrain.server.shard import require_known
+from zmqtrain.server.shard_entry import Loan
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 
 
-class PhantomPiece:
-    """Implements `zmqtrain.server.held.Held` without values. Its gradients are phantoms."""
+class PhantomEntry:
+    """Implements `zmqtrain.server.shard_entry.ShardEntry` without values. Its gradients are phantoms."""
 
     __slots__ = ("_base", "dtype", "piece", "version")
 
@@ -56,7 +56,7 @@ class PhantomPiece:
 
 
 class PhantomSum:
-    """Implements `zmqtrain.server.held.Sum`: any of the gradients is as good as their mean."""
+    """Implements `zmqtrain.server.shard_entry.Sum`: any of the gradients is as good as their mean."""
 
     __slots__ = ("_any",)
 

@@ -23,13 +23,13 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces
-from zmqtrain.server.held import Held, Loan
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomSum
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
 from zmqtrain.server.shard import GroupSum
+from zmqtrain.server.shard_entry import Loan, ShardEntry
 from zmqtrain.server.staleness import Policy, staleness_values
 from zmqtrain.waiting import together
 from zmqtrain.wire.value import ValuePayload
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Shard:
     """The part of the model that one server holds, and what has been counted about its updates. Empty before it is configured."""
 
-    pieces: dict[int, Held] = field(default_factory=dict)
+    entries: dict[int, ShardEntry] = field(default_factory=dict)
     """By index."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How often a gradient met how many updates by others since its read."""
@@ -52,25 +52,25 @@ class Shard:
     @property
     def updates(self) -> int:
         """Updates of pieces so far."""
-        return sum(piece.version for piece in self.pieces.values())
+        return sum(entry.version for entry in self.entries.values())
 
     def apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
         """Run the optimizer once for each update, with ``factor`` times its gradient."""
         for update in updates:
-            held = self.pieces[update.piece]
+            entry = self.entries[update.piece]
             if update.passed_over:
-                held.version += 1
+                entry.version += 1
                 continue
-            held.update(update.gradient, update.hyperparameters, factor)
-            self.sensors.applied(held, update.gradient, update.reads[0][2])
+            entry.update(update.gradient, update.hyperparameters, factor)
+            self.sensors.applied(entry, update.gradient, update.reads[0][2])
 
     def squares(self, updates: Sequence[Update]) -> float:
         """The sum of squares of all the updates' gradients."""
-        return math.fsum(self.pieces[update.piece].squares(update.gradient) for update in updates)
+        return math.fsum(self.entries[update.piece].squares(update.gradient) for update in updates)
 
     def count(self, update: Update) -> int:
         """Count how stale an update's gradients were. Returns the piece's version after it."""
-        after = self.pieces[update.piece].version
+        after = self.entries[update.piece].version
         for group, _, version in update.reads:
             staleness = after - 1 - version
             self.staleness[staleness] += 1
@@ -79,7 +79,7 @@ class Shard:
 
     def report(self, recorder: Recorder) -> None:
         """Record what the shard holds in the end, and what has been counted."""
-        recorder.audit("held", pieces={index: (held.piece, held.memory()) for index, held in self.pieces.items()})
+        recorder.audit("held", pieces={index: (entry.piece, entry.memory()) for index, entry in self.entries.items()})
         momentum, seen = self.sensors.fitted()
         recorder.event(
             "server",
@@ -119,7 +119,7 @@ class Serving:
         policy = Policy(configuration.policy, configuration.bound)
         sync = policy.kind == "sync"
         self._clip_norm = configuration.clip_norm if sync else 0.0
-        ordered = configuration.snapshot and not sync and bool(shard.pieces)
+        ordered = configuration.snapshot and not sync and bool(shard.entries)
         # Servers without a piece take no part: they see no step.
         holding = sorted({piece.server for piece in configuration.pieces()})
         self._sum = ServerSum(tools.endpoint, [configuration.servers[index] for index in holding], tools.settings.barrier_s)
@@ -127,12 +127,12 @@ class Serving:
         if ordered and len(configuration.servers) > 1:
             order = "decide" if tools.settings.index == 0 else "follow"
         self._aggregator = Aggregator(
-            list(shard.pieces),
+            list(shard.entries),
             policy,
             len(configuration.groups),
             sums=PhantomSum if configuration.phantom else GroupSum,
             first_step=first_step,
-            whole=ordered or (bool(self._clip_norm) and bool(shard.pieces)),
+            whole=ordered or (bool(self._clip_norm) and bool(shard.entries)),
             order=order,
         )
 
@@ -140,9 +140,9 @@ class Serving:
         """Send every group the initial values."""
         groups = len(self._configuration.groups)
         for group in range(groups):
-            for piece in self._shard.pieces:
+            for piece in self._shard.entries:
                 self._answer(group, piece, initial_tag(piece))
-        self._shard.sensors.watch(self._shard.pieces.values(), groups)
+        self._shard.sensors.watch(self._shard.entries.values(), groups)
 
     async def run(self, pushes: Subscription, orders: Subscription) -> None:
         """Take what comes in. Does not return; raises what went wrong."""
@@ -153,7 +153,7 @@ class Serving:
     async def keep(self, step: int, *, show: bool, ordered: bool) -> None:
         """Keep the shard for the checkpoint at ``step``, and ``show`` it to group 0, too. ``ordered``: with snapshots, when it is
         this event's turn, so that all servers keep the same version; else as it is now, since the run ends."""
-        if not self._shard.pieces:  # the collector knows
+        if not self._shard.entries:  # the collector knows
             return
         async with self._lock:
             if ordered:
@@ -176,11 +176,11 @@ class Serving:
                     await self._carry_out(partial(self._aggregator.left, group), 0)
 
     async def _take_pushes(self, pushes: Subscription) -> None:
-        pieces, groups = self._shard.pieces, self._configuration.groups
+        entries, groups = self._shard.entries, self._configuration.groups
         while True:
             sender, tag, payload = await pushes.get()
             try:
-                push = parse_push(sender, tag, payload, pieces, groups)
+                push = parse_push(sender, tag, payload, entries, groups)
                 async with self._lock:
                     await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
             except ProtocolError as error:
@@ -253,10 +253,10 @@ class Serving:
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
         """Send the piece's values as they are now."""
-        held = self._shard.pieces[piece]
-        to = self._configuration.groups[group][held.piece.position]
-        loan = held.lend(ReadMeta(held.version, self._shard.last_staleness.get((group, piece), 0)).to_value())
-        self._background.run(self._send(to, tag, loan, held.piece.bucket))
+        entry = self._shard.entries[piece]
+        to = self._configuration.groups[group][entry.piece.position]
+        loan = entry.lend(ReadMeta(entry.version, self._shard.last_staleness.get((group, piece), 0)).to_value())
+        self._background.run(self._send(to, tag, loan, entry.piece.bucket))
 
     async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int) -> None:
         try:
@@ -273,11 +273,11 @@ class Serving:
         if keep.show:
             self._show(kept_label(keep.step))
         if self._checkpoints is not None:
-            tensors, sidecar = keep_pieces(self._shard.pieces, keep.step)
+            tensors, sidecar = keep_pieces(self._shard.entries, keep.step)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
     def _show(self, label: str) -> None:
-        for piece in self._shard.pieces:
+        for piece in self._shard.entries:
             self._answer(0, piece, shown_tag(piece, label))
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:

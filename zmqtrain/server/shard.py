@@ -20,15 +20,15 @@ from zmqtrain.exchange.look_ahead import risen
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.unreached import Parts
-from zmqtrain.server.held import Loan
 from zmqtrain.server.look_ahead import LookAhead
+from zmqtrain.server.shard_entry import Loan
 from zmqtrain.wire.dtypes import torch_dtype
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 
-class HeldPiece:
-    """Implements `zmqtrain.server.held.Held` with values and an optimizer. Its gradients are flat tensors."""
+class TensorEntry:
+    """Implements `zmqtrain.server.shard_entry.ShardEntry` with values and an optimizer. Its gradients are flat tensors."""
 
     payload_type = TensorPayload
 
@@ -213,7 +213,7 @@ def require_known(given: Mapping[str, Value] | None, base: Mapping[str, Value]) 
 
 
 class GroupSum:
-    """Implements `zmqtrain.server.held.Sum`, always in the order of groups, so that it does not depend on who was first.
+    """Implements `zmqtrain.server.shard_entry.Sum`, always in the order of groups, so that it does not depend on who was first.
 
     A gradient whose predecessors have arrived is added at once and dropped; the others wait.
     """

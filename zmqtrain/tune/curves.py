@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
-from zmqtrain.tune.climb import next_momentum
+from zmqtrain.tune.hill_climbing import next_momentum
 from zmqtrain.tune.machine import FOREVER_S, Life, Machine
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial

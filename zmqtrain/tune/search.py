@@ -25,8 +25,8 @@ from dataclasses import replace
 
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
-from zmqtrain.tune.fall import Fall
 from zmqtrain.tune.grid import Grid
+from zmqtrain.tune.lr_decay import LrDecay
 from zmqtrain.tune.machine import Life, Machine, values_of
 from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
 from zmqtrain.tune.space import Space
@@ -261,42 +261,42 @@ class Search(Machine):
         """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
         the target; the paper tries a tenth each time."""
         reason = f"the best of what was tried: {setting}"
-        fall = Fall(self._space.target, self._first.get(self._start), self._first.get(None, math.inf))
+        decay = LrDecay(self._space.target, self._first.get(self._start), self._first.get(None, math.inf))
         while True:
             begin = self._first.get(self._start)
-            if begin is not None and fall.due(begin):
+            if begin is not None and decay.due(begin):
                 lower = replace(setting, lr=setting.lr / 10)
-                if (yield from self._falls(fall, lower, begin)):
+                if (yield from self._decays(decay, lower, begin)):
                     setting, reason = lower, "the learning rate falls, for the target is near"
                     if self._end() is not None:
                         return setting.lr
-            outcome, updates = yield from self._stretch(setting, updates, "train", reason, watch, fall)
+            outcome, updates = yield from self._stretch(setting, updates, "train", reason, watch, decay)
             assert self._setting is not None
             setting = self._setting
             if outcome.diverged:
                 return setting.lr / 10
-            near = fall.near(outcome.end)
+            near = decay.near(outcome.end)
             if not near or updates <= 0 or outcome.drifted or self._stood or self._end() is not None:
                 return setting.lr
 
     def _stretch(
-        self, setting: Setting, updates: int, phase: str, reason: str, watch: int, fall: Fall | None = None
+        self, setting: Setting, updates: int, phase: str, reason: str, watch: int, decay: LrDecay | None = None
     ) -> Generator[Trial, Outcome, tuple[Outcome, int]]:
         """Training, with a glance now and then at what smaller steps would do. Returns the last part's outcome, and what is left of
         the updates."""
         while True:
             part = updates
             # Once the rate has fallen the target is near: each beginning anew would cost a momentum.
-            fallen = fall is not None and fall.fallen
+            fallen = decay is not None and decay.decayed
             # Several groups are watched for drift, beside how their run began: it is not divided.
             divided = self._space.target is not None and setting.groups == 1 and not fallen
             if divided and updates > SPLIT * self._until_glance():
                 part = self._until_glance()
-            until = None if fall is None else fall.until
+            until = None if decay is None else decay.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if over or self._space.target is None or setting.groups > 1 or (fall is not None and fall.near(outcome.end)):
+            if over or self._space.target is None or setting.groups > 1 or (decay is not None and decay.near(outcome.end)):
                 return outcome, updates
             then = self._lead.at(self._lead.updates // 2)
             if then is not None and above(self._lead.here, then):
@@ -344,7 +344,7 @@ class Search(Machine):
         slope = (outcome.loss - outcome.end) / ((outcome.updates - over) / 2)
         return outcome.end - slope * (outcome.updates + over) / 2
 
-    def _falls(self, fall: Fall, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
+    def _decays(self, decay: LrDecay, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
         """Whether the learning rate falls now. If so, the probe that says so is training."""
         may_s = FALLS * (self.search_s + self.train_s)
         updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
@@ -352,16 +352,16 @@ class Search(Machine):
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
         if updates < first_leg(self._space) or not self._affords(trial):
             self._enough(f"no other learning rate at a loss of {begin:.4g}")
-            fall.later(begin)
+            decay.later(begin)
             return False
         outcome = yield trial
         loss = outcome.loss
-        if fall.hear(begin, min(loss, self._soon(outcome))):
+        if decay.probed(begin, min(loss, self._soon(outcome))):
             self._decide("learning rate", f"a tenth brings the loss from {begin:.4g} to {loss:.4g} at once", lr=lower.lr)
             self._lead.tell(trial, outcome)
             self._adopt(lower, trial.number, outcome.spent_s)
             return True
-        then = "no sooner than it is reached anyway" if fall.until is None else f"later, at {fall.until:.4g}"
+        then = "no sooner than it is reached anyway" if decay.until is None else f"later, at {decay.until:.4g}"
         self._decide("learning rate", f"a tenth would bring the loss from {begin:.4g} to {loss:.4g}: {then}", lr=10 * lower.lr)
         return False
 

@@ -15,10 +15,11 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.fragments import Fragments
-from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, copy_of
+from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
+from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.sums import NetworkSums, Sums
@@ -88,6 +89,28 @@ class AveragingExchange(Serverless):
         self._restored: dict[str, Payload] = {}
         self._overlap = overlap
         self._step = 0
+
+    @classmethod
+    def of(cls, context: ExchangeContext) -> AveragingExchange:
+        """Of the topology file's settings."""
+        worker, averaging = context.worker, context.worker.topology.exchange.averaging
+        column = context.group(f"column/{worker.role.position}", context.column)
+        groups = AveragingGroups(context.all_workers(), context.own_group(), column)
+        method: Method = Average()
+        if averaging.method == "elastic":
+            method = Elastic(worker.placement.groups, averaging.alpha)
+        elif averaging.method == "outer":
+            method = Outer(averaging.outer_lr, averaging.outer_momentum)
+        return cls(
+            groups,
+            Fragments(context.every, averaging.fragments, averaging.overlap_steps),
+            method,
+            deltas=averaging.deltas,
+            mix=averaging.mix,
+            sums=context.sums_of_group(groups.group, in_place=context.untouched),
+            recorder=worker.recorder,
+            overlap=worker.topology.compute.overlap,
+        )
 
     @property
     def synchronous(self) -> bool:

@@ -27,6 +27,7 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
+from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 from zmqtrain.exchange.gossip.state_source import StateSource, Weights
@@ -103,6 +104,30 @@ class GossipExchange(Serverless):
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
         self._source_of_state = StateSource(endpoint, timeout_s=settings.timeout_s)
+
+    @classmethod
+    def of(cls, context: ExchangeContext) -> GossipExchange:
+        """Of the topology file's settings."""
+        worker, gossip = context.worker, context.worker.topology.exchange.gossip
+        settings = GossipSettings(
+            seed=worker.topology.job.seed,
+            shape=gossip.topology,
+            rotation=gossip.rotation,
+            balanced=gossip.balanced,
+            exchange=gossip.exchange,
+            by_bucket=gossip.granularity == "bucket" and not context.whole_updates,
+            overlap=worker.topology.compute.overlap,
+            timeout_s=worker.timeouts.barrier_s,
+        )
+        return cls(
+            worker.endpoint,
+            context.members,
+            context.sums_of_group(context.own_group(), in_place=context.untouched and gossip.exchange != "gradients"),
+            frozenset(context.column),
+            settings,
+            like=like_in(worker.arena),
+            recorder=worker.recorder,
+        )
 
     @property
     def synchronous(self) -> bool:

@@ -1,4 +1,9 @@
-"""Write plain values as YAML, in its block form, as people are used to read manifests."""
+"""Write plain values as YAML, in its block form.
+
+Kubernetes takes JSON, too, but people read and change a manifest before they apply it, and in JSON the topology file within it
+would be one long line. PyYAML would be one more dependency of every installation, for one command; it is one of the tests only,
+which read with it what is written here.
+"""
 
 from __future__ import annotations
 

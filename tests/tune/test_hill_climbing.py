@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zmqtrain.tune.climb import next_momentum
+from zmqtrain.tune.hill_climbing import next_momentum
 
 MOMENTA = (0.9, 0.0, 0.6, 0.3)
 

@@ -34,7 +34,7 @@ class Loan:
         return not self._back and (self.sent is None or not self.sent.released)
 
 
-class Held(Protocol):
+class ShardEntry(Protocol):
     """A piece, and its version: the number of updates that it has seen."""
 
     piece: Piece

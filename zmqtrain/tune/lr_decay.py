@@ -1,4 +1,4 @@
-"""When the learning rate may fall: as soon as a lower one brings the loss to the target.
+"""When the learning rate decays: as soon as a lower one brings the loss to the target.
 
 The noise of the steps falls with it at once, by a part of the loss that a probe shows, and progress is slower from then on. So it
 is done at the end, and asked for no sooner than that is near.
@@ -18,14 +18,14 @@ GAIN = 0.02
 NEARER = 0.5
 
 
-class Fall:
-    """Says at which loss to ask (with a probe at a lower rate), and hears what came of it."""
+class LrDecay:
+    """Says at which loss to ask (with a probe at a lower rate), and decides by what the probe shows."""
 
     def __init__(self, target: float | None, begin: float | None, first: float = math.inf) -> None:
-        """``target``: the loss to reach; without one it never falls. ``begin``: the loss where training stands. ``first``: the
+        """``target``: the loss to reach; without one it never decays. ``begin``: the loss where training stands. ``first``: the
         loss of a model that has learned nothing."""
-        self.fallen = False
-        """It has."""
+        self.decayed = False
+        """Whether the learning rate has been lowered."""
         self.until: float | None = None
         """The loss at which to ask; none: not at all."""
         self._target = target
@@ -41,13 +41,13 @@ class Fall:
         """Whether training has ended at this loss because of that, give or take its noise."""
         return self.until is not None and loss is not None and loss <= (1 + GAIN) * self.until
 
-    def hear(self, begin: float, fallen: float) -> bool:
-        """Whether it falls now: from ``begin`` it comes to ``fallen`` at once. If not, ``until`` is when to ask again."""
+    def probed(self, begin: float, decayed: float) -> bool:
+        """Whether it decays now: a probe at a lower rate came from ``begin`` to ``decayed``. If not, ``until`` says when to ask."""
         assert self._target is not None
-        if fallen <= self._target:
-            self.until, self.fallen = None, True
+        if decayed <= self._target:
+            self.until, self.decayed = None, True
             return True
-        self.later(begin, self._target * begin / min(fallen, (1 - GAIN) * begin))
+        self.later(begin, self._target * begin / min(decayed, (1 - GAIN) * begin))
         return False
 
     def later(self, begin: float, at: float = math.inf) -> None:

@@ -1,4 +1,4 @@
-"""Hearing a run: losses become an outcome, and reasons to stop it."""
+"""Monitoring a trial: losses become an outcome, and reasons to stop it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.tune.drift import LEAST, Drift
-from zmqtrain.tune.hear import PATIENCE, Hearing
+from zmqtrain.tune.monitor import PATIENCE, TrialMonitor
 from zmqtrain.tune.trial import Setting, Trial
 
 
@@ -25,16 +25,16 @@ def step(time: float, loss: float | None, staleness: float | None = None, second
 
 def test_a_probe_is_stopped_when_all_groups_together_have_made_its_updates() -> None:
     """Two groups of two. A worker's events come in batches, some of them late."""
-    hearing = Hearing(trial(updates=10), group_size=2)
+    monitor = TrialMonitor(trial(updates=10), group_size=2)
     for rank in (0, 1, 2):
         for number in range(8):
-            hearing.hear(step(100.0 + number, 5.0 + rank - 0.1 * number, 1.0), rank)
-    assert hearing.updates == 8  # nobody knows what the second group has done as long as one of its workers is silent
-    assert hearing.stop is None
+            monitor.observe(step(100.0 + number, 5.0 + rank - 0.1 * number, 1.0), rank)
+    assert monitor.updates == 8  # nobody knows what the second group has done as long as one of its workers is silent
+    assert monitor.stop is None
     for number in range(8):
-        hearing.hear(step(100.0 + number, 8.0 - 0.1 * number, 3.0), 3)
-    assert hearing.stop == "the probe has made its updates"
-    outcome = hearing.outcome(whole_s=9.0)
+        monitor.observe(step(100.0 + number, 8.0 - 0.1 * number, 3.0), 3)
+    assert monitor.stop == "the probe has made its updates"
+    outcome = monitor.outcome(whole_s=9.0)
     assert outcome.updates == 10  # the first five of either group; it was stopped late
     assert outcome.seconds == 4.5  # from the begin of the first step
     assert outcome.spent_s == 9.0
@@ -44,107 +44,107 @@ def test_a_probe_is_stopped_when_all_groups_together_have_made_its_updates() -> 
 
 
 def test_time_after_the_target_does_not_count() -> None:
-    hearing = Hearing(trial("train", updates=1000), 1, target=1.0)
+    monitor = TrialMonitor(trial("train", updates=1000), 1, target=1.0)
     for number in range(60):
-        hearing.hear(step(float(number), 3.0 - 0.1 * min(number, 30)))
-    outcome = hearing.outcome(whole_s=70.0)
+        monitor.observe(step(float(number), 3.0 - 0.1 * min(number, 30)))
+    outcome = monitor.outcome(whole_s=70.0)
     assert outcome.reached is not None
     assert outcome.spent_s == pytest.approx(70.0 - (outcome.seconds - outcome.reached))
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])
 def test_a_loss_that_is_none_ends_it_at_once(loss: float | None) -> None:
-    hearing = Hearing(trial(), 1)
-    hearing.hear(step(1.0, loss))
-    assert "diverges" in str(hearing.stop)
-    assert hearing.outcome().diverged
+    monitor = TrialMonitor(trial(), 1)
+    monitor.observe(step(1.0, loss))
+    assert "diverges" in str(monitor.stop)
+    assert monitor.outcome().diverged
 
 
 def test_a_loss_far_above_its_begin_ends_it_but_one_noisy_step_does_not() -> None:
-    hearing = Hearing(trial(updates=100, above=6.0), 1)
+    monitor = TrialMonitor(trial(updates=100, above=6.0), 1)
     for number in range(PATIENCE):
-        hearing.hear(step(float(number), 100.0 if number == 1 else 2.0))
-    assert hearing.stop is None
+        monitor.observe(step(float(number), 100.0 if number == 1 else 2.0))
+    assert monitor.stop is None
     for number in range(PATIENCE, 40):
-        hearing.hear(step(float(number), 9.0))
-    assert "this diverges" in str(hearing.stop)
+        monitor.observe(step(float(number), 9.0))
+    assert "this diverges" in str(monitor.stop)
 
 
 def test_training_ends_at_the_target_and_probes_do_not() -> None:
     for kind, stopped in (("train", True), ("probe", False)):
-        hearing = Hearing(trial(kind, updates=1000), 1, target=1.0)
+        monitor = TrialMonitor(trial(kind, updates=1000), 1, target=1.0)
         for number in range(60):
-            hearing.hear(step(float(number), 3.0 - 0.1 * number))
-        assert (hearing.stop == "the target is reached") == stopped
-        assert (hearing.outcome().reached is not None) == stopped
+            monitor.observe(step(float(number), 3.0 - 0.1 * number))
+        assert (monitor.stop == "the target is reached") == stopped
+        assert (monitor.outcome().reached is not None) == stopped
 
 
 def test_what_servers_fit_is_kept() -> None:
-    hearing = Hearing(trial(), 1)
-    hearing.hear({"kind": "momentum", "values": {"fitted": 0.5, "updates": 200}})
-    hearing.hear({"kind": "momentum", "values": {"target": 0.9}})
-    hearing.hear(step(1.0, 2.0))
-    assert hearing.outcome().momentum == 0.5
-    hearing.hear({"kind": "server", "values": {"momentum": 0.6}})
-    assert hearing.outcome().momentum == 0.6
+    monitor = TrialMonitor(trial(), 1)
+    monitor.observe({"kind": "momentum", "values": {"fitted": 0.5, "updates": 200}})
+    monitor.observe({"kind": "momentum", "values": {"target": 0.9}})
+    monitor.observe(step(1.0, 2.0))
+    assert monitor.outcome().momentum == 0.5
+    monitor.observe({"kind": "server", "values": {"momentum": 0.6}})
+    assert monitor.outcome().momentum == 0.6
 
 
 def test_drift_ends_training_once_there_is_a_checkpoint_to_go_on_from() -> None:
-    hearing = Hearing(trial("train", updates=10_000, groups=4), 1)
+    monitor = TrialMonitor(trial("train", updates=10_000, groups=4), 1)
     for number in range(LEAST + 10):
-        hearing.hear(step(float(number), 2.0, staleness=9.0))
-    assert hearing.stop is None
+        monitor.observe(step(float(number), 2.0, staleness=9.0))
+    assert monitor.stop is None
     for _ in range(4):
-        hearing.hear({"kind": "checkpoint", "values": {}})
-    assert "staleness is 9.00 in the mean, not 3" in str(hearing.stop)
-    assert hearing.outcome().drifted == hearing.stop
+        monitor.observe({"kind": "checkpoint", "values": {}})
+    assert "staleness is 9.00 in the mean, not 3" in str(monitor.stop)
+    assert monitor.outcome().drifted == monitor.stop
 
 
 def test_training_that_has_come_close_enough_ends_at_its_next_checkpoint() -> None:
-    hearing = Hearing(replace(trial("train", updates=10_000, groups=2), until=1.5), 1)
+    monitor = TrialMonitor(replace(trial("train", updates=10_000, groups=2), until=1.5), 1)
     for number in range(60):
-        hearing.hear(step(float(number), 3.0 - 0.05 * number))
+        monitor.observe(step(float(number), 3.0 - 0.05 * number))
         if number == 20:
-            hearing.hear({"kind": "checkpoint", "step": 10, "values": {}})
-            hearing.hear({"kind": "checkpoint", "step": 10, "values": {}})
-            assert hearing.stop is None  # a checkpoint, but not close enough
-    assert hearing.stop is None
+            monitor.observe({"kind": "checkpoint", "step": 10, "values": {}})
+            monitor.observe({"kind": "checkpoint", "step": 10, "values": {}})
+            assert monitor.stop is None  # a checkpoint, but not close enough
+    assert monitor.stop is None
     for _ in range(2):
-        hearing.hear({"kind": "checkpoint", "step": 30, "values": {}})
-    assert hearing.stop == "the loss has come to 1.5"
-    outcome = hearing.outcome()
+        monitor.observe({"kind": "checkpoint", "step": 30, "values": {}})
+    assert monitor.stop == "the loss has come to 1.5"
+    outcome = monitor.outcome()
     assert outcome.drifted is None
     assert outcome.reached is None
     assert outcome.end == pytest.approx(3.0 - 0.05 * 49.5)  # the mean of the last 20
 
 
 def test_drift_that_has_passed_at_the_checkpoint_is_none() -> None:
-    hearing = Hearing(trial("train", updates=10_000, groups=4), 1)
+    monitor = TrialMonitor(trial("train", updates=10_000, groups=4), 1)
     for number in range(LEAST + 1000):
-        hearing.hear(step(float(number), 2.0, staleness=9.0 if 300 < number < 500 else 3.0))
+        monitor.observe(step(float(number), 2.0, staleness=9.0 if 300 < number < 500 else 3.0))
     for _ in range(4):
-        hearing.hear({"kind": "checkpoint", "values": {}})
-    assert hearing.stop is None
-    assert hearing.outcome().drifted is None
+        monitor.observe({"kind": "checkpoint", "values": {}})
+    assert monitor.stop is None
+    assert monitor.outcome().drifted is None
 
 
 def test_a_checkpoint_is_one_when_all_workers_have_kept_theirs() -> None:
     """Groups come to its step at different times; a fast one may have kept the next one before."""
-    hearing = Hearing(trial("train", updates=10_000, groups=2), 1)
+    monitor = TrialMonitor(trial("train", updates=10_000, groups=2), 1)
     for number in range(LEAST + 10):
-        hearing.hear(step(float(number), 2.0, staleness=9.0))
+        monitor.observe(step(float(number), 2.0, staleness=9.0))
     for number, rank in ((50, 0), (100, 0), (150, 0)):
-        hearing.hear({"kind": "checkpoint", "step": number, "values": {}}, rank)
-    assert hearing.stop is None
-    hearing.hear({"kind": "checkpoint", "step": 50, "values": {}}, 1)
-    assert hearing.stop is not None
+        monitor.observe({"kind": "checkpoint", "step": number, "values": {}}, rank)
+    assert monitor.stop is None
+    monitor.observe({"kind": "checkpoint", "step": 50, "values": {}}, 1)
+    assert monitor.stop is not None
 
 
 def test_probes_do_not_drift() -> None:
-    hearing = Hearing(trial("probe", updates=10_000, groups=4), 1)
+    monitor = TrialMonitor(trial("probe", updates=10_000, groups=4), 1)
     for number in range(LEAST + 10):
-        hearing.hear(step(float(number), 2.0, staleness=9.0))
-    assert hearing.outcome().drifted is None
+        monitor.observe(step(float(number), 2.0, staleness=9.0))
+    assert monitor.outcome().drifted is None
 
 
 def test_what_counts_as_drift() -> None:

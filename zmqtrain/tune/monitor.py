@@ -16,8 +16,8 @@ from zmqtrain.tune.trial import Outcome, Smoothed, Trial
 PATIENCE = 5
 
 
-class Hearing:
-    """Feed it the run's events (`hear`); `outcome` at the end.
+class TrialMonitor:
+    """Feed it the run's events (`observe`); `outcome` at the end.
 
     An update is a group's step, once all its workers have told of it. Events come in batches, of one worker after another, so what
     happened when is known at the end only; until then the order in which it is heard is near enough.
@@ -50,7 +50,7 @@ class Hearing:
         """Group steps so far."""
         return len(self._updates)
 
-    def hear(self, event: Mapping[str, Any], rank: int | None = None) -> None:
+    def observe(self, event: Mapping[str, Any], rank: int | None = None) -> None:
         """Take an event of a role, as it stands in ``events.jsonl`` (with its time). ``rank``: whose it is, if a worker's."""
         values = event.get("values") or {}
         if event.get("kind") == "step":
