@@ -146,7 +146,7 @@ def test_a_role_that_is_killed(tmp_path: Path, joined: bool) -> None:
         assert "SIGKILL" in run.error_text
 
 
-@pytest.mark.parametrize("words", ["zmqtrain agent", "zmqtrain.launcher.nursery"])
+@pytest.mark.parametrize("words", ["zmqtrain agent", "zmqtrain.launcher.zygote"])
 def test_a_host_that_dies(tmp_path: Path, words: str) -> None:
     with launch(tmp_path, STAYS) as run:
         run.wait_for(r"\| ready", 2)
@@ -159,7 +159,7 @@ def test_a_host_that_dies(tmp_path: Path, words: str) -> None:
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
     with launch(tmp_path, STAYS) as run:
         run.wait_for(r"\| ready", 2)
-        assert len(run.processes()) >= 6  # launcher, agent, nursery, fork server, two workers
+        assert len(run.processes()) >= 6  # launcher, agent, zygote, fork server, two workers
         token = run.find("zmqtrain agent").environ()["ZMQTRAIN_TOKEN"]
         assert not any(token in word for process in run.processes() for word in process.cmdline())
         run.signal(signal.SIGKILL)

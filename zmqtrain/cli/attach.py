@@ -14,7 +14,7 @@ import psutil
 
 from zmqtrain.cli.runs import launcher_of, run_status
 from zmqtrain.errors import HostLostError, SshError
-from zmqtrain.launcher.ssh.leftovers import look_at_hosts
+from zmqtrain.launcher.ssh.leftovers import inspect_hosts
 from zmqtrain.observe.live import View, make_view
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.topology.load import load_topology
@@ -99,7 +99,7 @@ def _without_launcher(path: Path) -> int:
         return int(values["exit_code"])
     lines = [f"the launcher of {path} is gone, and the run with it"]
     timeout = load_topology(path / "topology.toml").job.timeout
-    for host, state in asyncio.run(look_at_hosts(path)).items():
+    for host, state in asyncio.run(inspect_hosts(path)).items():
         if isinstance(state, SshError):
             lines.append(f"  {state}")
         elif state["agent"] == "running":

@@ -17,7 +17,7 @@ from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyErro
 from zmqtrain.launcher.check.file import Finding, look_at_file
 from zmqtrain.launcher.check.hosts import findings_of
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
-from zmqtrain.launcher.look import Look, look_at_hosts
+from zmqtrain.launcher.preflight import PreflightReport, inspect_hosts
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
@@ -57,7 +57,7 @@ def run_check(
         from zmqtrain.launcher.check.code import look_at_code
 
         findings += look_at_code(topology, data)
-    look: Look | None = None
+    look: PreflightReport | None = None
     if not file_only:
         look = _look(topology, data, findings, emulate=emulate)
     if look is not None:
@@ -92,7 +92,7 @@ def _with_room(topology: Topology, *, emulate: bool, ask: bool) -> tuple[Topolog
     return topology, [Finding("slots", True, note) for note in notes]
 
 
-def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> Look | None:
+def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> PreflightReport | None:
     """A look at the hosts, where there is anything to see. Adds what is wrong with looking itself."""
     from zmqtrain.net.loop import run
 
@@ -106,7 +106,7 @@ def _look(topology: Topology, data: str | None, findings: list[Finding], *, emul
                 findings.append(Finding("hosts", True, "they are looked at when they come, at the launch"))
                 return None
         path = data_path_of(data, topology)
-        work = look_at_hosts(
+        work = inspect_hosts(
             topology,
             emulation,
             token=secrets.token_hex(16),

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zmqtrain.errors import TopologyError
 from zmqtrain.launcher.check.file import Finding
-from zmqtrain.launcher.look import HostLook, Look
+from zmqtrain.launcher.preflight import HostReport, PreflightReport
 from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.rounded import rounded_size, rounded_time
@@ -38,7 +38,7 @@ def _planned(fault: Fault) -> dict[str, Any]:
 
 
 def rows_of(
-    topology: Topology, placement: Placement | None, look: Look | None, findings: Sequence[Finding]
+    topology: Topology, placement: Placement | None, look: PreflightReport | None, findings: Sequence[Finding]
 ) -> Iterator[dict[str, Any]]:
     """All that is known, each row with its kind as ``row``."""
     for host in topology.hosts:
@@ -217,7 +217,7 @@ def print_faults(error: TopologyError, json: bool) -> None:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def machine_row(host: HostLook) -> dict[str, Any]:
+def machine_row(host: HostReport) -> dict[str, Any]:
     """A host as a JSON line."""
     clock = {"clock_offset_s": host.clock_offset_s, "clock_error_s": host.clock_error_s}
     return {"row": "machine", "host": host.name, **clock, **host.facts}

@@ -33,7 +33,7 @@ from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 LARGEST_MESSAGE = 1 << 20
 #: What children call, if nothing else is said.
 ENTRY = "zmqtrain.launcher.child:main"
-#: The file of a channel at whose other end a fork server is already, or will be (`zmqtrain.launcher.nursery`).
+#: The file of a channel at whose other end a fork server is already, or will be (`zmqtrain.launcher.zygote`).
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 _READY = 0
 
@@ -78,7 +78,7 @@ class ForkServer:
         return self
 
     def _adopt(self, channel: socket.socket) -> None:
-        from zmqtrain.launcher.nursery import adopt
+        from zmqtrain.launcher.zygote import adopt
 
         loop = asyncio.get_running_loop()
         self._socket, self._ready = channel, loop.create_future()

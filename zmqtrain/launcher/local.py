@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.forkserver import ADOPTED
-from zmqtrain.launcher.nursery import Nursery
+from zmqtrain.launcher.zygote import Zygote
 from zmqtrain.topology.schema import Host
 
 #: Tells an agent which process it must not outlive.
@@ -31,23 +31,23 @@ class LocalEngine:
     """Agents as child processes, in sessions of their own so that Ctrl-C reaches the launcher alone."""
 
     def __init__(self) -> None:
-        self._nursery: Nursery | None = None
+        self._zygote: Zygote | None = None
 
     @asynccontextmanager
     async def forking(self) -> AsyncIterator[None]:
         """Within the block there is a fork server for each agent that is started; without it they start their own."""
-        async with Nursery() as self._nursery:
+        async with Zygote() as self._zygote:
             try:
                 yield
             finally:
-                self._nursery = None
+                self._zygote = None
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:
         variables = {**os.environ, **environ, PARENT: str(os.getpid())}
         with ExitStack() as stack:
             inherited: tuple[int, ...] = ()
-            if self._nursery is not None:
-                inherited = (stack.enter_context(self._nursery.channel()).fileno(),)
+            if self._zygote is not None:
+                inherited = (stack.enter_context(self._zygote.channel()).fileno(),)
                 variables[ADOPTED] = str(inherited[0])
             process = await asyncio.create_subprocess_exec(
                 *command, env=variables, stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited, start_new_session=True

@@ -12,7 +12,7 @@ from zmqtrain.errors import HostFault
 from zmqtrain.launcher.check.file import Finding
 from zmqtrain.launcher.check.hosts import findings_of
 from zmqtrain.launcher.host_facts import facts_here
-from zmqtrain.launcher.look import HostLook, Look, WayLook
+from zmqtrain.launcher.preflight import HostReport, PreflightReport, WayReport
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 
@@ -47,14 +47,14 @@ FACTS: dict[str, Any] = {
 OURS = {"numpy": "2.1", "torch": "2.5.0+cpu", "msgpack": "1.1"}
 
 
-def look_of(facts: dict[str, Any] | None = None, offset_s: float = 0.001, **more: Any) -> Look:
+def look_of(facts: dict[str, Any] | None = None, offset_s: float = 0.001, **more: Any) -> PreflightReport:
     """Both hosts are well, but for what is given of the first."""
-    hosts = [HostLook("a", {**FACTS, **(facts or {})}, offset_s, 0.002), HostLook("b", FACTS, 0.0, 0.001)]
-    ways = [WayLook("a", "b", "", 9.4e8, 3e-4), WayLook("b", "a", "", 9.3e8, 4e-4)]
-    return replace(Look(hosts, ways, encrypted=True), **more)
+    hosts = [HostReport("a", {**FACTS, **(facts or {})}, offset_s, 0.002), HostReport("b", FACTS, 0.0, 0.001)]
+    ways = [WayReport("a", "b", "", 9.4e8, 3e-4), WayReport("b", "a", "", 9.3e8, 4e-4)]
+    return replace(PreflightReport(hosts, ways, encrypted=True), **more)
 
 
-def findings(look: Look, model_bytes: int = 0) -> list[Finding]:
+def findings(look: PreflightReport, model_bytes: int = 0) -> list[Finding]:
     return list(findings_of(TOPOLOGY, place(TOPOLOGY), look, OURS, model_bytes))
 
 
@@ -123,17 +123,19 @@ def test_clocks() -> None:
 
 
 def test_ways() -> None:
-    none = look_of(ways=[WayLook("a", "b", "no answer within 10 s"), WayLook("b", "a", "", 9e8, 3e-4)])
+    none = look_of(ways=[WayReport("a", "b", "no answer within 10 s"), WayReport("b", "a", "", 9e8, 3e-4)])
     (fault,) = (finding for finding in findings(none) if not finding.ok)
     assert (fault.host, fault.detail) == ("a", "does not reach b at bee (no answer within 10 s)")
     assert "ports" in fault.remedy
-    slow = look_of(ways=[WayLook("a", "b", "", 9e8, 3e-4), WayLook("b", "a", "", 9e8, 3e-4), WayLook("b", "c", "", 9e7, 3e-4)])
+    slow = look_of(
+        ways=[WayReport("a", "b", "", 9e8, 3e-4), WayReport("b", "a", "", 9e8, 3e-4), WayReport("b", "c", "", 9e7, 3e-4)]
+    )
     (note,) = (finding for finding in findings(slow) if finding.remedy)
     assert (note.ok, note.host, note.detail) == (True, "b", "carries 90 Mbit/s to c, and most ways carry 900 Mbit/s")
 
 
 def test_hosts_that_could_not_be_looked_at() -> None:
-    found = findings(Look(faults=[HostFault("b", "cannot log in", "see that ssh works")]))
+    found = findings(PreflightReport(faults=[HostFault("b", "cannot log in", "see that ssh works")]))
     assert found == [Finding("hosts", False, "cannot log in", "see that ssh works", "b")]
 
 
@@ -143,7 +145,7 @@ def test_what_hosts_tell_of_themselves() -> None:
     assert facts["packages"]["no_such_package"] is None
     assert facts["paths"] == {"/": True, "/no/such/path": False}
     assert facts["run_folder"][1] > 0
-    cells = machine_cells(machine_row(HostLook("a", facts, -3e-6, 2e-4)))
+    cells = machine_cells(machine_row(HostReport("a", facts, -3e-6, 2e-4)))
     assert (cells["host"], cells["clock"]) == ("a", "-3 us ± 200 us")
 
 
@@ -161,6 +163,6 @@ kind = "model_server"
 staleness = "{staleness}"
 """
     topology = parse_topology(text)
-    look = Look([HostLook("a", {**FACTS, "memory_bytes": GIB}, 0.0, 0.001)], [], encrypted=True)
+    look = PreflightReport([HostReport("a", {**FACTS, "memory_bytes": GIB}, 0.0, 0.001)], [], encrypted=True)
     found = [each.detail for each in findings_of(topology, place(topology), look, OURS, GIB) if not each.ok]
     assert [detail for detail in found if f"copies in 3 roles need {needed}" in detail], found

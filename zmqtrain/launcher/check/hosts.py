@@ -1,4 +1,4 @@
-"""What a look at the hosts (`zmqtrain.launcher.look`) means for a run: what is wrong, and what to do. Pure."""
+"""What a look at the hosts (`zmqtrain.launcher.preflight`) means for a run: what is wrong, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zmqtrain.exchange.momentum import expected_staleness
 from zmqtrain.launcher.check.file import Finding
-from zmqtrain.launcher.look import HostLook, Look, WayLook
+from zmqtrain.launcher.preflight import HostReport, PreflightReport, WayReport
 from zmqtrain.launcher.ssh.inspection import public_version
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import Placement
@@ -30,7 +30,7 @@ _FIREWALL = "open the ports between hosts ([job] ports says which), or give the 
 
 
 def findings_of(
-    topology: Topology, placement: Placement | None, look: Look, ours: Mapping[str, str | None], model_bytes: int
+    topology: Topology, placement: Placement | None, look: PreflightReport, ours: Mapping[str, str | None], model_bytes: int
 ) -> Iterator[Finding]:
     """What was found. ``ours``: versions here, by package. ``model_bytes``: of the parameters; 0: not known."""
     for fault in look.faults:
@@ -50,7 +50,7 @@ def findings_of(
 # One thing each ----------------------------------------------------------------------------------------------------------------
 
 
-def _ways(topology: Topology, look: Look) -> Iterator[Finding]:
+def _ways(topology: Topology, look: PreflightReport) -> Iterator[Finding]:
     addresses = {host.name: host.address for host in topology.hosts}
     for way in look.ways:
         if way.why:
@@ -68,12 +68,12 @@ def _ways(topology: Topology, look: Look) -> Iterator[Finding]:
         yield from (_slow(way, rate, usual) for way, rate in rates.items() if rate < SLOW_WAY * usual)
 
 
-def _slow(way: WayLook, rate: float, usual: float) -> Finding:
+def _slow(way: WayReport, rate: float, usual: float) -> Finding:
     what = f"carries {rounded_rate(rate)} to {way.target}, and most ways carry {rounded_rate(usual)}"
     return Finding("bandwidth", True, what, "look at its cable, its NIC's speed (ethtool), and who else uses that way", way.source)
 
 
-def _versions(host: HostLook, ours: Mapping[str, str | None]) -> Iterator[Finding]:
+def _versions(host: HostReport, ours: Mapping[str, str | None]) -> Iterator[Finding]:
     for package, there in host.facts["packages"].items():
         here = ours.get(package)
         if here is not None and there is not None and public_version(there) != public_version(here):
@@ -81,7 +81,7 @@ def _versions(host: HostLook, ours: Mapping[str, str | None]) -> Iterator[Findin
             yield Finding("versions", True, f"{package} {there}, and {here} here", f"where odd things happen: {wanted}", host.name)
 
 
-def _names(topology: Topology, host: HostLook) -> Iterator[Finding]:
+def _names(topology: Topology, host: HostReport) -> Iterator[Finding]:
     own = next(other.address for other in topology.hosts if other.name == host.name)
     for address, means in host.facts["names"].items():
         if not means:
@@ -91,7 +91,7 @@ def _names(topology: Topology, host: HostLook) -> Iterator[Finding]:
             yield Finding("names", False, what, "mend its /etc/hosts, or give an IP address in [[hosts]]", host.name)
 
 
-def _clock(host: HostLook) -> Iterator[Finding]:
+def _clock(host: HostReport) -> Iterator[Finding]:
     if abs(host.clock_offset_s) - host.clock_error_s > MOST_CLOCK_S:
         ahead = "ahead of" if host.clock_offset_s > 0 else "behind"
         what = (
@@ -100,7 +100,7 @@ def _clock(host: HostLook) -> Iterator[Finding]:
         yield Finding("clocks", False, what, "let a time server set it (timedatectl set-ntp true; chronyc makestep)", host.name)
 
 
-def _gpus(topology: Topology, placement: Placement | None, host: HostLook) -> Iterator[Finding]:
+def _gpus(topology: Topology, placement: Placement | None, host: HostReport) -> Iterator[Finding]:
     """GPUs that a host has and the file does not name, or wants and the host does not have."""
     device, there = topology.compute.device, int(host.facts.get("gpus", 0))
     listed = next((each.devices for each in topology.hosts if each.name == host.name), ())
@@ -118,7 +118,7 @@ def _gpus(topology: Topology, placement: Placement | None, host: HostLook) -> It
         )
 
 
-def _disk(topology: Topology, host: HostLook) -> Iterator[Finding]:
+def _disk(topology: Topology, host: HostReport) -> Iterator[Finding]:
     needed = LEAST_DISK_BYTES + (2 * topology.engine.sync_limit if topology.engine.sync else 0)
     folder, free = host.facts["run_folder"]
     if free < needed:
@@ -130,7 +130,7 @@ def _disk(topology: Topology, host: HostLook) -> Iterator[Finding]:
         yield Finding("disk", False, what, "make room, or set environment = { TMPDIR = ... } in [[hosts]]", host.name)
 
 
-def _memory(topology: Topology, placement: Placement | None, host: HostLook, model_bytes: int) -> Iterator[Finding]:
+def _memory(topology: Topology, placement: Placement | None, host: HostReport, model_bytes: int) -> Iterator[Finding]:
     roles = placement.of_host(host.name) if placement is not None else ()
     workers = sum(role.kind == "worker" for role in roles)
     missing = host.facts["shared_memory_missing"]
@@ -157,7 +157,7 @@ def _looks_ahead(topology: Topology, placement: Placement | None) -> bool:
     return expected_staleness(topology.exchange.policy, placement.groups, topology.exchange.bound or 0) > 0
 
 
-def _data(host: HostLook) -> Iterator[Finding]:
+def _data(host: HostReport) -> Iterator[Finding]:
     for path, there in host.facts["paths"].items():
         if not there:
             yield Finding(
@@ -165,7 +165,7 @@ def _data(host: HostLook) -> Iterator[Finding]:
             )
 
 
-def _summary(look: Look) -> Iterator[Finding]:
+def _summary(look: PreflightReport) -> Iterator[Finding]:
     """What is well with all that were looked at."""
     if not look.hosts:
         return

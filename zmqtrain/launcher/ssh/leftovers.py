@@ -19,7 +19,7 @@ from zmqtrain.topology.schema import Topology
 T = TypeVar("T")
 
 
-async def look_at_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshError]:
+async def inspect_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshError]:
     """How the agent of each host is that may have one of this run: as `Session.state`, or why that cannot be told."""
 
     async def look(session: Session) -> Mapping[str, Any]:

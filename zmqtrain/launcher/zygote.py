@@ -26,8 +26,8 @@ from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption
 
 
-class Nursery:
-    """The launcher's side. ``async with Nursery() as nursery: channel = nursery.channel()``."""
+class Zygote:
+    """The launcher's side. ``async with Zygote() as zygote: channel = zygote.channel()``."""
 
     def __init__(self, entry: str = ENTRY) -> None:
         """``entry``: what fork servers' children call; its module is imported once."""
@@ -38,7 +38,7 @@ class Nursery:
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = (sys.executable, "-m", "zmqtrain.launcher.nursery", str(theirs.fileno()), self._entry, str(os.getpid()))
+            command = (sys.executable, "-m", "zmqtrain.launcher.zygote", str(theirs.fileno()), self._entry, str(os.getpid()))
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL
@@ -81,7 +81,7 @@ class Nursery:
 
 
 def main() -> None:
-    """``python -m zmqtrain.launcher.nursery FD ENTRY LAUNCHER_PID``."""
+    """``python -m zmqtrain.launcher.zygote FD ENTRY LAUNCHER_PID``."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

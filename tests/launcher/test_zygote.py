@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.test_forkserver import start
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.forkserver import ADOPTED, ForkServer
-from zmqtrain.launcher.nursery import Nursery
+from zmqtrain.launcher.zygote import Zygote
 
 ENTRY = "forked_entries:main"
 
@@ -26,18 +26,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 async def test_agents_have_servers_of_their_own_in_their_environment(environment: pytest.MonkeyPatch) -> None:
-    async with asyncio.timeout(30), Nursery(ENTRY) as nursery, AsyncExitStack() as stack:
+    async with asyncio.timeout(30), Zygote(ENTRY) as zygote, AsyncExitStack() as stack:
         servers = []
         for name in ("one", "other"):
             environment.setenv("WHO", name)
-            environment.setenv(ADOPTED, str(nursery.channel().detach()))
+            environment.setenv(ADOPTED, str(zygote.channel().detach()))
             servers.append(await stack.enter_async_context(ForkServer(ENTRY)))
         printed = [await (await start(server, DO="print")).end() for server in servers]
         assert [text for _, text, _ in printed] == [
             f"to standard output\nto standard error of {name}\n" for name in ("one", "other")
         ]
         first, second = [psutil.Process(await server.pid()) for server in servers]
-        assert {first.ppid(), second.ppid()} == {nursery.pid}
+        assert {first.ppid(), second.ppid()} == {zygote.pid}
         sleeper = await start(servers[0], DO="sleep")
         await sleeper.ready.wait()
         await servers[0].__aexit__()  # its agent has ended
@@ -47,14 +47,14 @@ async def test_agents_have_servers_of_their_own_in_their_environment(environment
 
 
 async def test_servers_and_children_end_with_it(environment: pytest.MonkeyPatch) -> None:
-    async with asyncio.timeout(30), Nursery(ENTRY) as nursery:
-        environment.setenv(ADOPTED, str(nursery.channel().detach()))
+    async with asyncio.timeout(30), Zygote(ENTRY) as zygote:
+        environment.setenv(ADOPTED, str(zygote.channel().detach()))
         async with ForkServer(ENTRY) as server:
             sleeper = await start(server, DO="sleep")
             await sleeper.ready.wait()
-            os.kill(nursery.pid, signal.SIGKILL)
+            os.kill(zygote.pid, signal.SIGKILL)
             assert (await sleeper.end())[0] == -signal.SIGKILL
             with pytest.raises(HostLostError, match="forkserver"):
                 await start(server, DO="nothing")
         with pytest.raises(HostLostError, match="has died"):
-            nursery.channel()
+            zygote.channel()

@@ -1,4 +1,4 @@
-"""A look at a file's hosts, for `zmqtrain check`: what they have, whom they reach, how fast, and what time it is there.
+"""What `zmqtrain check` finds out about the hosts of a file: what they have, whom they reach, how fast, and their clocks.
 
 Whatever an engine can start processes on can be looked at. Hosts that cannot take part are left out, with what is wrong with them,
 and the others are looked at nevertheless.
@@ -27,7 +27,7 @@ MOST_TRIED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class HostLook:
+class HostReport:
     """What a host is like."""
 
     name: str
@@ -40,7 +40,7 @@ class HostLook:
 
 
 @dataclass(frozen=True, slots=True)
-class WayLook:
+class WayReport:
     """The way from one host to another."""
 
     source: str
@@ -57,18 +57,18 @@ class WayLook:
 
 
 @dataclass(slots=True)
-class Look:
-    """All that was seen."""
+class PreflightReport:
+    """What was found out about all hosts."""
 
-    hosts: list[HostLook] = field(default_factory=list)
-    ways: list[WayLook] = field(default_factory=list)
+    hosts: list[HostReport] = field(default_factory=list)
+    ways: list[WayReport] = field(default_factory=list)
     faults: list[HostFault] = field(default_factory=list)
     """What keeps hosts from taking part, or from being looked at."""
     encrypted: bool = False
     """Whether they shook hands with keys."""
 
 
-async def look_at_hosts(
+async def inspect_hosts(
     topology: Topology,
     emulation: Emulation | None = None,
     *,
@@ -76,11 +76,11 @@ async def look_at_hosts(
     packages: Sequence[str] = (),
     paths: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
-) -> Look:
+) -> PreflightReport:
     """Look at all hosts of the file. ``token``: a secret for the processes that do it; ``packages``: whose versions to ask
     for; ``paths``: what must be there. Raises `UsageError` where the engine cannot
     be used here at all."""
-    look = Look(encrypted=topology.encrypted(emulated=emulation is not None))
+    look = PreflightReport(encrypted=topology.encrypted(emulated=emulation is not None))
     left = list(topology.hosts)
     while left:
         here = topology.model_copy(update={"hosts": tuple(left)})
@@ -107,7 +107,7 @@ def _faults_of(error: HostsError | HostLostError | SshError) -> list[HostFault]:
     return list(error.faults) or [HostFault("", str(error), "see the message")]
 
 
-async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str], Sequence[str]], look: Look) -> None:
+async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str], Sequence[str]], look: PreflightReport) -> None:
     names = [host.name for host in topology.hosts]
     addresses = list(dict.fromkeys(host.address for host in topology.hosts))
     async with asyncio.TaskGroup() as group:
@@ -117,19 +117,19 @@ async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str
     tried = {(way.source, way.target): way for task in reached for way in task.result()}
     # One after another, so that none is in another's way. Of many only some are measured; the others were tried.
     for source, target in pairs_of(names):
-        way = tried.get((source, target)) or WayLook(source, target)
+        way = tried.get((source, target)) or WayReport(source, target)
         if not way.why:
             try:
                 speed = await probes.measure_way(source, target)
-                way = WayLook(source, target, "", speed.bandwidth, 2 * speed.latency_s)
+                way = WayReport(source, target, "", speed.bandwidth, 2 * speed.latency_s)
             except ZmqTrainError as error:
-                way = WayLook(source, target, str(error))
+                way = WayReport(source, target, str(error))
         tried[source, target] = way
     look.ways += tried.values()
     await probes.end()
 
 
-async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: Sequence[str], paths: Sequence[str]) -> HostLook:
+async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: Sequence[str], paths: Sequence[str]) -> HostReport:
     facts = await probes.ask(host.name, "look", list(addresses), list(packages), list(paths))
     if not isinstance(facts, dict):
         raise ProtocolError(f"the probe of {host.name} tells {facts!r:.60} of its host")
@@ -142,10 +142,10 @@ async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: 
         if not isinstance(there, float):
             raise ProtocolError(f"the probe of {host.name} says that it is {there!r:.40} o'clock")
         best = min(best, (took, there - (before + took / 2)))
-    return HostLook(host.name, {"endpoint": probes.address_of(host.name), **facts}, best[1], best[0] / 2)
+    return HostReport(host.name, {"endpoint": probes.address_of(host.name), **facts}, best[1], best[0] / 2)
 
 
-async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayLook]:
+async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayReport]:
     place = names.index(name)
     others = (names[place + 1 :] + names[:place])[:MOST_TRIED]
     if not others:
@@ -153,4 +153,4 @@ async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayLook]:
     failed = await probes.ask(name, "reach", [probe_of(other) for other in others], REACH_S)
     if not isinstance(failed, dict):
         raise ProtocolError(f"the probe of {name} tells {failed!r:.60} of its ways")
-    return [WayLook(name, other, str(failed.get(probe_of(other), ""))) for other in others]
+    return [WayReport(name, other, str(failed.get(probe_of(other), ""))) for other in others]
