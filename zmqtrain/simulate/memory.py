@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
-from zmqtrain.host.member import Job
 from zmqtrain.host.team import LOOK_S, Word
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.plan.link import MEMORY_BYTE_S
@@ -21,6 +20,9 @@ from zmqtrain.simulate.flows import Flow, Resource
 from zmqtrain.simulate.lockstep import current_lockstep_thread
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.wire.payload import Payload
+
+if TYPE_CHECKING:  # it imports torch
+    from zmqtrain.host.member import Job
 
 T = TypeVar("T")
 #: A word: of which slot, of which team.
