@@ -3,28 +3,28 @@
 The tree is drawn by what a caller can do about an error::
 
     ZmqTrainError
-    ├── UsageError                 mend the command or the topology file       exit 2
+    ├── UsageError                 fix the command or the topology file        exit 2
     │   ├── TopologyError          (all faults of a file at once)
     │   ├── PlacementError
     │   └── HostsError             hosts lack what the run needs
-    ├── TaskError                  mend the task's own code                    exit 3
+    ├── TaskError                  fix the task's own code                     exit 3
     │   └── NonFiniteLossError
-    ├── ProtocolError              the other side speaks wrongly               exit 65
-    │   ├── WireError              bytes that are no message of ours
-    │   ├── VersionMismatchError   the other side is another release
-    │   └── RunTokenError          the other side belongs to another run
+    ├── ProtocolError              the peer violates the protocol              exit 65
+    │   ├── WireError              bytes that are not a zmqtrain message
+    │   ├── VersionMismatchError   the peer runs another release
+    │   └── RunTokenError          the peer belongs to another run
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
     ├── HostMemoryError            the host's shared memory is short           exit 69
     ├── EngineError                an engine's own code failed                 exit 71
     ├── SimulationError            a simulated run cannot go on                exit 68
-    │   ├── DeadlockError          everybody waits, and nothing will happen
+    │   ├── DeadlockError          all processes wait, and nothing is scheduled
     │   ├── TimeLimitError         more virtual time than the job allows
-    │   └── InvariantError         something happened that never may
+    │   └── InvariantError         an invariant was broken
     └── ConnectivityError          worth trying again                          exit 128
         ├── PeerLostError          the peer is gone, or was restarted
         ├── PeerTimeoutError       the peer is there, but did not answer
-        ├── ViewChangedError       others are members now: try again with them
+        ├── ViewChangedError       the membership changed: try again with the new members
         ├── SshError               a machine cannot be logged in to, or its connection broke
         └── HostLostError          a whole host is gone
 
@@ -55,7 +55,7 @@ class ZmqTrainError(Exception):
 
 
 class UsageError(ZmqTrainError):
-    """The command or the topology file asks for something that cannot be."""
+    """The command or the topology file asks for something impossible."""
 
     exit_code = 2
     verdict = "topology"
@@ -77,7 +77,7 @@ class HostFault:
     what: str
     remedy: str
     passing: bool = False
-    """Whether it may be gone at another try: the host is not there."""
+    """Whether another try may succeed, because the host was only unreachable."""
 
 
 class HostsError(UsageError):
@@ -90,7 +90,7 @@ class HostsError(UsageError):
 
 
 class TaskError(ZmqTrainError):
-    """The task's own code raised, or is not what a task must be."""
+    """The task's own code raised an error, or does not fit the task interface."""
 
     exit_code = 3
     verdict = "user code"
@@ -100,7 +100,7 @@ class NonFiniteLossError(TaskError):
     """The loss is NaN or infinite."""
 
     def __init__(self, loss: float, rank: int, step: int, kept: str = "") -> None:
-        """``kept``: a sentence about what there is of the run, once that is certain."""
+        """``kept``: a sentence about the checkpoint that was kept, once that is known."""
         self.loss, self.rank, self.step, self.kept = loss, rank, step, kept
         super().__init__(
             f"the loss is {loss} on rank {rank} at step {step}. {kept and f'{kept}. '}Lower the learning rate, clip gradients "
@@ -125,18 +125,18 @@ class RunStopped(SystemExit):
 
 
 class ProtocolError(ZmqTrainError):
-    """The other side does not speak as it must."""
+    """The peer violates the protocol."""
 
     exit_code = 65
     verdict = "network"
 
 
 class WireError(ProtocolError):
-    """Bytes that are not a message of ours, or that go beyond a limit."""
+    """Received bytes are not a zmqtrain message, or exceed a limit."""
 
 
 class VersionMismatchError(ProtocolError):
-    """The peer speaks another version of the wire."""
+    """The peer speaks another version of the wire protocol."""
 
     def __init__(self, peer: str, ours: int, theirs: int) -> None:
         self.peer, self.ours, self.theirs = peer, ours, theirs
@@ -170,7 +170,7 @@ class PortInUseError(ZmqTrainError):
     verdict = "topology"
 
     def __init__(self, address: str, ports: tuple[int, int] | None = None) -> None:
-        """``ports``: the range that was tried, where it was no single port."""
+        """``ports``: the range that was tried, if it was more than a single port."""
         self.address, self.ports = address, ports
         if ports is None:
             text = (
@@ -186,14 +186,14 @@ class PortInUseError(ZmqTrainError):
 
 
 class HostMemoryError(ZmqTrainError):
-    """The memory that the processes of a host share cannot be had."""
+    """The shared memory that the processes of a host need is not available."""
 
     exit_code = 69
     verdict = "topology"
 
 
 class EngineError(ZmqTrainError):
-    """An engine that a plug-in brings cannot be loaded, is none, or its code raised."""
+    """An engine from a plug-in cannot be loaded, does not have an engine's methods, or its code raised."""
 
     exit_code = 71
     verdict = "user code"
@@ -206,7 +206,7 @@ class SimulationError(ZmqTrainError):
 
 
 class DeadlockError(SimulationError):
-    """Nothing is ready and nothing is scheduled: what is waited for will never come."""
+    """Nothing is ready and nothing is scheduled, so the awaited events will never come."""
 
     def __init__(self, now_s: float, waiting: Mapping[str, Sequence[str]]) -> None:
         self.now_s, self.waiting = now_s, waiting
@@ -214,7 +214,7 @@ class DeadlockError(SimulationError):
 
 
 class TimeLimitError(SimulationError):
-    """The run was not through when its virtual time was."""
+    """The run did not end within its limit of virtual time."""
 
     def __init__(self, limit_s: float, waiting: Mapping[str, Sequence[str]]) -> None:
         self.now_s, self.limit_s, self.waiting = limit_s, limit_s, waiting
@@ -224,7 +224,7 @@ class TimeLimitError(SimulationError):
 
 
 class InvariantError(SimulationError):
-    """A simulated run did what no run may do."""
+    """A simulated run broke an invariant."""
 
     def __init__(self, seed: int, broken: Sequence[str]) -> None:
         self.seed, self.broken = seed, tuple(broken)
@@ -267,7 +267,7 @@ class PeerTimeoutError(ConnectivityError, TimeoutError):
 
 
 class ViewChangedError(ConnectivityError):
-    """The members are not those any more that something was to be agreed on with."""
+    """The members that something was to be agreed on with are no longer the members of the run."""
 
 
 class SshError(ConnectivityError):
@@ -276,7 +276,7 @@ class SshError(ConnectivityError):
     consequence = False
 
     def __init__(self, host: str, reason: str, remedy: str = "", *, lasting: bool = False) -> None:
-        """``lasting``: another try will not do better, before somebody has mended something."""
+        """``lasting``: another try cannot succeed until the fault is fixed."""
         self.host, self.reason, self.remedy, self.lasting = host, reason, remedy, lasting
         super().__init__(f"{host}: {reason}{remedy and f': {remedy}'}")
 

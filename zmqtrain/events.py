@@ -35,11 +35,11 @@ class Recorder(Protocol):
         """Record a span whose ends (the loop's clock, in seconds) are known already."""
 
     def audit(self, what: str, /, **values: object) -> None:
-        """State a fact for the auditor of a simulation. Elsewhere nobody listens; it costs a call."""
+        """State a fact for the auditor of a simulation. Outside simulations the call has no effect."""
 
 
 class NullRecorder:
-    """Records nothing."""
+    """A recorder that records nothing."""
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         return None

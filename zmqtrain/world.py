@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class World(Protocol):
-    """Where an event loop runs, if that is not the real world."""
+    """The environment of an event loop that does not run in the real world."""
 
     def wall_s(self) -> float: ...
 
@@ -23,14 +23,14 @@ class World(Protocol):
 
 
 class RealWorld:
-    """This machine."""
+    """This machine and its real time."""
 
     def wall_s(self) -> float:
         """Seconds since the epoch."""
         return time.time()
 
     def random_bits(self, bits: int) -> int:
-        """So many bits that nobody can guess."""
+        """Return ``bits`` random bits that cannot be guessed."""
         return random.SystemRandom().getrandbits(bits)
 
 
@@ -52,5 +52,5 @@ def wall_s() -> float:
 
 
 def random_bits(bits: int) -> int:
-    """So many random bits, of the running loop's world."""
+    """Return ``bits`` random bits from the running loop's world."""
     return current_world().random_bits(bits)

@@ -1,4 +1,4 @@
-"""Which parts of a run of memory are taken. Sans-IO."""
+"""Allocator for one contiguous range of memory: keeps track of the parts in use. Sans-IO."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Allocator:
 
     @property
     def taken_bytes(self) -> int:
-        """How much is taken."""
+        """The number of allocated bytes."""
         return sum(stop - start for start, stop in self._taken.items())
 
     @property
     def parts(self) -> int:
-        """How many parts are taken."""
+        """The number of allocated parts."""
         return len(self._taken)
 
 

@@ -61,7 +61,7 @@ class Arena:
     """This process's view of the host's region: its own slot to allocate in, everybody's to read and write. Thread-safe."""
 
     def __init__(self, region: Region, slot: int) -> None:
-        """Take ``slot``; nobody else may have it at the same time."""
+        """Take ``slot``, which no other process may hold at the same time."""
         magic, version, slots, slot_bytes = _header(region)
         if magic != _MAGIC or version != _VERSION:
             raise HostMemoryError(f"{region.path} is no region of this release of zmqtrain")
@@ -84,7 +84,8 @@ class Arena:
 
     @staticmethod
     def create(slots: int, slot_bytes: int | None = None) -> Region:
-        """A region for so many processes. ``slot_bytes``: the most that one may allocate; the machine's memory if not given."""
+        """Create a region for ``slots`` processes. ``slot_bytes``: the most that one may allocate (default: the machine's
+        memory)."""
         if not 0 < slots <= MOST_SLOTS:
             raise ValueError(f"{slots} slots: a region has 1 to {MOST_SLOTS}")
         size = psutil.virtual_memory().total if slot_bytes is None else slot_bytes
@@ -127,7 +128,7 @@ class Arena:
 
     @property
     def taken_bytes(self) -> int:
-        """How much this process has allocated."""
+        """The number of bytes that this process has allocated."""
         with self._lock:
             return self._allocator.taken_bytes
 

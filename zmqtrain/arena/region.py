@@ -44,7 +44,7 @@ class Region:
         """Not to be called from outside."""
         self.nbytes = nbytes
         self.path = path
-        """Where others open it, while the process that made it lives."""
+        """The path at which other processes open the region, while the process that made it lives."""
         self._file = file
         try:
             self._map = mmap.mmap(file, nbytes, mmap.MAP_SHARED)
@@ -74,7 +74,7 @@ class Region:
 
     @property
     def memory(self) -> memoryview:
-        """All of it. Nobody closes the region while views are in use: that raises ``BufferError``."""
+        """The whole region. It must not be closed while views are in use: that raises ``BufferError``."""
         return memoryview(self._map)
 
     def reserve(self, start: int, nbytes: int, what: str) -> None:
@@ -111,7 +111,7 @@ class Region:
         return (found.st_dev << 32 ^ found.st_ino) & (1 << 63) - 1 or 1
 
     def resident_bytes(self) -> int:
-        """How much real memory it takes."""
+        """The number of bytes of real memory that the region occupies."""
         return os.fstat(self._file).st_blocks * 512
 
     def close(self) -> None:

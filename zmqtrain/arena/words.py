@@ -31,7 +31,7 @@ class Words:
         return len(self._values) * 4 // LINE
 
     def get(self, index: int) -> int:
-        """What the word holds now."""
+        """Return the word's current value."""
         value = self._values[index * (LINE // 4)]
         if not _IN_ORDER:
             futex.wake(self._address + index * LINE)
@@ -54,7 +54,7 @@ class Words:
         futex.wake(self._address + index * LINE)
 
     def wait(self, index: int, value: int, timeout_s: float) -> bool:
-        """Sleep until the counter is at ``value`` or beyond, somebody wakes us, or time is up. Returns whether it is there."""
+        """Sleep until the counter has reached ``value``, a wake-up arrives, or ``timeout_s`` is over. Returns whether it has."""
         found = self.get(index)
         if (found - value) & _MASK < 1 << 31:
             return True

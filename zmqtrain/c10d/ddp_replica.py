@@ -97,7 +97,7 @@ class DdpReplica:
     # For the caller's threads.
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A gradient is there: this rank's, averaged with nobody's. Complete buckets go on their way, in order.
+        """Take this rank's gradient, which is not averaged. Complete buckets are sent, in order.
 
         Raises `TaskError` where it has come before in this step: its bucket may have left."""
         if not self._begun:

@@ -209,7 +209,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return handle
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
-        """From whoever has sent something. Nobody receives from a named rank meanwhile."""
+        """Receive from any rank. Meanwhile no receive from a named rank may be under way."""
         holder: list[Handle] = []
         known = threading.Event()
 
@@ -272,7 +272,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._transport.receive(source, tag, flat, what)
 
     def _split(self, flat: Tensor, tensor: Tensor, splits: list[int]) -> list[Tensor]:
-        """The parts for each rank: equal, or so many rows each."""
+        """The parts for each rank: equal, or with ``splits`` rows."""
         if not splits:
             return list(flat.chunk(self._size_here)) if flat.numel() else [flat] * self._size_here
         row = tensor[0].numel() if tensor.size(0) else 0

@@ -70,8 +70,8 @@ class ModelServers:
             model: its parameters become rank 0's.
             optimizer: over the model's parameters.
             group_size: ranks that follow each other form a group; those of a host (``LOCAL_WORLD_SIZE``) if not given.
-            staleness: whether groups wait for each other at each step (sync), never (async), or when they are so many steps apart.
-            bucket_bytes: gradients leave in buckets of about this size.
+            staleness: whether groups wait for each other at each step (sync), never (async), or when they are a given number of
+            steps apart. bucket_bytes: gradients leave in buckets of about this size.
             timeout_s: how long anything may wait for another rank.
 
         Raises `ValueError` where the world cannot be divided so, and `TaskError` for an optimizer that servers cannot run.

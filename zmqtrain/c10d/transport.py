@@ -1,4 +1,4 @@
-"""What a process group needs of whoever carries its bytes.
+"""The transport interface of a process group.
 
 All methods block, and are called in one thread, by all ranks in the same order, unless said otherwise. Tensors are flat and on the
 CPU. ``what`` is the operation's name for errors.
@@ -54,4 +54,4 @@ class Transport(Protocol):
         ...
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more will come of this rank; whoever waits here raises ``error``."""
+        """Close this rank's transport; waits here raise ``error``."""

@@ -28,12 +28,12 @@ class Follower:
     """Hands what a run adds to its files to a view."""
 
     def __init__(self, path: Path, view: View) -> None:
-        """From now on; what is there already is left out."""
+        """Follow the run from now on, without its earlier output."""
         self._path, self._view = path, view
         self._seen: dict[Path, int] = {file: file.stat().st_size for file in self._files()}
 
     def look(self) -> None:
-        """Show what has come."""
+        """Show new output."""
         for file in self._files():
             lines = self._new_lines(file)
             if file.suffix == ".log" and lines:

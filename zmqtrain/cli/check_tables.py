@@ -158,7 +158,7 @@ def print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
 
 
 def _print_ways(console: Console, ways: list[dict[str, Any]]) -> None:
-    """What was measured between hosts: a matrix of few, a list of many."""
+    """Print the links between hosts: a matrix for few hosts, a list for many."""
     names = list(dict.fromkeys(row["source"] for row in ways))
     cells = {(row["source"], row["target"]): _way(row) for row in ways}
     if not ways:
@@ -192,7 +192,7 @@ def _way(row: dict[str, Any]) -> str:
 
 
 def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
-    """What is wrong, or might be better, and what to do."""
+    """Print problems and possible improvements, with what to do about them."""
     if not checks:
         return
     table = Table(box=None, header_style="dim")
@@ -207,7 +207,7 @@ def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
 
 
 def print_faults(error: TopologyError, json: bool) -> None:
-    """What is wrong with the file itself."""
+    """Print the faults of the file itself."""
     if json:
         faults = error.faults if isinstance(error, TopologyFaultsError) else ()
         for fault in faults:
@@ -224,7 +224,7 @@ def machine_row(host: HostReport) -> dict[str, Any]:
 
 
 def machine_cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """The same for people."""
+    """The cells of a host's row in the printed table."""
     return {
         "host": row["host"],
         "clock": f"{rounded_time(row['clock_offset_s'])} ± {rounded_time(row['clock_error_s'])}",

@@ -9,7 +9,7 @@ from zmqtrain.topology.schema import Topology
 
 
 def emulation_of(topology: Topology, emulate: bool, shaping: str | None, dilation: float | None) -> Emulation | None:
-    """How to emulate, if at all. Raises `UsageError`."""
+    """The emulation that the options ask for, or ``None``. Raises `UsageError`."""
     if not emulate:
         if shaping is not None or dilation is not None:
             raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")

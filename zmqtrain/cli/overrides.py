@@ -41,7 +41,8 @@ def load_with(path: Path, settings: Sequence[str]) -> Topology:
 
 
 def _placed(fault: Fault, settings: Sequence[str], lines: Mapping[str, int]) -> Fault:
-    """A fault of the resulting topology, which nobody has seen: about the last setting that says it, else about the file."""
+    """A fault of the resulting topology, which is not in any file: attribute it to the last setting that caused it, else to the
+    file."""
     for setting in reversed(settings):
         key = dotted(tuple(int(part) if part.isdigit() else part for part in setting.partition("=")[0].split(".")))
         if _within(fault.path, key) or _within(key, fault.path):

@@ -129,7 +129,7 @@ def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Se
 
 
 def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
-    """How fast the file's workers would be as other numbers of groups."""
+    """Print how fast the file's workers would be in other numbers of groups."""
     rows: list[dict[str, Any]] = []
     for name, model in variants(topology, source.layers).items():
         rows += efficiency_rows(name, efficiencies(model))

@@ -41,7 +41,7 @@ class Tables:
         self._console = Console(width=max(LEAST_WIDTH, Console().width))
 
     def head(self, row: dict[str, Any]) -> None:
-        """What is planned for."""
+        """Print what is planned for."""
         ours = f"what this runtime sends, {row['per_host']} of the group's processes on each host"
         by = "the paper's equations" if row["pricing"] == "paper" else ours
         overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
@@ -108,7 +108,7 @@ class Tables:
         self._console.print(table)
 
     def measured(self, rows: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
-        """What was predicted, counted on the simulated wire, and waited for."""
+        """Print predicted, counted and measured costs."""
         self._print("\n[bold]Predicted, counted and measured[/]: of the process that sends most; steps in the simulated world")
         headings = (">messages", ">counted", ">bytes", ">counted", ">waited")
         table = table_of("layer", "choice", "grid", "what", "pass", *headings, "")

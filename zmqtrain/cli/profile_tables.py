@@ -39,7 +39,7 @@ def rows(profile: Profile) -> Iterator[dict[str, Any]]:
 
 
 def print_profile(profile: Profile, file: str | None) -> None:
-    """For people."""
+    """Print a profile as tables."""
     console, measured = _console(), profile.known()
     _print(console, f"[bold]{escape(profile.name)}[/]: {profile.numel:,} parameters; {escape(profile.source)}")
     _print(console, _peak(measured))
@@ -69,7 +69,7 @@ def print_profile(profile: Profile, file: str | None) -> None:
 
 
 def print_links(links: Links, file: str | None) -> None:
-    """For people."""
+    """Print measured links as tables."""
     console = _console()
     for host in links.hosts:
         _print(console, f"{escape(host.name)}: {host.flops / 1e9:,.0f} GFLOP/s in products of matrices")

@@ -79,7 +79,7 @@ def _stop_launcher(path: Path) -> None:
 
 
 def _wait_for_end(process: psutil.Process) -> None:
-    """Also of one that is still listed because nobody has asked what became of it."""
+    """Wait for a process to end, even if it is still listed because its exit status was not collected."""
     with suppress(psutil.NoSuchProcess):
         while process.status() != psutil.STATUS_ZOMBIE:
             with suppress(psutil.TimeoutExpired):

@@ -27,7 +27,7 @@ class Shown:
         self._status: Status | None = None
 
     def begin(self, topology: Topology, space: Space, folder: Path) -> None:
-        """What is searched."""
+        """Print what is searched."""
         row = {"row": "space", "update_s": {str(groups): space.update_s[groups] for groups in space.groups}, "folder": str(folder)}
         if self._json:
             return self._line(row)
@@ -49,7 +49,7 @@ class Shown:
             self._status = None
 
     def trial(self, name: str, trial: Trial, outcome: Outcome) -> None:
-        """What came of a trial."""
+        """Print the result of a trial."""
         if self._json:
             return self._line({"row": "trial", "strategy": name, **trial.to_value(), "outcome": outcome.to_value()})
         loss = "diverged" if outcome.diverged else f"loss {outcome.loss:.4f}"
@@ -61,13 +61,13 @@ class Shown:
         return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}{around}")
 
     def decision(self, name: str, decision: Decision) -> None:
-        """Something was decided."""
+        """Print a decision of the search."""
         if self._json:
             return self._line({"row": decision.what, "strategy": name, "reason": decision.reason, **decision.values})
         return self._print(f"      {decision.what}: {decision.reason}")
 
     def done(self, row: dict[str, Any]) -> None:
-        """A strategy is through."""
+        """Print a strategy's result."""
         if self._json:
             self._line({"row": "strategy", **row})
 
@@ -122,7 +122,7 @@ class Shown:
         self._console.print(table)
 
     def note(self, text: str) -> None:
-        """A line for people."""
+        """Print one line."""
         if not self._json:
             self._print(text)
 

@@ -94,7 +94,7 @@ class Group:
         self._running.add(limit)
 
     def leave(self, limit: asyncio.Timeout) -> None:
-        """A collective has ended."""
+        """Note that a collective has ended."""
         self._running.discard(limit)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:

@@ -103,7 +103,7 @@ async def barrier(group: Group, tag: Tag, *, priority: int = 0) -> None:
 
 
 def sent_by_all_reduce(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Messages and bytes that a rank sends in an `all_reduce` of so many elements. Pure."""
+    """Messages and bytes that a rank sends in an `all_reduce` of ``numel`` elements. Pure."""
     if size == 1 or not numel:
         return 0, 0
     steps = _ALL_REDUCE[choose_all_reduce(numel * itemsize, size)](numel, size, rank)
@@ -124,6 +124,6 @@ async def _run(
 
 
 def _piece(group: Group, payload: Payload, part_bytes: int) -> int:
-    """Elements in a piece."""
+    """The number of elements in a piece."""
     itemsize = payload.nbytes // payload.numel
     return max(1, piece_bytes(part_bytes, group.chunk_bytes) // itemsize)

@@ -30,11 +30,11 @@ class Condition(Protocol):
     def __exit__(self, *exc_info: Any) -> None: ...
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until ``predicate`` holds, at most so many seconds. Returns whether it does."""
+        """Wait until ``predicate`` holds, at most ``timeout`` seconds. Returns whether it does."""
         ...
 
     def notify_all(self) -> None:
-        """Something has changed."""
+        """Wake all waiting threads: something has changed."""
 
 
 class BackgroundThread:

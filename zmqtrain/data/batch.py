@@ -43,7 +43,7 @@ class Batch:
     arriving: Callable[[], Batch] | None = field(default=None, repr=False, compare=False)
     """Gives the same batch in the device's memory, if it is on its way there."""
     named: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs by name."""
+    """The inputs that are passed by name."""
     forward: Forward | None = field(default=None, repr=False, compare=False)
     """How the model is called with the target, which is then the whole batch."""
 
@@ -101,7 +101,7 @@ class Batch:
         return replace(self, inputs=inputs, target=target, named=named, arriving=None)
 
     def with_inputs(self, function: Callable[[Any], Any]) -> Batch:
-        """With ``function`` of what the model is given alone."""
+        """Return a copy with ``function`` applied to the inputs alone."""
         if self.forward is not None:
             return replace(self, target=function(self.target))
         return replace(self, inputs=function(self.inputs), named=function(dict(self.named)))
@@ -123,7 +123,7 @@ class Batch:
 
 
 def batch_of(collated: Any, samples: int, forward: Forward | None = None) -> Batch:
-    """The batch that was collated of so many samples, by the table above. Raises `TaskError` where the table has no row for it."""
+    """Make a `Batch` of ``samples`` collated samples, by the table above. Raises `TaskError` where no row of the table fits."""
     if forward is not None:
         return Batch((), collated, samples, forward=forward)
     if isinstance(collated, Mapping):

@@ -26,10 +26,10 @@ class Block:
 
 
 class Contents(Protocol):
-    """What blocks hold."""
+    """The contents of blocks of samples: how they are read, packed and unpacked."""
 
     def read(self, ids: Indices) -> Any:
-        """From the dataset. In any thread."""
+        """Read samples from the dataset. May be called in any thread."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Contents(Protocol):
         ...
 
     def unpack(self, payloads: Sequence[Payload]) -> Any:
-        """What has come, in memory of its own."""
+        """Rebuild received samples, in memory of their own."""
         ...
 
     def gather(self, rows: Sequence[tuple[Any, int]]) -> Any:
@@ -100,7 +100,7 @@ class TensorContents:
 
 
 class PhantomContents:
-    """Sizes only."""
+    """Blocks of which only the sizes travel."""
 
     def __init__(self, sample_bytes: int) -> None:
         self._sample_bytes = sample_bytes

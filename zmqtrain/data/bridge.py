@@ -52,7 +52,7 @@ class Bridge:
         self._loop_thread = threading.get_ident()
         self.changed, self.clock, self.timeout_s = condition, clock, timeout_s
         self.error: BaseException | None = None
-        """What `abort` was given."""
+        """The error that was given to `abort`."""
         self._jobs: deque[Callable[[], None]] = deque()  # to be computed by the thread when it waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -192,7 +192,7 @@ class Begun(Generic[T]):
         return self._result[0]
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Cancel the operation."""
         with suppress(RuntimeError):  # the loop is closed
             self._bridge.loop.call_soon_threadsafe(self._cancel)
 

@@ -19,15 +19,15 @@ class Promise:
     source: str
     """dataset, ring, stream or parts of a stream."""
     order: str
-    """Whose order an epoch has."""
+    """Where the order of an epoch comes from."""
     each: str
-    """How often a sample is trained in an epoch."""
+    """How often a sample is trained on in an epoch."""
     resumed: str
-    """What a resumed run trains."""
+    """Which samples a resumed run trains on."""
 
     @classmethod
     def of_dataset(cls, source: Source, partition: Partition) -> Promise:
-        """Of a map-style dataset."""
+        """The promise for a map-style dataset."""
         left = partition.samples % partition.step_samples
         rest = f"; {left} of {partition.samples}, which fill no step, are left out" if left else ""
         if source.order == "sampler":
@@ -39,13 +39,13 @@ class Promise:
 
     @classmethod
     def of_ring(cls, *, survives: bool) -> Promise:
-        """Of a ring. ``survives``: the run goes on without those that are lost."""
+        """The promise for a ring. ``survives``: the run continues without lost members."""
         each = "once while nobody is lost; the ledger says what became of the others" if survives else "once"
         return cls("ring", "each group's part, which moves on to the next group", each, "the same order")
 
     @classmethod
     def of_stream(cls, source: Source) -> Promise:
-        """Of a stream: nobody knows how many there are."""
+        """The promise for a stream, whose length is not known."""
         stateful = hasattr(source.dataset, "state_dict") and hasattr(source.dataset, "load_state_dict")
         resumed = "what follows on the stream's own state" if stateful else "what follows on all that is read again and passed over"
         if source.shard is None:
@@ -74,7 +74,7 @@ class Ledger:
     recovered: int = 0
     """Got from copies that others kept, after a change of the members."""
     read_again: int = 0
-    """Read from the dataset, since nobody had a copy."""
+    """Samples that were read from the dataset because no member had a copy."""
     repeated: int = 0
     """Trained once more, since those that were due had been lost on the way."""
     lost: list[int] = field(default_factory=list)

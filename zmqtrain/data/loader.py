@@ -77,16 +77,16 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What becomes of a batch that was read, before it is used."""
+    """The work on a batch between reading it and using it."""
 
     make: Make = batch_of
-    """What is input and what is target."""
+    """Separates inputs from targets."""
     pin: bool = False
-    """Into memory that devices copy from."""
+    """Whether to copy to memory that devices can copy from directly."""
     channels_last: bool = False
-    """How images (four dimensions) of the inputs lie in memory."""
+    """Whether images (four dimensions) of the inputs are laid out with channels last."""
     move: Move | None = None
-    """To where batches are used, as soon as they are made."""
+    """Moves a batch to the device where it is used, as soon as it is made."""
 
     def __call__(self, read: Any, samples: int) -> Batch:
         """Raises `TaskError` for a batch that no task can have. In any thread of the worker."""

@@ -26,7 +26,7 @@ def mapped(part: Any, function: Callable[[Tensor], Any], other: Callable[[Any], 
 
 
 def leaves(part: Any) -> Iterator[Any]:
-    """What stands at the structure's ends, tensors and others, in a fixed order."""
+    """Yield the structure's leaves, tensors and others, in a fixed order."""
     children = None if isinstance(part, Tensor) else _children(part)
     if children is None:
         yield part

@@ -45,7 +45,7 @@ _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be read."""
+    """A request to a loader process."""
 
     step: int
     indices: Indices
@@ -71,7 +71,7 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What the person's code raised in a loader process."""
+    """An error that the user's code raised in a loader process."""
 
     message: str
     trace: str

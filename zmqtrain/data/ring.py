@@ -32,9 +32,9 @@ class Ring:
     """The ring between two changes of its members. Positions on it count from 0."""
 
     parts: tuple[Indices, ...]
-    """What each position holds when the first lap begins."""
+    """The samples that each position holds when the first lap begins."""
     batch_size: int
-    """The largest batch."""
+    """The size of the largest batch."""
     since: int = 0
     """The step at which the first lap begins."""
 
@@ -48,12 +48,12 @@ class Ring:
 
     @property
     def peers(self) -> int:
-        """Positions on the ring."""
+        """The number of positions on the ring."""
         return len(self.parts)
 
     @property
     def steps(self) -> int:
-        """Steps of a lap."""
+        """The number of steps in a lap."""
         return max(1, -(-max(len(part) for part in self.parts) // self.batch_size))
 
     def place(self, step: int) -> tuple[int, int]:
@@ -85,8 +85,8 @@ class Ring:
     def changed(self, step: int, members: Sequence[int | None]) -> Ring:
         """The ring from ``step`` on with these members: where each was, or ``None`` for a new one, in their new order.
 
-        What the lost had goes to the nearest member before them that is left, which has copies; then whoever has more than an even
-        share gives the last of it to those who have less.
+        What the lost had goes to the nearest member before them that is left, which has copies; then each member with more than an
+        even share gives the last of it to those who have less.
         """
         held = [list(self.held(step, peer)) for peer in range(self.peers)]
         left = [before for before in members if before is not None]

@@ -6,8 +6,8 @@ Where the samples themselves travel, the life of a batch is::
     used(step)    it goes on to the next neighbour, while the next step computes; a copy stays here for a lap
 
 When the members change, all of them stop at the same step, say what they have (copies, too), and each asks for what its new part
-lacks: first whoever had it, then the neighbours of a lost one, who have copies of what it held. What nobody has (in the first lap)
-is read from the dataset, by whoever can.
+lacks: first the former holder, then the neighbours of a lost one, which have copies of its samples. A sample without copy (in the
+first lap) is read from the dataset, by a member that can.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class RingLoader:
         return {int(sample): (block.content, row) for row, sample in enumerate(block.ids)}
 
     async def _read_again(self, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
-        """What nobody has a copy of (in the first lap nobody else has had it), from the dataset, if this host has it at all."""
+        """Read samples without copies from the dataset (in the first lap no other member has had them), if this host has it."""
         if not missing:
             return {}
         ids = np.array(missing, np.int64)

@@ -23,7 +23,7 @@ class RingPlan:
             self._eras.append((ring.changed(step, places), tuple(members)))
 
     def begin(self, ring: Ring, members: Sequence[PeerId]) -> None:
-        """Somebody else has told which ring there is; what was before does not matter here."""
+        """Adopt the ring that another member announced, and forget the previous one."""
         self._eras = [(ring, tuple(members))]
 
     def at(self, step: int) -> tuple[Ring, tuple[PeerId, ...]]:
@@ -53,6 +53,6 @@ class RingPlan:
         return list(asked.items())
 
     def indices(self, step: int, peer: PeerId) -> Indices:
-        """What a peer trains on."""
+        """The samples that a peer trains on."""
         ring, members = self.at(step)
         return ring.indices(step, members.index(peer))

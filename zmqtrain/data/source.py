@@ -44,7 +44,7 @@ class Source:
     """A person's data, checked."""
 
     name: str
-    """What it is called in errors."""
+    """The name of the data in error messages."""
     dataset: Any
     stream: bool = False
     """Whether it can only be read from its beginning."""

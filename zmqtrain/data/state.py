@@ -26,7 +26,7 @@ def pack_state(state: Any) -> bytes | None:
 
 
 def unpack_state(packed: Any) -> Any:
-    """What `pack_state` was given. Raises `CheckpointError` for other bytes."""
+    """Return the value that was given to `pack_state`. Raises `CheckpointError` for other bytes."""
     try:
         return msgpack.unpackb(packed, ext_hook=_restored, strict_map_key=False)
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:

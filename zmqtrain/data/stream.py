@@ -1,4 +1,4 @@
-"""Batches of a stream: data that is read from its beginning, and whose end nobody knows before it comes.
+"""Batches of a stream: data that is read from its beginning, and whose length is not known beforehand.
 
 Without ``shard`` each worker reads the whole stream, and takes its own samples of each step, which are the same as those of one
 process that trains on it alone. With ``shard`` it reads a part of its own. What does not fill a batch at the end is left out.
@@ -26,7 +26,7 @@ from zmqtrain.errors import CheckpointError, TaskError
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """Which samples of a stream are a worker's."""
+    """The samples of a stream that belong to a worker."""
 
     rank: int
     """Among those that have different samples."""
@@ -35,7 +35,7 @@ class StreamPlace:
     stop: int
     """Of a step's samples, which of them are the worker's."""
     step_samples: int
-    """Of all groups."""
+    """The number of samples in a step, over all groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class StreamRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamRead:
-    """What there was."""
+    """The result of one request to the stream."""
 
     content: Any = None
-    """The batch, collated and transformed; none where the stream had ended before it was full, or nobody wanted it."""
+    """The batch, collated and transformed; ``None`` if the stream ended before the batch was full, or the batch was not wanted."""
     ended: bool = False
     reader: int = 0
-    """Which of the worker's processes has read it."""
+    """The loader process, by number, that read it."""
     state: bytes | None = None
     """The stream's own, behind these samples."""
 
@@ -156,20 +156,20 @@ _MOST = 1 << 53
 
 @dataclass(slots=True)
 class Position:
-    """How far a worker is in its stream: what a checkpoint keeps of it."""
+    """How far a worker is in its stream; checkpoints keep it."""
 
     epoch: int = 0
     requests: int = 0
-    """Of the epoch, that were taken or passed."""
+    """Requests of this epoch that were taken or skipped."""
     batches: int = 0
-    """That they gave."""
+    """Batches that those requests gave."""
     readers: int = 1
     """Processes of the worker that read in turn."""
     states: dict[int, bytes] = field(default_factory=dict)
     """The stream's own, by the process that has read it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         states = {str(reader): state for reader, state in self.states.items()}
         return {**dict(zip(_COUNTS, self._counts(), strict=True)), "states": states}
 
@@ -244,7 +244,7 @@ class StreamLoader:
         return batch
 
     async def next_epoch(self) -> None:
-        """Begin at the beginning."""
+        """Begin the stream again from its beginning."""
         if self._held is not None:
             await asyncio.wait({self._held})
         if self._processes is not None and self._renews:

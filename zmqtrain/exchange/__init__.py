@@ -1,1 +1,1 @@
-"""How a group's replica stays in touch with the others."""
+"""Exchanges: how the replicas of different groups agree on parameters."""

@@ -21,8 +21,8 @@ class AllReduceExchange(Serverless):
 
     All replicas stay equal to the bit: they begin with rank 0's parameters, and all-reduce gives every rank identical sums.
 
-    ``every`` > 1: the gradients of so many steps are added up, exchanged in the last one's backward and applied once, as one step
-    of a batch so many times as large. Steps left over when training ends are not applied.
+    ``every`` > 1: the gradients of that many steps are added up, exchanged in the last one's backward and applied once, as one step
+    of a batch that many times as large. Steps left over when training ends are not applied.
 
     ``by_bucket``: update each bucket when the next forward takes it, so that only what the forward needs at once is waited for.
     Otherwise the end of a step waits for all gradients, and then runs the optimizer: gradients can be clipped by their norm so.

@@ -33,7 +33,7 @@ class Arithmetic:
         return await self.do_sized(work, sum(payload.nbytes for payload in payloads if isinstance(payload, TensorPayload)))
 
     async def do_sized(self, work: Callable[[], T], nbytes: int) -> T:
-        """As `do`, with so many bytes to read and write."""
+        """Run ``work`` as `do` does, where it reads and writes ``nbytes`` bytes."""
         if nbytes < INLINE_BYTES:
             return work()
         outcome = asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -17,11 +17,11 @@ class Rows:
     a row exchange it."""
 
     positions: tuple[tuple[int, ...], ...]
-    """Of each row's workers in their group."""
+    """For each row, the positions of its workers in their group."""
     numels: tuple[int, ...]
     """Elements of the bucket on each row."""
     own: int
-    """This worker's row."""
+    """The number of this worker's row."""
 
     def within(self, group: Group) -> Group:
         """Those of ``group``, which is one compute group or several, that have this worker's part."""
@@ -82,11 +82,11 @@ class Sharing(Protocol):
 
     @property
     def sums(self) -> Sequence[Payload]:
-        """Where each bucket's sum lies: what updates go by. Nobody writes there unless it is the bucket's own memory."""
+        """The sum of each bucket, by which parameters are updated. It is read-only unless it is the bucket's own memory."""
         ...
 
     def wait_writable(self) -> None:
-        """Gradients of the next step are about to be written: wait until nobody reads those of the step before.
+        """Wait until the gradients of the previous step are no longer read, so that those of the next step can be written.
 
         Raises `PeerLostError`, `PeerTimeoutError`, or what the exchange was ended by."""
 
@@ -129,8 +129,8 @@ class Replica(Protocol):
         ``end_step`` and ``settle`` raise the error as well."""
 
     def judged(self, finite: bool, step: int) -> bool:
-        """Hear whether the gradient of ``step``, that of all who update together, is finite; where it is not, nobody updates by it.
-        For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
+        """Hear whether the gradient of ``step``, that of all who update together, is finite; where it is not, no worker updates by
+        it. For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
         ...
 
     async def update(self, *, hold: bool = False) -> None:

@@ -40,7 +40,7 @@ PRIORITY = -1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one role keeps in a checkpoint."""
+    """One role's part of a checkpoint."""
 
     name: str  # "worker-3", "server-0", "model", "group-1"
     step: int  # steps that were complete

@@ -7,7 +7,7 @@ as they were meant to, without the lost::
 
     view changes ──> agree(newest step let begin) ──> from max + 1 on: the new members
                         │                                  ▲
-                        └── somebody else is lost, or ─────┘ again, with the next view
+                        └── another member is lost, or ────┘ again, with the next view
                             joins, in the meantime
 """
 

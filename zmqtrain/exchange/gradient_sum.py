@@ -45,7 +45,7 @@ class GradientSum:
         await self._sums.stop()
 
     def begin(self, step: int, buckets: int) -> None:
-        """Gradients of ``step`` come next, of so many buckets."""
+        """Begin ``step``, whose gradients come in ``buckets`` buckets."""
         self._step = step
         self._under_way.begin(step, buckets)
 

@@ -53,12 +53,12 @@ RISE = 30
 
 
 def horizon(staleness: float) -> float:
-    """How many updates to look ahead, where a gradient meets so many of others."""
+    """The number of updates to look ahead, where a gradient has this mean staleness."""
     return (3 * staleness + 1) / 2 if staleness > 0 else 0.0
 
 
 def risen(updates: int, rise: float) -> float:
-    """Which part of its rate an update has before which there were so many, where the rate rises within ``rise`` of them."""
+    """The fraction of the full rate after ``updates`` updates, where the rate is warmed up over ``rise`` updates."""
     return math.sqrt(min(1.0, (updates + 1) / rise)) if rise > 1 else 1.0
 
 
@@ -94,7 +94,7 @@ def with_rate_of_one(group: Mapping[str, Value], momentum: float, others: float)
 
 
 def steps_ahead(momentum: float, updates: float) -> float:
-    """P: what the momentum alone makes of a step within so many updates, in such steps."""
+    """P: how far momentum alone carries a step within ``updates`` updates, in units of that step."""
     if not 0 < momentum < 1:
         return updates if momentum >= 1 else 0.0
     return float(momentum * (1 - momentum**updates) / (1 - momentum))

@@ -1,4 +1,4 @@
-"""Who takes part in the training, at which step."""
+"""The workers that take part in the training at each step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Members(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Take part no more."""
+        """Stop taking part."""
 
 
 class FixedMembers:

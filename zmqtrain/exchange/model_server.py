@@ -188,7 +188,7 @@ class ModelServerExchange:
 
     async def stop(self) -> None:
         """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
-        that stops early waits for nobody."""
+        that stops early waits for no other worker."""
         await self._under_way.cancel()
         self._arithmetic.close()
         if self._replica is None:
@@ -303,7 +303,7 @@ class ModelServerExchange:
         self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None, passed_over: bool
     ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
-        is free then. ``passed_over``: nobody is to update by it."""
+        is free then. ``passed_over``: no server may update by it."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed, passed_over).to_value()
         server = self._settings.servers[piece.server]

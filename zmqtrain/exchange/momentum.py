@@ -38,12 +38,12 @@ def expected_staleness(policy: PolicyKind, groups: int, bound: int = 0) -> float
 
 
 def implicit_momentum(staleness: float) -> float:
-    """What so much staleness acts like: 1 - 1/g for the g - 1 of g groups."""
+    """The implicit momentum of a mean ``staleness``: 1 - 1/g for the staleness g - 1 of g groups."""
     return staleness / (1 + staleness)
 
 
 def total_momentum(explicit: float, implicit: float) -> float:
-    """What both act like together."""
+    """The total momentum of explicit and implicit momentum together."""
     return 1 - (1 - explicit) * (1 - implicit)
 
 
@@ -78,10 +78,10 @@ def with_momentum(group: Mapping[str, Value], momentum: float) -> dict[str, Valu
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """What an exchange makes of the task's momentum and learning rate."""
+    """How an exchange adapts the task's momentum and learning rate."""
 
     staleness: float = 0.0
-    """That is expected."""
+    """The expected mean staleness."""
     on: bool = False
     look_ahead: bool = False
     """Whether servers look ahead by the delay."""
@@ -125,7 +125,7 @@ class Compensation:
         return with_momentum(with_rate_of_one(group, target, self.others), spread(target, self.others))
 
     def describe(self, spec: OptimizerSpec) -> dict[str, Any]:
-        """For the record, of the first parameter group. ``spec``: the task's own."""
+        """Describe the first parameter group for the run's record. ``spec``: the task's own optimizer."""
         given, changed = spec.groups[0], self.of(spec).groups[0]
         explicit = explicit_of(changed)
         stated = {

@@ -70,7 +70,7 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Valu
 
 def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
     """Raise `CheckpointError` unless ``state`` is what the optimizer can have kept of the parameter. Of classes outside
-    ``torch.optim`` nobody knows what they keep."""
+    ``torch.optim`` it is not known what they keep."""
     kind = type(optimizer)
     if getattr(torch.optim, kind.__qualname__, None) is not kind or kind.__qualname__ in _NOT_ELEMENTWISE or not state:
         return

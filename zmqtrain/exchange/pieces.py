@@ -13,7 +13,7 @@ from zmqtrain.collectives.group import bounds
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """What the cut must know of a bucket."""
+    """The properties of a bucket that decide how it is cut."""
 
     numel: int
     itemsize: int
@@ -80,5 +80,5 @@ def _parts(bucket: BucketSize, group_size: int) -> Iterator[tuple[int, tuple[int
 
 
 def _count(numel: int, bucket: BucketSize, most_bytes: int) -> int:
-    """Pieces of a part of so many elements."""
+    """The number of pieces for a part of ``numel`` elements."""
     return -(-numel // max(1, most_bytes // bucket.itemsize))

@@ -1,4 +1,4 @@
-"""What workers and model servers say to each other, as data.
+"""The messages between workers and model servers, as data.
 
 ====================  =======================  =============================================  ==============================
 message               from, to                 tag (or method)                                carries
@@ -140,7 +140,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Rides with a gradient."""
+    """The header of a pushed gradient."""
 
     group: int
     version: int
@@ -148,7 +148,7 @@ class PushMeta:
     hyperparameters: Mapping[str, Value] | None = None
     """Those of the optimizer's that differ from the configuration at this step, if any."""
     passed_over: bool = False
-    """Nobody is to update by it: the whole gradient was not finite. It counts as an update that changes nothing."""
+    """Whether to skip the update, because the gradient was not finite. It counts as an update that changes nothing."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
@@ -171,7 +171,7 @@ class PushMeta:
 
 @dataclass(frozen=True, slots=True)
 class ReadMeta:
-    """Rides with parameters."""
+    """The header of published parameters."""
 
     version: int
     """Updates that the values contain."""

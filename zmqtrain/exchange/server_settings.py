@@ -45,7 +45,7 @@ class ModelServerSettings:
 
     @property
     def compensation(self) -> Compensation:
-        """What becomes of the optimizer's momentum and learning rate."""
+        """How the optimizer's momentum and learning rate are adapted."""
         groups = len(self.groups)
         staleness = expected_staleness(self.policy, groups, self.bound)
         return Compensation(staleness, self.compensate, self.look_ahead, self.own_rate, groups)

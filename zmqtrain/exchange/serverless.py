@@ -1,4 +1,4 @@
-"""What exchanges without servers have in common."""
+"""The common base of exchanges without servers."""
 
 from __future__ import annotations
 

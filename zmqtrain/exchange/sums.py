@@ -26,7 +26,7 @@ class Sums(Protocol):
 
     @property
     def group(self) -> Group:
-        """The workers."""
+        """The workers that sum."""
         ...
 
     async def start(self, replica: Replica) -> None: ...
@@ -39,10 +39,10 @@ class Sums(Protocol):
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Nothing more will come: whoever waits here is told."""
+        """End all waits here with ``error``: no more sums will arrive."""
 
     async def stop(self) -> None:
-        """What is under way is given up."""
+        """Cancel the sums in progress."""
 
 
 class NetworkSums:
@@ -93,14 +93,14 @@ class HostSums:
         self._places: dict[int, int] = {}  # bucket -> its number among those that are summed here
         self._indices: list[int] = []  # and back
         self.sums: Sequence[Payload] = ()
-        """Of the buckets that are summed here, in their order."""
+        """The sums of the buckets that are summed here, in their order."""
 
     async def start(self, replica: Replica) -> None:
         await self.begin(replica.buckets)
         replica.share(self)
 
     async def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Sum these buckets only; somebody else tells the replica of it."""
+        """Sum these buckets only; the caller tells the replica of it."""
         self._loop = asyncio.get_running_loop()
         self._indices = [bucket.index for bucket in buckets]
         self._places = {index: place for place, index in enumerate(self._indices)}
@@ -184,6 +184,6 @@ class HostSums:
             future.exception()  # whoever waits for it gets it; nobody must
 
     def _future(self, index: int) -> asyncio.Future[None]:
-        """One a bucket and step, made by whoever is first: the sum, or who waits for it."""
+        """The future of a bucket and step, created by whichever comes first: the sum or its reader."""
         assert self._loop is not None
         return self._summed.setdefault(index, self._loop.create_future())

@@ -37,7 +37,7 @@ class UnderWay:
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def begin(self, step: int, buckets: int) -> None:
-        """So many buckets of ``step`` come next."""
+        """Begin ``step``, in which ``buckets`` buckets are exchanged."""
         assert not self._missing, f"{self._missing} buckets of step {self._step} were not added"
         self._step, self._missing = step, buckets
         self._complete.clear()

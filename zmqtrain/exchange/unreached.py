@@ -3,7 +3,7 @@
 An optimizer of torch passes over a parameter without a gradient: no momentum, no weight decay, no step counted. Here gradients
 travel in buckets, whole. A worker that has none for a parameter gives -0.0 in each of its elements; one that has some takes care
 that the first element is not -0.0. A sum of zeros is -0.0 if all of them are, in any order, and however it is averaged or scaled on
-the way: so where the sum is -0.0 nobody had a gradient, and whoever has the sum knows it.
+the way: so where the sum is -0.0 no worker had a gradient, which can be read from the sum alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Bits:
         self.smallest = torch.iinfo(self._type).min
 
     def places(self, elements: Iterable[int]) -> Tensor:
-        """Where they lie: of a complex number the first half counts."""
+        """Where the elements are in the bucket; for a complex number, its first half counts."""
         return torch.tensor([element * 2 if self._complex else element for element in elements], dtype=torch.int64)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Parts:
             bits[self._firsts[zeros]] = 0
 
     def unreached(self, flat: Tensor) -> list[int]:
-        """The numbers of the parts that nobody's backward has reached."""
+        """The numbers of the parts that no worker's backward has reached."""
         if not self.starts:
             return []
         zeros = self._bits.of(flat).index_select(0, self._firsts) == self._bits.smallest

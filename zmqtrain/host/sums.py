@@ -18,8 +18,8 @@ Combine: TypeAlias = Callable[..., Tensor]
 def sum_into(targets: Sequence[Tensor], sources: Sequence[Tensor], *, scale: float = 1.0, combine: Combine = torch.add) -> None:
     """Every target becomes ``scale`` times the sum of the sources. All are flat, of one size and dtype.
 
-    The sources are added from the first to the last, so the result has the same bits whoever adds. A target may be a source (the
-    same memory, not a part of it).
+    The sources are added from the first to the last, so the result has the same bits in every process. A target may be a source
+    (the same memory, not a part of it).
     """
     result = _result(targets, sources)
     others = [target for target in targets if target is not result]

@@ -34,7 +34,7 @@ class Word(IntEnum):
     LEFT = 3
     """Not 0: it has left the team."""
     TABLE_LOW = 4
-    """Where its table of places lies, in cache lines; the lower 32 bits."""
+    """The cache lines that hold the team's table of places; the lower 32 bits."""
     TABLE_HIGH = 5
 
 
@@ -139,7 +139,7 @@ class Team:
             self._error = error
 
     def leave(self) -> None:
-        """Tell the others that nothing more will come of this member: waits for it raise. Nobody waits here any more."""
+        """Tell the others that this member will send nothing more: waits for it raise. This member must not wait afterwards."""
         self.set(Word.LEFT, 1)
         for word in (Word.ARRIVED, Word.DONE, Word.TAKEN):
             self._mine.wake(self._first + word)

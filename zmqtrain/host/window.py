@@ -44,7 +44,7 @@ class Window:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank in the team."""
         return self.team.rank
 
     @property

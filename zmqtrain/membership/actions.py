@@ -37,7 +37,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Whoever made this request is gone: do not answer it. (An answer would reach the process that took its name.)"""
+    """The process that made this request is gone: do not answer it. (An answer would reach its successor of the same name.)"""
 
     ticket: Ticket
     reason: str
@@ -144,7 +144,7 @@ class Failure:
 
 
 def signal_name(number: int) -> str:
-    """Like ``SIGKILL``."""
+    """The name of a signal, like ``SIGKILL``."""
     import signal
 
     try:
@@ -161,7 +161,7 @@ class Outcome:
     reason: str
     failures: tuple[Failure, ...] = ()
     halt: Mapping[str, Any] | None = None
-    """What the role that stopped the run gave as its reason."""
+    """The reason that the role which stopped the run gave."""
     losses: tuple[str, ...] = ()
     """Why workers were lost without whom the run went on."""
 

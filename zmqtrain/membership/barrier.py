@@ -36,11 +36,11 @@ class Barrier:
     """Whether it is of all who are there: those who are lost no longer count."""
     waiting: dict[PeerId, Ticket] = field(default_factory=dict)
     largest: int | None = None
-    """Of the values that were brought."""
+    """The largest of the values that members brought."""
 
     @property
     def missing(self) -> list[PeerId]:
-        """Who has not come."""
+        """The members that have not arrived."""
         return [peer for peer in self.members if peer not in self.waiting]
 
     def arrive(self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket, value: int | None) -> list[Action]:

@@ -77,7 +77,7 @@ class Membership:
 
     @property
     def peer(self) -> PeerId:
-        """Who this is."""
+        """This member's name."""
         return self.endpoint.peer
 
     async def ready(self) -> None:
@@ -106,7 +106,7 @@ class Membership:
         return answer
 
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Hand events (plain values) to whoever keeps the run's record; on return they have arrived."""
+        """Send events (plain values) to the keeper of the run's record; on return they have arrived."""
         for start in range(0, len(events), EVENTS_AT_ONCE):
             batch: list[Value] = [dict(event) for event in events[start : start + EVENTS_AT_ONCE]]
             await self._ask("report", batch)
@@ -116,7 +116,7 @@ class Membership:
         await self._ask("halt", dict(reason))
 
     async def fail(self, report: Mapping[str, Any]) -> None:
-        """Say that this role has failed, with its error report. For roles without an agent, whose end nobody would see."""
+        """Say that this role has failed, with its error report. For roles without an agent, whose end would not be noticed."""
         await self._ask("failed", dict(report))
 
     def on_halt(self, callback: HaltCallback) -> None:
@@ -135,7 +135,7 @@ class Membership:
         """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent.
 
         What it has sent to others has arrived by then, however long it takes on a slow network, and its end is no loss to them.
-        Raises `PeerTimeoutError` where nothing arrives any more. Once the run is to stop, nobody needs it.
+        Raises `PeerTimeoutError` where nothing arrives any more. Once the run is to stop, it is not needed.
         """
         if not self._left:
             await self._finish()

@@ -5,10 +5,10 @@ stop before it, or keep a checkpoint there and go on.
 
     coordinator                         worker
     "stop.ask" why     ->               answers with the step before which it can stop, and waits there
-    "stop.at" 12 why   ->               goes on up to step 12 (or, told no step, as if nobody had asked)
+    "stop.at" 12 why   ->               goes on up to step 12 (or, told no step, as if not asked)
 
-Who has answered trains no further than it has said until it is told, and nobody is told before all have answered. So nobody has
-gone beyond the step that all are told, and groups that are ahead wait for nothing but those behind, who wait for nobody. Both
+A worker that has answered trains no further than its answer until it is told, and none is told before all have answered. So none
+has gone beyond the step that all are told, and groups that are ahead wait for nothing but those behind, which wait for no one. Both
 questions may be asked at the same time, each once.
 """
 
@@ -100,7 +100,7 @@ class StopPoint:
 
 
 def may_not_stop(endpoint: Endpoint, why: str) -> None:
-    """Until its `StopPoint` opens this worker can stop at no step; whoever asks is told ``why``."""
+    """Until its `StopPoint` opens this worker cannot stop at any step; a caller that asks is told ``why``."""
 
     async def refuse(caller: PeerId, _what: Value = "stop") -> Value:
         raise ConnectivityError(why)

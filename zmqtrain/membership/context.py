@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """What a worker or server needs. Whoever made the endpoint closes it after the role has returned."""
+    """Everything that a worker or server is given. The caller that made the endpoint closes it after the role has returned."""
 
     endpoint: Endpoint
     membership: Membership

@@ -61,7 +61,7 @@ class Coordinator:
         on_report: ReportCallback | None = None,
     ) -> None:
         self.running = asyncio.Event()
-        """Everybody has joined."""
+        """Set once all members have joined."""
         self.failed = asyncio.Event()
         """Something failed; `run` goes on for a moment to collect what the others have to say."""
         self.outcome: Outcome | None = None
@@ -89,11 +89,11 @@ class Coordinator:
         self._do(self._roster.handle_halt(COORDINATOR, reason, self._now()))
 
     def host_ended(self, host: str, reason: str) -> None:
-        """The agent of a host has ended, says whoever started it: its roles have ended with it."""
+        """The engine reports that a host's agent has ended: its roles have ended with it."""
         self._do(self._roster.handle_host_ended(host, reason, self._now()))
 
     async def run(self) -> Outcome:
-        """Keep the membership until the run has ended. Cancelling it refuses whoever waits, and tells nobody else."""
+        """Keep the membership until the run has ended. Cancelling it refuses all waiting members, and does not tell the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group

@@ -1,4 +1,5 @@
-"""What the run is, told by the coordinator to whoever joins: the topology, the placement, and what the person asked for."""
+"""The description of the run that the coordinator gives to each member that joins: the topology, the placement, and the options of
+the launch."""
 
 from __future__ import annotations
 

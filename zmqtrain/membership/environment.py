@@ -41,11 +41,11 @@ class RoleEnvironment:
     host: str = "127.0.0.1"
     """The address to advertise, and to bind where ``bind`` does not say another."""
     timeout_s: float = 60.0
-    """``[job] timeout``."""
+    """The value of ``[job] timeout``."""
     shaping: str = ""
     """The file that says how an emulated network is shaped; empty: not at all."""
     arena: str = ""
-    """Where the host's shared memory is opened; empty: there is none."""
+    """The path of the host's shared memory; empty if there is none."""
     slot: int = 0
     """The process's slot in it."""
     bind: str = ""
@@ -55,7 +55,7 @@ class RoleEnvironment:
 
     @property
     def timeouts(self) -> Timeouts:
-        """The time-outs."""
+        """The timeouts that follow from ``timeout_s``."""
         return Timeouts.of(self.timeout_s)
 
     def settings(self, arena: Arena | None = None) -> NetSettings:
@@ -73,7 +73,7 @@ class RoleEnvironment:
         return None if key is None else Identity.member(self.token, key)
 
     def to_environ(self) -> dict[str, str]:
-        """As environment variables."""
+        """Return this as environment variables."""
         return {
             PEER: self.peer,
             COORDINATOR_ADDRESS: self.coordinator,

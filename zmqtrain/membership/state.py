@@ -40,7 +40,7 @@ class Presence(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one member."""
+    """The coordinator's knowledge of one member."""
 
     member: Member
     presence: Presence = Presence.EXPECTED
@@ -49,7 +49,7 @@ class Entry:
     reason: str = ""
 
     def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
-        """It has joined."""
+        """The member has joined."""
         self.presence, self.incarnation, self.reason = Presence.HERE, incarnation, ""
         self.member = replace(self.member, address=address, incarnation=incarnation, ready=ready)
 
@@ -70,7 +70,7 @@ class MemberTable:
     def __init__(self, expected: Iterable[Member]) -> None:
         self._entries = {member.peer: Entry(member) for member in expected}
         self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
-        """By host."""
+        """Agents by host."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
@@ -88,7 +88,7 @@ class MemberTable:
         return entry
 
     def remove(self, peer: PeerId) -> None:
-        """As if it had never been there."""
+        """Forget the member, as if it had never existed."""
         del self._entries[peer]
 
     def of_kind(self, *kinds: MemberKind) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""Who is in the run: members, and versioned views of them."""
+"""The members of a run, and versioned views of them."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class View:
     """Those who were lost, and why."""
 
     def workers(self) -> list[Member]:
-        """By rank."""
+        """All workers, in order of rank."""
         return sorted((member for member in self.members.values() if member.kind == "worker"), key=lambda member: member.index)
 
     def servers(self) -> list[Member]:
-        """By number."""
+        """All model servers, in order of their numbers."""
         return sorted((member for member in self.members.values() if member.kind == "server"), key=lambda member: member.index)
 
     def to_value(self) -> Value:
-        """As plain values for the wire."""
+        """Return plain values for the wire."""
         members: list[Value] = [asdict(member) for member in self.members.values()]
         return {"version": self.version, "complete": self.complete, "members": members, "lost": dict(self.lost)}
 

@@ -1,7 +1,7 @@
 """Addresses of endpoints: ``tcp://HOST:PORT,PORT`` (control and bulk), with ``#KEY`` behind where connections are encrypted.
 
-KEY is the public key of the process that listens there, in hexadecimal digits. So whoever hands out an address (the launcher in an
-environment variable, the coordinator in its views) says with it whom to expect there.
+KEY is the public key of the process that listens there, in hexadecimal digits. So a process that hands out an address (the
+launcher in an environment variable, the coordinator in its views) says with it whom to expect there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MAX_ANSWERS = 64
 
 
 class Admission:
-    """Keeps count of strangers, so that garbage costs little and nobody can make this process shout at third parties."""
+    """Limits the answers to strangers, so that garbage costs little and no caller can make this process flood third parties."""
 
     def __init__(self) -> None:
         self._ignored: OrderedDict[bytes, None] = OrderedDict()

@@ -17,7 +17,7 @@ _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLO
 
 
 class Alarm(Protocol):
-    """Calls one function."""
+    """Calls one function at a given time."""
 
     def set(self, when: float) -> None:
         """At this time of the loop's clock, or as soon after it as can be; an earlier setting counts no more."""

@@ -11,7 +11,7 @@ from zmqtrain.errors import WireError
 
 
 class Allowance:
-    """The sender's side."""
+    """The sender's side of flow control: the credit that the receiver has granted."""
 
     __slots__ = ("limit", "used")
 
@@ -32,7 +32,7 @@ class Allowance:
 
 
 class Window:
-    """The receiver's side."""
+    """The receiver's side of flow control: the credit to grant."""
 
     __slots__ = ("announced", "consumed", "held", "size")
 
@@ -49,7 +49,7 @@ class Window:
         self.held += nbytes
 
     def consume(self, nbytes: int) -> None:
-        """Bytes that were held have reached whoever asked for them."""
+        """Note that ``nbytes`` held bytes were delivered to the receiver's user, so that their credit can be granted again."""
         self.held -= nbytes
         self.consumed += nbytes
 
@@ -74,5 +74,5 @@ class Window:
 
     @property
     def crowded(self) -> bool:
-        """Whether what nobody asked for may soon keep out what somebody waits for."""
+        """Whether messages without a posted receive may soon leave no room for awaited ones."""
         return self.held * 2 >= self.size

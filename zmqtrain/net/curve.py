@@ -2,12 +2,12 @@
 
 Each process makes a key pair when it starts; the secret key never leaves its memory. Two kinds of servers, two ways in:
 
-* The *coordinator* lets in whoever has the run's token: from it all processes of the run compute one more key pair, the *joiners'*,
-  and show that when they call the coordinator. Its own public key they have from its address.
+* The *coordinator* lets in every process that has the run's token: from it all processes of the run compute one more key pair, the
+  *joiners'*, and show that when they call the coordinator. Its own public key they have from its address.
 * All others let in who is on their list: the coordinator from the start, and those whose addresses, with their public keys, they
   were told of. A member tells the coordinator its own when it joins; the coordinator tells all, in its views.
 
-So nobody without the token gets as far as sending a message to anybody, and no member can call itself by another's name.
+So no process without the token can send a message to a member, and no member can use another's name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Identity:
     """One endpoint's key pair and its list of whom it lets in."""
 
     def __init__(self, *, joiner: KeyPair | None = None, coordinator: bytes | None = None, open_to_joiners: bool = False) -> None:
-        """Use `coordinator` or `member`; bare, it lets in nobody but those who are admitted."""
+        """Use `coordinator` or `member`; called directly, it lets in only peers that are admitted."""
         self._own = KeyPair.new()
         self._joiner, self._coordinator, self._open = joiner, coordinator, open_to_joiners
         self._names: dict[bytes, PeerId] = {}
@@ -78,7 +78,7 @@ class Identity:
 
     @classmethod
     def coordinator(cls, token: str) -> Identity:
-        """The coordinator's: whoever has the token is let in."""
+        """The coordinator's identity: every process that has the token is let in."""
         return cls(joiner=KeyPair.of_token(token), open_to_joiners=True)
 
     @classmethod
@@ -93,13 +93,13 @@ class Identity:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody will be let in later who is not now: the token is all that counts."""
+        """Whether the set of accepted keys is final: the token alone decides."""
         return self._open
 
     # The list
 
     def admit(self, peer: PeerId, address: str) -> None:
-        """Somebody trustworthy says that the peer is there: let in who has the key in its address, and nobody else by that name.
+        """Admit ``peer``, as announced by a trusted source: only a process with the key in ``address`` may use that name.
 
         A key that is another's already stays that one's. Raises `ValueError` for an address without a key.
         """
@@ -147,7 +147,8 @@ class Identity:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # with nobody there to be asked, nobody comes in
 
     def arm(self, socket: zmq.Socket[bytes], address: str) -> None:
-        """Make it a client of who listens there, and of nobody else. Raises `ValueError` for an address without a key."""
+        """Make ``socket`` a client of the process that listens at ``address``, and of no other. Raises `ValueError` without a
+        key."""
         key = _needed_key(address)
         pair = self._joiner if self._joiner is not None and self.joins(address) else self._own
         socket.setsockopt(zmq.CURVE_SERVERKEY, key)

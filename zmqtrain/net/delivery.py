@@ -53,7 +53,7 @@ class TopicSubscription:
     def __init__(
         self, mailbox: Mailbox, topic: str, *, waits: Callable[[TopicSubscription], None], took: Callable[[PeerId], None]
     ) -> None:
-        """``waits`` is called when somebody begins to wait, ``took`` with the peer whose message was taken."""
+        """``waits`` is called when a wait begins, ``took`` with the peer whose message was taken."""
         self._mailbox = mailbox
         self._waits = waits
         self._took = took

@@ -1,4 +1,4 @@
-"""What somebody here waits for must not be kept out by what nobody asked for. Sans-IO.
+"""Demand: awaited messages must not be blocked by messages that no receive was posted for. Sans-IO.
 
 While a window is crowded, each end tells the other what it waits for; these messages then need no credit.
 """
@@ -32,20 +32,20 @@ class Demand:
     # What this process waits for
 
     def crowd(self) -> None:
-        """A window is filling up with what nobody asked for: ask for everything that somebody waits for."""
+        """A window fills up with messages without a posted receive: demand every message that a receive waits for."""
         for ticket in self._mailbox.pending(self._peer):
             self.want(ticket)
         for shelf in self._mailbox.shelves.values():
             self.want_topic(shelf)
 
     def want(self, ticket: Ticket) -> None:
-        """Somebody waits for a message."""
+        """A receive waits for a message."""
         if not ticket.wanted and self._crowded:
             ticket.wanted = True
             self._tell(WANT, ticket.key[1])
 
     def want_topic(self, shelf: Shelf) -> None:
-        """Somebody may wait for any message of a topic."""
+        """A subscriber may wait for any message of a topic."""
         if shelf.waiting and not shelf.ready and self._peer not in shelf.wanted and self._crowded:
             shelf.wanted.add(self._peer)
             self._tell(WANT, (shelf.topic,), topic=True)
@@ -56,7 +56,7 @@ class Demand:
             self._tell(UNWANT, ticket.key[1])
 
     def completed(self, incoming: Incoming) -> None:
-        """A message is there: hand it to whoever waits for it, and take back a want that it has not needed."""
+        """A message is complete: hand it to its receive, and withdraw a demand that was not needed."""
         owner = self._mailbox.complete(incoming)
         if isinstance(owner, Ticket):
             if owner.wanted and not incoming.wanted:

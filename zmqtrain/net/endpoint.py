@@ -16,7 +16,7 @@ Handler: TypeAlias = Callable[..., Awaitable["Payload | Value"]]
 
 
 class Sent(Protocol):
-    """One message on its way."""
+    """A message that was queued for sending."""
 
     @property
     def released(self) -> bool:
@@ -101,7 +101,7 @@ class Endpoint(Protocol):
 
     def pardon(self, count: int) -> None:
         """``count`` callers will only try whether they get through, and break off before they say anything: no intruders, so no
-        warning. For whoever has its hosts tried before the run (only its own process knows how many are coming)."""
+        warning. For the preflight check, in which each host tries to connect (only this process knows how many will)."""
         ...
 
     def waits(self) -> list[str]:
@@ -120,7 +120,7 @@ class Endpoint(Protocol):
         """The work of this process went well, and is done: wait until all that is on its way to peers has arrived there.
 
         From then on, that it closes is no loss: others hear of it only where they wait for this very peer. What a peer has no room
-        for, since nobody there asks for it, is not on its way. Raises `PeerTimeoutError` once nothing has arrived anywhere for
+        for, since no receive there asks for it, is not on its way. Raises `PeerTimeoutError` once nothing has arrived anywhere for
         ``timeout`` seconds; as long as something does, it takes the time that the network needs.
         """
         ...

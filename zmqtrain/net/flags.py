@@ -1,4 +1,4 @@
-"""How a link carries the bytes of a piece: bits in its header."""
+"""Flags in the header of a piece, which say how a link carries its bytes."""
 
 from __future__ import annotations
 

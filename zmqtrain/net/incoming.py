@@ -1,4 +1,4 @@
-"""A message on its way in: its pieces until somebody asks for it, then its place in memory. Sans-IO.
+"""A message that is arriving: its pieces until a receive asks for it, then its place in memory. Sans-IO.
 
 A message of one piece is never copied: its payload aliases the frame. A longer one lies in its frames until it is *claimed* (a
 receive waits for it, or a subscriber takes it). From then on every piece goes straight to where it belongs, ``into`` if that fits,
@@ -97,7 +97,7 @@ class Incoming:
             self._chunks.clear()
 
     def claim(self, into: Payload | None = None) -> None:
-        """Somebody asks for it: give the credit back, and let the pieces go to their place."""
+        """A receive asks for the message: return the credit, and let the pieces go to their place."""
         self.claimed = True
         self.into = into
         self._window.consume(self.held)
@@ -108,7 +108,7 @@ class Incoming:
                 self._place(target)
 
     def unclaim(self) -> None:
-        """Whoever asked for it has gone. What is there already moves out of their memory."""
+        """The receive was cancelled. Pieces that have arrived move out of its memory."""
         self.claimed = False
         self.into = None
         if self._target is not None:
@@ -116,7 +116,7 @@ class Incoming:
             self._target = self._body = None
 
     def drop(self) -> None:
-        """Nobody will ever ask for it."""
+        """No receive will ever ask for the message."""
         self._window.consume(self.held)
         self.held = 0
         self._chunks.clear()

@@ -24,7 +24,7 @@ class IntruderLog:
         self._telling: asyncio.TimerHandle | None = None
 
     def pardon(self, count: int) -> None:
-        """Not a word about so many callers that break off before they say anything."""
+        """Do not log the next ``count`` callers that disconnect before they send anything."""
         self._pardoned += count
 
     def note(self, intrusion: Intrusion, origin: str) -> None:

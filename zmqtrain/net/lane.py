@@ -31,7 +31,7 @@ class Parcel(Generic[Owner]):
 
 
 class SendLane(Generic[Owner]):
-    """What was handed to the transport, or must be again."""
+    """Pieces that were handed to the transport, and those that must be sent again."""
 
     __slots__ = ("_cursor", "_furthest", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
 
@@ -102,7 +102,7 @@ class Verdict(Enum):
 
 
 class ReceiveLane:
-    """What has come."""
+    """The order of the pieces that have arrived."""
 
     __slots__ = ("_asked", "expected")
 

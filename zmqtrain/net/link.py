@@ -4,7 +4,7 @@ A link joins a *session* of this process with a session of the peer. Both ends g
 then does anything else go out, so processes may start in any order and nothing is lost to a late joiner::
 
     greeting ──(a greeting that knows our session)──> open ──(lost, refused, restarted, left)──> closed
-        └──────────────(nobody answered in time, or refused)────────────────────────────────────────^
+        └──────────────(no answer in time, or refused)───────────────────────────────────────────^
 
 A closed link stays closed: a peer that comes back gets a new one, with new numbers.
 """

@@ -1,8 +1,8 @@
 """The event loop that our processes run: uvloop where it is installed, with a clock that is exact.
 
-A *dilated* loop runs in slow motion: its clock advances a second in so many real ones, and its timers wait as long. Whatever goes
-by the loop's time (time-outs, modelled devices, shaped links, what is recorded) then is slow by one factor, without knowing, and
-what it reports is as if nothing were. A machine that is too small for a cluster can so emulate it all the same.
+A *dilated* loop runs in slow motion: its clock advances one second in ``factor`` real ones, and its timers wait accordingly.
+Whatever goes by the loop's time (time-outs, modelled devices, shaped links, what is recorded) then is slow by one factor, without
+knowing, and what it reports is as if nothing were. A machine that is too small for a cluster can so emulate it all the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Dilation:
 
     @classmethod
     def beginning_now(cls, factor: float) -> Dilation:
-        """So slow, from this moment on."""
+        """A dilation by ``factor``, from this moment on."""
         return cls(factor, time.time())
 
     @classmethod
@@ -54,7 +54,7 @@ class Dilation:
         return dilation
 
     def to_environ(self) -> dict[str, str]:
-        """As environment variables, for processes of the same run."""
+        """The dilation as environment variables, for processes of the same run."""
         return {} if self.factor == 1 else {DILATION: repr(self.factor), DILATED_SINCE: repr(self.since_s)}
 
 
@@ -71,7 +71,7 @@ class DilatedWorld(RealWorld):
 
 
 def dilation_of(loop: asyncio.AbstractEventLoop) -> float:
-    """Real seconds for one of the loop's: what a time must be multiplied by before it is given to somebody outside of the loop."""
+    """Real seconds per second of the loop: the factor for a time that is passed to code outside the loop."""
     factor: float = getattr(loop, "dilation", 1.0)
     return factor
 
@@ -120,7 +120,7 @@ def new_event_loop(dilation: Dilation | None = None) -> asyncio.AbstractEventLoo
 
 
 class _PatientSelector(selectors.DefaultSelector):
-    """Waits so many times as long as it is asked to."""
+    """A selector that multiplies every waiting time by the dilation."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

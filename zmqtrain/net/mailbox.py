@@ -1,7 +1,7 @@
 """Who gets which message: receives by (source, tag), subscriptions by topic. Sans-IO.
 
 A message is matched when its first piece comes, so that the rest needs no credit and no second copy. What matches nothing is stored
-until somebody asks; the senders' credit bounds how much that can be.
+until a receive asks for it; the senders' credit bounds how much that can be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ticket:
 
 
 class Shelf:
-    """A subscription's messages. ``waiting`` is set while somebody waits for one."""
+    """A subscription's messages. ``waiting`` is set while a receive waits for one."""
 
     __slots__ = ("notify", "ready", "topic", "waiting", "wanted")
 
@@ -185,7 +185,7 @@ class Mailbox:
         return tickets
 
     def purge(self, source: PeerId) -> None:
-        """The peer comes back as another: what its predecessor sent, and nobody took, must not be mixed with what it sends."""
+        """The peer was restarted: untaken messages of its predecessor must not be mixed with those that it sends."""
         self._keep(source, lambda incoming: False)
         for shelf in self.shelves.values():
             shelf.ready = deque(incoming for incoming in shelf.ready if incoming.source != source)

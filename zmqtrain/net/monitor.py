@@ -119,7 +119,7 @@ class CallMonitor:
 class DoorMonitor:
     """Tells of callers at a ROUTER whose handshake fails, and where they came from: ``refused(intrusion, origin)``.
 
-    Keys that nobody knows are not among them: those the ZAP handler sees.
+    Unknown keys are not among them: those the ZAP handler sees.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Who may send when over NICs that several processes share: the arithmetic of reservations. Sans-IO.
 
-A *NIC* carries so many bytes a second in one direction: what a host sends, what it gets, what leaves a rack. Bulk reserves a NIC
-for as long as it takes, one piece after another in the order of asking. A piece asks for the sender's NIC when the one before it
-is through, so flows take turns piece by piece; and it asks for the NICs behind that one when it has left the sender's, as if a
-switch between them kept what the next is too busy for. So a busy receiver holds up nobody but those who send to it.
+A *NIC* carries a number of bytes per second in one direction: what a host sends, what it gets, what leaves a rack. Bulk reserves a
+NIC for as long as it takes, one piece after another in the order of asking. A piece asks for the sender's NIC when the one before
+it is through, so flows take turns piece by piece; and it asks for the NICs behind that one when it has left the sender's, as if a
+switch between them kept what the next is too busy for. So a busy receiver delays only those that send to it.
 
 Small urgent messages go between the packets of bulk, as they do on a network where each connection has a queue of its own: they
 wait for each other only, and what bulk asks for next begins later by what they took.

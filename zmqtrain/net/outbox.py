@@ -51,7 +51,7 @@ class Outgoing:
         self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
         self.priority = priority
         self.exempt = exempt
-        """Needs no credit at all: somebody there waits for it by its nature (requests and their answers)."""
+        """Whether the message needs no credit: requests and their answers are always awaited at the receiver."""
         self.lasting = lasting
         """Its memory stays until the peer has used it."""
         self.beyond = exempt
@@ -83,7 +83,7 @@ class Outgoing:
 
     @property
     def released(self) -> bool:
-        """Whether nobody reads the sender's memory any more."""
+        """Whether the sender's memory is no longer read."""
         return self.lost or self.cancelled or (self.finished and not self.outstanding)
 
     def __lt__(self, other: Outgoing) -> bool:

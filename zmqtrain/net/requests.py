@@ -1,6 +1,6 @@
 """Requests and answers: ordinary messages under reserved topics, which need no credit.
 
-They need none because somebody waits for each: a caller has at most a window of unanswered requests at one peer, and an answer was
+They need none because each of them is awaited: a caller has at most a window of unanswered requests at one peer, and an answer was
 asked for. Requests for a method that is not served yet wait until it is: roles may start in any order.
 """
 

@@ -27,7 +27,7 @@ class LinkShape:
     """The NICs that it goes over, by number, the sender's first. None: as fast as it goes."""
     latency_s: float = 0.0
     down: bool = False
-    """Nothing gets through."""
+    """Whether the link carries nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Shaping:
 
     host: str
     host_of: Mapping[PeerId, str]
-    """Where each process is. Who is not named here is on this host."""
+    """The host of each process. A process that is not listed is on this host."""
     ways: Mapping[str, LinkShape]
-    """By the host that they lead to. Where none leads nothing is shaped."""
+    """Link shapes by the host that the link leads to. Links that are not listed are not shaped."""
     rates: Sequence[float] = ()
     """Bytes a second of each NIC. What counts is what the endpoint sends: its headers and the payload."""
     nics_file: str = ""

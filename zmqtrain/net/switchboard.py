@@ -73,7 +73,7 @@ class Switchboard:
     # What the node asks for
 
     def demand(self, peer: PeerId, what: str) -> Link:
-        """The link to a peer that somebody begins to wait for. Raises where the peer is lost."""
+        """Return the link to a peer that a receive begins to wait for. Raises where the peer is lost."""
         ending = self._gone.get(peer)
         if ending is not None:
             raise ending.error(what)
@@ -128,7 +128,7 @@ class Switchboard:
             self._flush_handle = self._loop.call_soon(self._flush)
 
     def consumed(self, peer: PeerId) -> None:
-        """Somebody took a message of the peer: it may have credit to get back."""
+        """A message of the peer was taken: return credit if any is due."""
         link = self._links.get(peer)
         if link is not None and any(window.stale for window in link.windows):
             link.ack_due = True
@@ -243,7 +243,7 @@ class Switchboard:
             log.warning("%s cannot connect to %s at %s, and goes on trying: %s", self._peer, peer, where, trouble.value)
 
     def pardon(self, count: int) -> None:
-        """So many callers will only try whether they get through, and break off before they say anything."""
+        """Expect ``count`` callers that only test the connection and disconnect before sending anything."""
         self._intruders.pardon(count)
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
@@ -282,7 +282,7 @@ class Switchboard:
         self._transport.send(link.peer, CONTROL, encode_greeting(hello), 0)
 
     def _stranger(self, lane: int, route: bytes, frames: Frames) -> None:
-        """Greetings and refusals; what else comes from somebody unknown."""
+        """Handle greetings, refusals and anything else from an unknown sender."""
         if self._admission.ignores(route):
             self._counters["garbage"] += 1
             return

@@ -15,7 +15,8 @@ class Receiver(Protocol):
     """What a transport calls, always from the event loop and never from inside one of its own methods."""
 
     def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
-        """Frames have come from whoever connected under the name ``route``. A memoryview among them keeps its memory alive."""
+        """Frames have arrived from the process that connected under the name ``route``. A memoryview among them keeps its memory
+        alive."""
 
     def on_link_up(self, peer: PeerId) -> None:
         """The connection to the peer stands (on both lanes, if both are in use)."""
@@ -37,10 +38,10 @@ class Transport(Protocol):
     def address(self) -> str: ...
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to deliver."""
+        """Begin to deliver messages to ``receiver``."""
 
     def find(self, peer: PeerId) -> str:
-        """Where a peer is that nobody told the address of; empty where only others can know."""
+        """Return the address of a peer that was not announced; an empty string where the transport cannot know it."""
         ...
 
     def connect(self, peer: PeerId, address: str, route: bytes) -> None:
@@ -54,6 +55,6 @@ class Transport(Protocol):
         ...
 
     def post(self, address: str, frames: Frames) -> None:
-        """Send one small message on the control lane to somebody who is no peer, if that can be done. Nothing is promised."""
+        """Try to send one small message on the control lane to a process that is not a peer. Delivery is not guaranteed."""
 
     async def close(self) -> None: ...

@@ -60,7 +60,7 @@ class Troubles:
         return True
 
     def over(self, peer: PeerId) -> None:
-        """There is a connection, or nobody wants one any more."""
+        """The connection exists, or is no longer wanted."""
         self._known.pop(peer, None)
         self._told.pop(peer, None)
 

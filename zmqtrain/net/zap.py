@@ -44,7 +44,7 @@ class ZapHandler:
         self._verdict: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """From here on nobody is let in."""
+        """From here on no connection is accepted."""
         self._loop.remove_reader(self._fd)
         for handle in (self._more, self._verdict):
             if handle is not None:

@@ -161,7 +161,7 @@ class ZeroMQTransport:
         await asyncio.shield(ended)
 
     def _shut(self) -> None:
-        """Nobody comes in any more."""
+        """Stop accepting connections."""
         for each in self._receivers:
             each.close()
         self._receivers.clear()

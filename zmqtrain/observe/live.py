@@ -41,7 +41,7 @@ class View(Protocol):
 
 @dataclass(slots=True)
 class _GroupRow:
-    """What the table says of a group, from its newest steps."""
+    """One group's row in the table, from its newest steps."""
 
     step: int = 0
     loss: float | None = None
@@ -95,7 +95,7 @@ class Rows:
         return sum(row.rate for row in self.groups.values())
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The whole status in one line."""
         rows = self.groups.values()
         losses = [row.loss for row in rows if row.loss is not None]
         steps = [row.step for row in rows]
@@ -232,7 +232,7 @@ def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int
 
 
 def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]:
-    """What is said when a run is done."""
+    """The lines that are printed when a run is done."""
     values = summary.to_dict()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]

@@ -1,4 +1,4 @@
-"""In which order a person looks for the roles of a run."""
+"""The order in which roles are shown to people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from zmqtrain.net.endpoint import PeerId
 
 
 def peer_order(peer: PeerId) -> tuple[str, int]:
-    """A key to sort by: workers, model servers, FC servers, then whoever else there is; each kind by its numbers."""
+    """A key to sort by: workers, model servers, FC servers, then all others; each kind by its numbers."""
     kind, _, index = peer.partition("/")
     return ({"worker": "0", "server": "1", "fc": "2"}.get(kind, kind), int(index) if index.isdigit() else 0)

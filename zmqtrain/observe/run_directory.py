@@ -64,7 +64,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole: nobody ever sees half of it."""
+        """Write a file atomically: readers never see half of it."""
         temporary = self.path / f".{name}.tmp"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path / name)

@@ -132,7 +132,7 @@ class Summary:
         return {"updates": values["updates"], "busy": values["busy"], "staleness": staleness}
 
     def _staleness(self) -> dict[str, Any]:
-        """What the servers counted; where there are none, what workers saw."""
+        """The staleness that the servers counted or, without servers, the workers saw."""
         counted = sum(self._served.values(), Counter[int]()) or self._seen.histogram
         if not counted:
             return {"mean": self._seen.mean, "max": self._seen.max, "histogram": {}}
@@ -162,7 +162,7 @@ class _Seen:
 
     @property
     def mean(self) -> float:
-        """Over steps."""
+        """The mean over steps."""
         return self._sum / self._steps if self._steps else 0.0
 
 

@@ -23,7 +23,7 @@ class Trace:
         self._spans.append((peer, span))
 
     def to_json(self) -> str:
-        """The whole trace."""
+        """Return the whole trace as JSON."""
         return json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}, separators=(",", ":"))
 
     def events(self) -> list[dict[str, Any]]:

@@ -187,7 +187,7 @@ def _together(seconds: Sequence[float]) -> float:
 
 
 def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurRuntime]:
-    """The runtime as the file has it, and as it could be had beside: with the fully connected phase on a server of its own
+    """The runtime as the file has it, and as it could be had beside: with the fully connected phase on a separate server
     (`merged`), also with two batches of each group under way (`pipelined`), or without one (`unmerged`); the former two only for
     models with such a phase.
 

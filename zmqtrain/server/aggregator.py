@@ -57,7 +57,7 @@ class OrderedEvent:
 
     kind: EventKind
     number: int
-    """Of the group, or of the checkpoint's step."""
+    """The number of the group, or the step of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class MomentumSensor:
 
     @property
     def updates(self) -> int:
-        """How many count, as far as they are not forgotten."""
+        """The number of updates that count, without those already forgotten."""
         return round(self._seen)
 
     def applied(self, gradient: Tensor, read: int, version: int, values: Tensor) -> None:
@@ -134,7 +134,7 @@ class Sensors:
             sensor.applied(gradient, read, entry.version, values.tensor)
 
     def due(self, updates: int) -> bool:
-        """So many more updates were made. Whether it is time to say what they show."""
+        """Count ``updates`` more updates. Returns whether it is time to report a result."""
         self._untold += updates
         if self._untold < EVERY * self._pieces:
             return False

@@ -36,7 +36,7 @@ class PhantomEntry:
         return payload
 
     def squares(self, gradient: PhantomPayload) -> float:
-        """0: nobody knows, and a small norm is never clipped."""
+        """Return 0: the norm is not known, and a small norm is never clipped."""
         return 0.0
 
     def lend(self, meta: Value = None) -> Loan:

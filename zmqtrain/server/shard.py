@@ -126,7 +126,7 @@ class TensorEntry:
         return [flat[start:stop] for start, stop in zip(self._parts.starts, self._parts.stops, strict=True)]
 
     def _divide(self) -> None:
-        """From now on the parameters in the piece have a state each."""
+        """Give each parameter in the piece an optimizer state of its own."""
         self._split = [torch.nn.Parameter(part) for part in self._cut(self.values.detach())]
         before = self._optimizer
         self._optimizer = build_optimizer(OptimizerSpec(self._name, ({**self._base, **(self._now or {})},)), [self._split])

@@ -43,11 +43,11 @@ class ShardEntry(Protocol):
 
     @property
     def payload_type(self) -> type[Payload]:
-        """What pushes of the piece come as."""
+        """The type of payload in which pushes of the piece arrive."""
         ...
 
     def memory(self) -> Payload:
-        """Where the first values go."""
+        """The memory that receives the initial values."""
         ...
 
     def gradient(self, payload: Payload) -> Gradient:
@@ -72,7 +72,7 @@ class ShardEntry(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name, copied."""
+        """The tensors that a checkpoint keeps, by name, copied."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:

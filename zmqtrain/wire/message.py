@@ -41,7 +41,7 @@ Tag: TypeAlias = tuple[str | int, ...]
 
 
 class WireVersionError(WireError):
-    """A message of another wire version; whoever knows the peer turns it into `VersionMismatchError`."""
+    """A message of another wire version. The caller that knows the peer turns it into `VersionMismatchError`."""
 
     def __init__(self, theirs: int) -> None:
         self.ours, self.theirs = WIRE_VERSION, theirs

@@ -1,4 +1,4 @@
-"""What travels: a tensor, only a tensor's size, or a small value.
+"""The content of a message: a tensor, only a tensor's size, or a small value.
 
 Collectives and exchanges are written against `Payload` alone, so the same code moves real tensors and phantoms.
 """

@@ -10,7 +10,7 @@ from zmqtrain.wire.payload import Payload, Value
 
 
 class PhantomPayload:
-    """``numel`` elements of ``dtype`` that nobody holds. In-place methods check sizes and do nothing."""
+    """``numel`` elements of ``dtype`` that no process holds in memory. In-place methods check sizes and do nothing else."""
 
     __slots__ = ("dtype", "meta", "nbytes", "numel")
 

@@ -32,7 +32,7 @@ class AveragingGroups:
     """The three sets of workers that this worker belongs to."""
 
     world: Group
-    """All workers."""
+    """The group of all workers."""
     group: Group
     """The workers of its compute group, by position."""
     column: Group
@@ -41,7 +41,7 @@ class AveragingGroups:
 
 @dataclass(slots=True)
 class _Flight:
-    """What of a bucket is on its way."""
+    """The part of a bucket whose average is on its way."""
 
     own: Payload
     mean: Payload
@@ -276,7 +276,7 @@ class AveragingExchange(Serverless):
             self._rounded.require_like(parts)
 
     def _resume_flights(self) -> None:
-        """What had come before the run was resumed is there at once."""
+        """Treat averages that had arrived before the run was resumed as arrived."""
         for name in [name for name in self._restored if name.startswith("own/")]:
             index = int(name.removeprefix("own/"))
             done = asyncio.get_running_loop().create_task(asyncio.sleep(0), name=f"average of bucket {index}")
@@ -284,6 +284,6 @@ class AveragingExchange(Serverless):
         self._restored.clear()
 
     def _part(self, bucket: Bucket) -> Payload:
-        """What of the bucket this worker deals with."""
+        """The part of the bucket that this worker averages."""
         group = bucket.sharers(self._groups.group)
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])

@@ -1,4 +1,4 @@
-"""Which parts of the model come together after which step: pure."""
+"""The schedule of averaging: which fragments of the model are averaged after which step. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Method(Protocol):
         """All groups have these parameters now. Sets the state up, unless it was restored."""
 
     def travels(self, index: int, part: Payload) -> Payload:
-        """What is averaged, in memory of its own."""
+        """Return the part to average, in memory of its own."""
         ...
 
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:

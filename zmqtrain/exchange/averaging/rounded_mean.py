@@ -64,7 +64,7 @@ class RoundedMean:
         await do(take, payload)
 
     def state(self) -> Mapping[str, Payload]:
-        """What rounding has lost so far, for checkpoints."""
+        """The rounding errors so far, for checkpoints."""
         return self._lost
 
     def restore(self, state: Mapping[str, Payload]) -> None:

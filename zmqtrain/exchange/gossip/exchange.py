@@ -7,7 +7,7 @@ The way of a bucket of weights, by bucket::
     the next forward waits for it when it comes to its layer
 
 A permutation of the groups says who sends to whom (`zmqtrain.exchange.gossip.schedule`), so a step of all keeps the mean of all
-models, and what was one group's is halved. Nobody waits for more than one partner; where one is late, all come to feel it, but
+models, and what was one group's is halved. No group waits for more than one partner; where one is late, all come to feel it, but
 only after log2 p steps.
 """
 
@@ -50,7 +50,7 @@ SLICE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
-    """What is exchanged, and with whom."""
+    """What is exchanged in gossip, and with whom."""
 
     seed: int
     shape: Shape = "dissemination"
@@ -307,12 +307,12 @@ class GossipExchange(Serverless):
                 received.append(await self._endpoint.receive(source, tag))
 
     def _survived(self) -> suppress:
-        """Where losses are survived, a partner that is lost is gone without."""
+        """Where losses are survived, continue without a lost partner."""
         return suppress(*([PeerLostError] if self._members.survives else []))
 
 
 def _average(own: Payload, others: Sequence[Payload]) -> None:
-    """Become the mean."""
+    """Replace ``own`` by the mean of ``own`` and ``others``."""
     if len(others) == 1:
         own.average_(others[0])
         return

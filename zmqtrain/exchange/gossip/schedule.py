@@ -72,7 +72,7 @@ class Schedule:
         return (self.world - 1).bit_length()
 
     def partners(self, step: int, rank: int) -> Partners | None:
-        """The partners of ``rank`` at ``step``; ``None`` where there is nobody else."""
+        """The partners of ``rank`` at ``step``; ``None`` where there is no other."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} of {self.world}")
         if self.world == 1:
@@ -103,7 +103,7 @@ class Schedule:
 
     @property
     def _fixed(self) -> int:
-        """How many peers stay in their place: 0 or 1."""
+        """The number of peers that keep their place: 0 or 1."""
         return 1 if self.shape == "hypercube" else self.world % 2
 
     def _random(self, step: int, rank: int) -> Partners:

@@ -34,7 +34,7 @@ class StateSource:
                 await self._give(peer, replica)
 
     def close(self) -> None:
-        """Training has ended: refuse whoever comes now."""
+        """Training has ended: refuse later requests."""
         self._open = False
         self.wanted.clear()
 

@@ -44,7 +44,7 @@ class Figures:
         self._marks: list[tuple[float, int | None, str]] = []
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Take an event into account."""
         values, time = event.get("values") or {}, float(event.get("time") or 0.0)
         kind, step = event.get("kind"), event.get("step")
         if self._start is None:
@@ -97,7 +97,7 @@ class Figures:
             self._marks.append((at, step if isinstance(step, int) else None, text))
 
     def to_dict(self) -> Json:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         groups = {group: _means(rows) for group, rows in sorted(self._loss.items())}
         mean: dict[int, list[float]] = {}
         for rows in self._loss.values():

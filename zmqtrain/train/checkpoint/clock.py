@@ -36,7 +36,7 @@ class CheckpointClock:
         self._begun.set()
 
     async def run(self, complete: Callable[[int], Awaitable[None]]) -> None:
-        """Until training is about to end by itself. ``complete(step)`` waits for a checkpoint: there is one at a time."""
+        """Until training is about to end anyway. ``complete(step)`` waits for a checkpoint: there is one at a time."""
         await self._begun.wait()
         while True:
             await asyncio.sleep(self._every_s)
