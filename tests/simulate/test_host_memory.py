@@ -29,7 +29,6 @@ from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.layers import stages
-from zmqtrain.plan.link import MEMORY_BYTE_S
 from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.profiled import profile_layers
@@ -39,7 +38,7 @@ from zmqtrain.simulate.faults import kill, pause
 from zmqtrain.simulate.memory import HostMemory, SimulatedMember
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
-from zmqtrain.topology.links import NetworkModel
+from zmqtrain.topology.links import MEMORY_BYTE_S, NetworkModel
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.profile import Profile

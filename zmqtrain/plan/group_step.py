@@ -21,13 +21,14 @@ from zmqtrain.plan.contention import Fc, Shared, Work, update_s
 from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
 from zmqtrain.plan.fc_turn import FcTurn, MergedFc
 from zmqtrain.plan.layers import LayerShape
-from zmqtrain.plan.link import MEMORY_BYTE_S, Link
+from zmqtrain.plan.link import Link
 from zmqtrain.plan.overlapped import LayerLoad, buckets_of, cycle_s
 from zmqtrain.plan.regroup import regrouped, without_pipeline
 from zmqtrain.plan.setup import link_of, part_of
 from zmqtrain.plan.traffic import Traffic, activation_bytes, parameter_bytes
 from zmqtrain.plan.two_phases import Growth, Lasts, in_proportion, split_of
 from zmqtrain.plan.variation import Variation, wait_s
+from zmqtrain.topology.links import MEMORY_BYTE_S
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 

@@ -7,10 +7,6 @@ from typing import Any
 
 from zmqtrain.parallel.communicator import Phase, Term
 
-#: Seconds to read or write a byte of a host's memory: as sums of 100 MB in shared memory were measured, 20 GB/s for all of the
-#: host's processes together. The planner and the simulation both go by it.
-MEMORY_BYTE_S = 1 / 20e9
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

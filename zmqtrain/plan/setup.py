@@ -18,13 +18,13 @@ from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.plan.cluster import measured_link
 from zmqtrain.plan.costs import Paper, Pricing
 from zmqtrain.plan.layers import LayerShape, Stage, stages
-from zmqtrain.plan.link import MEMORY_BYTE_S, Link
+from zmqtrain.plan.link import Link
 from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.profiled import profile_layers, with_times
 from zmqtrain.plan.shipped import before_pooling, shipped_table
 from zmqtrain.plan.trace import SAMPLES, trace_layers
-from zmqtrain.topology.links import links_of
+from zmqtrain.topology.links import MEMORY_BYTE_S, links_of
 from zmqtrain.topology.placement import place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import sample_batch

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.host.team import LOOK_S, Word
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.plan.link import MEMORY_BYTE_S
 from zmqtrain.simulate.connection import NOBODY
 from zmqtrain.simulate.flows import Flow, Resource
 from zmqtrain.simulate.lockstep import current_lockstep_thread
 from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.topology.links import MEMORY_BYTE_S
 from zmqtrain.wire.payload import Payload
 
 if TYPE_CHECKING:  # it imports torch
