@@ -27,6 +27,7 @@ MAY = {
     "launcher/detached.py": "waits for a real process, without a loop",
     "launcher/ssh/supervisor.py": "is part of a program of its own, on a real machine",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
+    "data/processes.py": "waits in a thread for real processes, which load data",
     "host/": "waits in threads, for processes of one real host",
     "c10d/": "is a part of torch.distributed, which lives in real time",
     "embed/": "joins a program of the person's own, in real time",
