@@ -7,6 +7,12 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 LOWEST := $(VENV)-lowest
+# Processes that test at a time; each starts others.
+WORKERS ?= 2
+# Fixtures of a file, such as a cluster, are made once; files go in the order that tests/conftest.py gives them.
+DIST := --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-lowest test-processors test-gpu bench docs format clean
 
@@ -29,15 +35,15 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=20
 
-# The numeric tests once more with the kernels of older processors, and with more threads.
+# The numeric tests once more with the kernels of older processors, and with more threads; with ARGS=few a minute's choice of them.
 test-processors: $(READY)
 	$(BIN)/python -m tests.on_processors $(ARGS)
 
 # The parts that meet other packages most.
 test-lowest: $(LOWEST)/.ready
-	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/,wire topology net exchange train embed c10d cli)
+	$(LOWEST)/bin/python -m pytest -n $(WORKERS) $(DIST) $(addprefix tests/,wire topology net exchange train embed c10d cli)
 
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, case_of
-from benchmarks.models import cifarnet, lenet
+from benchmarks.models import cifarnet
+from examples.mnist import lenet
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
 from zmqtrain.plan.group_step import AS_IT_IS, variants

@@ -5,9 +5,9 @@
     python docs/make_asynchrony.py table FOLDER                      # writes docs/asynchrony.json, prints rows of Markdown
 
 An emulator in one process: g groups, each computes a batch with the parameters that it read last, in a time that varies by a
-tenth, and the server's own code (`TensorEntry`, `Compensation`) applies it when it is done. *sync* is the same file with
-``staleness = "sync"``: an update has the mean gradient of g batches. All see the same samples: U updates of one batch, or U / g
-of g batches.
+tenth, and the server's own code (`TensorEntry`, `Compensation`, `NormLimit`) applies it when it is done. *sync* is the same
+file with ``staleness = "sync"``: an update has the mean gradient of g batches. All see the same samples: U updates of one batch, or
+U / g of g batches.
 Models are those of tuning_tasks.py, and the transformer of examples/shakespeare.py, narrow; what they are judged on was not
 trained on.
 """
@@ -34,6 +34,7 @@ from torch.utils.data import TensorDataset
 from examples import mnist, shakespeare
 from zmqtrain import Task
 from zmqtrain.exchange.momentum import Compensation, expected_staleness
+from zmqtrain.exchange.norm_limit import NormLimit
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.observe.summary import Summary
@@ -184,6 +185,7 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
     compensation = Compensation(expected_staleness("sync" if sync else "async", groups), on=True, look_ahead=how == "ahead")
     spec = compensation.of(describe_optimizer(given))
     rises = [compensation.rise(group) for group in describe_optimizer(given).groups]
+    limit = NormLimit([0]) if compensation.limits(describe_optimizer(given)) else None
     size = replica.flat.numel()
     entry = TensorEntry(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon, rises=rises)
     entry.load({"values": replica.flat.clone()}, 0)
@@ -202,7 +204,8 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
             break
         for each in given.param_groups:
             each["lr"] = lr * job.factor(done[group], steps)
-        entry.update(gradient, compensation.of(describe_optimizer(given)).groups[0])
+        factor = limit.factor({0: entry.norm(gradient)}) if limit is not None else 1.0
+        entry.update(gradient, compensation.of(describe_optimizer(given)).groups[0], factor)
         done[group] += 1
         read[group] = entry.values.detach().clone()
         heapq.heappush(queue, (now + max(0.1, chance.gauss(1, jitter)), group))
@@ -296,7 +299,8 @@ def check(folder: Path, data: str, groups: int = 4, lr: float = 0.05) -> None:
 def table(folder: Path) -> None:
     """All cells there are, as JSON beside this file, and those of `WAYS` and seed 1 as Markdown.
 
-    The JSON also keeps cells that say ``unrisen``: the look-ahead without the rise of the rate (`look_ahead.RISE`)."""
+    The JSON also keeps cells of what was there before `NormLimit`: the look-ahead alone (``plain ahead``), and with a rate that
+    rises at the beginning for SGD, too (``rising``)."""
     cells = [cell for name in JOBS if (file := folder / f"{name}.json").exists() for cell in json.loads(file.read_text())]
     Path(__file__).with_name("asynchrony.json").write_text(json.dumps(cells, indent=1) + "\n")
     found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}

@@ -6,6 +6,10 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 
+# Read when torch is imported, here and in what tests start. Tensors of tests are small, and each thread that computes, as a rank's,
+# would have a team of threads, which spin while they wait for each other: two to three times the processor time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -18,8 +22,27 @@ __all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
 settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fast")
 
+#: Where the long tests are, which start processes or train. They run first: with several workers of xdist the short ones then fill
+#: the end, and no worker is left alone with a long one.
+LONG_FIRST = (
+    "test_apart.py",
+    "launcher",
+    "resume",
+    "examples",
+    "cli",
+    "experiment",
+    "embed",
+    "train",
+    "simulate",
+    "parallel",
+    "server",
+)
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG_FIRST)}
+    within = len((config.rootpath / "tests").parts)
+    items.sort(key=lambda item: places.get(item.path.parts[within], len(places)))
     if torch.cuda.is_available() or os.environ.get("ZMQTRAIN_TEST_DEVICE"):
         return
     for item in items:

@@ -1,5 +1,8 @@
 """Runs the numeric tests as on other processors: ``python -m tests.on_processors [pytest arguments]``, `make test-processors`.
 
+``python -m tests.on_processors few`` runs a few of them, in a minute of processor time for all variants together:
+continuous integration does.
+
 torch, oneDNN and the number of threads choose the kernels, and with them the order of sums, so float32 results differ from
 processor to processor. Each variant below limits the kernels to what an older processor has. A variant that this processor
 cannot run is skipped, with the reason. Exits with 1 if any variant fails.
@@ -14,6 +17,17 @@ from dataclasses import dataclass
 
 #: What is compared with one process's numbers.
 FOLDERS = ("tests/parallel", "tests/train", "tests/host")
+#: Of each kind of layer, the test with the most cases for its time.
+FEW = (
+    "tests/host/test_sums.py",
+    "tests/parallel/test_sums.py",
+    "tests/parallel/test_domain_batch_norm.py",
+    "tests/parallel/test_domain_convolution.py::test_convolution",
+    "tests/parallel/test_model_linear.py::test_divided_outputs_and_inputs",
+    "tests/parallel/test_model_lstm.py::test_any_kind",
+    "tests/parallel/test_model_attention.py",
+    "tests/train/test_replica.py::test_replica_trains_as_plain_torch",
+)
 #: From the least able on, as torch names them.
 CAPABILITIES = ("default", "avx2", "avx512")
 
@@ -34,6 +48,7 @@ class Variant:
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
+            "OMP_WAIT_POLICY": "passive",  # threads that spin would take the processors from those that compute
         }
 
     def __str__(self) -> str:
@@ -63,6 +78,8 @@ def main(arguments: list[str]) -> int:
     """Run all variants, and say what became of each."""
     most, outcomes = CAPABILITIES.index(capability()), []
     chosen = arguments or ["-q", "-n", "2", "--dist", "loadfile", *FOLDERS]
+    if arguments == ["few"]:
+        chosen = ["-q", *FEW]
     for variant in VARIANTS:
         if CAPABILITIES.index(variant.torch) > most:
             outcomes.append((variant, "skipped: this processor has no more than " + CAPABILITIES[most]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.waiting import first_error, in_time, task_group, together
+from zmqtrain.waiting import first_error, in_time, settle, task_group, together
 
 
 def test_together_waits_for_all() -> None:
@@ -111,3 +112,25 @@ def test_who_is_waited_for_may_be_asked_when_it_is_late() -> None:
     with pytest.raises(PeerTimeoutError, match=r"^b did not answer") as caught:
         run_virtual(main())
     assert caught.value.setting == "[job] timeout"
+
+
+def test_a_wait_is_ended_once() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        well, badly = loop.create_future(), loop.create_future()
+        settle(well, None)
+        settle(well, ZeroDivisionError())
+        assert await well is None
+        settle(badly, ZeroDivisionError())
+        settle(badly, None)
+        with pytest.raises(ZeroDivisionError):
+            await badly
+        unheard = loop.create_future()
+        settle(unheard, ZeroDivisionError())  # that nobody waits for it is no error
+        messages: list[object] = []
+        loop.set_exception_handler(lambda _, context: messages.append(context))
+        del unheard
+        gc.collect()
+        assert not messages
+
+    run_virtual(main())

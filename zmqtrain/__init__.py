@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zmqtrain.embed.session import AsyncSession, Session, join, session
     from zmqtrain.errors import RunStopped, ZmqTrainError
     from zmqtrain.parallel.network import NetworkFabric
-    from zmqtrain.parallel.rewrite.model import parallelize
+    from zmqtrain.parallel.placed.model import parallelize
+    from zmqtrain.parallel.verify import verify
     from zmqtrain.simulate.run import simulate
     from zmqtrain.topology.load import load_topology
     from zmqtrain.topology.schema import Topology
@@ -46,6 +47,7 @@ __all__ = [
     "run_role",
     "session",
     "simulate",
+    "verify",
 ]
 
 _HOME = {
@@ -63,10 +65,11 @@ _HOME = {
     "join": "zmqtrain.embed.session",
     "load_topology": "zmqtrain.topology.load",
     "open_run": "zmqtrain.embed.own_run",
-    "parallelize": "zmqtrain.parallel.rewrite.model",
+    "parallelize": "zmqtrain.parallel.placed.model",
     "run_role": "zmqtrain.embed.own_run",
     "session": "zmqtrain.embed.session",
     "simulate": "zmqtrain.simulate.run",
+    "verify": "zmqtrain.parallel.verify",
 }
 
 

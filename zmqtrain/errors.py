@@ -6,6 +6,7 @@ The tree is drawn by what a caller can do about an error::
     ├── UsageError                 fix the command or the topology file        exit 2
     │   ├── TopologyError          (all faults of a file at once)
     │   ├── PlacementError
+    │   ├── DifferentModelError    divided over a grid, the model is another one
     │   └── HostsError             hosts lack what the run needs
     ├── TaskError                  fix the task's own code                     exit 3
     │   └── NonFiniteLossError
@@ -67,6 +68,15 @@ class TopologyError(UsageError):
 
 class PlacementError(UsageError):
     """The roles do not fit on the hosts."""
+
+
+class DifferentModelError(UsageError):
+    """Divided over a grid, the model computes something else than in one process, or its optimizer does."""
+
+    def __init__(self, text: str, *, module: str = "", parameter: str = "") -> None:
+        """``module``: the first that differs, in the order of the forward. ``parameter``: that differs. Empty: not known."""
+        self.module, self.parameter = module, parameter
+        super().__init__(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def picture(title: str, width: float, height: float, parts: Iterable[str], *, fo
 def text(
     x: float, y: float, words: str, anchor: str = "start", *, bold: bool = False, size: int | None = None, turned: int = 0
 ) -> str:
-    """Words whose ``anchor`` (start, middle or end) is at (x, y), on the base line, ``turned`` clockwise by so many degrees."""
+    """Words whose ``anchor`` (start, middle or end) is at (x, y), on the base line, ``turned`` clockwise by these degrees."""
     turn = f"rotate({turned} {_number(x)} {_number(y)})" if turned else None
     more: Attributes = {"font-weight": "bold" if bold else None, "font-size": size, "transform": turn}
     return _element("text", escape(words), x=x, y=y, **{"text-anchor": anchor}, **more)

@@ -32,6 +32,17 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise first_error(group) from None
 
 
+def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    """End a wait for ``future``: it returns, or raises ``error``. Nothing happens where it has ended. A waiter is not needed."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        future.exception()  # it counts as retrieved
+
+
 def first_error(error: BaseException) -> BaseException:
     """The first error that is no group."""
     while isinstance(error, BaseExceptionGroup):

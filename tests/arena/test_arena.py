@@ -61,7 +61,7 @@ def test_places_outside_all_heaps_are_refused(shared: Region) -> None:
     arena = Arena(shared, 0)
     good = arena.allocate(64).place
     for place in (Place(0, 8), Place(PAGE, 8), Place(good.start, 1 << 40), Place(good.start, -1), Place(1 << 50, 8), Place(-64, 8)):
-        with pytest.raises(ValueError, match="lies in no process's part"):
+        with pytest.raises(ValueError, match="is outside all processes' parts"):
             arena.memory(place)
 
 
@@ -88,10 +88,10 @@ def test_a_process_that_takes_a_slot_again_finds_it_empty(shared: Region) -> Non
 def test_what_does_not_fit_is_said_with_its_figure(shared: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(shared, 0)
     arena.allocate(MIB)
-    with pytest.raises(HostMemoryError, match=r"a bucket needs 8.0 MB of shared memory in one piece; .* has 1.0 MB"):
+    with pytest.raises(HostMemoryError, match=r"a bucket needs 8.0 MB of contiguous shared memory; .* already uses 1.0 MB"):
         arena.allocate(8_000_000, "a bucket")
     monkeypatch.setattr(region, "available_bytes", lambda: 1_000_000)
-    with pytest.raises(HostMemoryError, match=r"a bucket needs 2.0 MB of shared memory, and 1.0 MB are left on this host"):
+    with pytest.raises(HostMemoryError, match=r"a bucket needs 2.0 MB of shared memory, but only 1.0 MB are left on this host"):
         arena.allocate(2_000_000, "a bucket")
     monkeypatch.undo()
     arena.allocate(2_000_000, "a bucket")  # nothing of what was refused is taken
@@ -120,12 +120,12 @@ def test_a_region_that_is_gone_is_named(path: str) -> None:
 
 def test_something_else_is_no_region(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * PAGE)
-    with pytest.raises(HostMemoryError, match="is no region of this release"):
+    with pytest.raises(HostMemoryError, match="is not a region of this release"):
         Arena.join(str(tmp_path / "file"), 0)
 
 
 def test_a_slot_beyond_the_last_is_refused(shared: Region) -> None:
-    with pytest.raises(ValueError, match="slot 3 of 3"):
+    with pytest.raises(ValueError, match="there is no slot 3: the region has 3"):
         Arena(shared, 3)
 
 

@@ -107,6 +107,44 @@ def servers(size: int, policy: str) -> None:
         print("learns:", losses[-1] < losses[0])
 
 
+def widely(rank: int, folder: str) -> None:
+    """What else programs and frameworks ask of a backend."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    with torch.inference_mode():  # Lightning's validate
+        seen = torch.ones(2) * (rank + 1)
+        dist.all_reduce(seen)
+    print("inference", seen.tolist())
+    table = nn.Embedding(10, 4, sparse=True).double()
+    nn.init.ones_(table.weight)
+    DistributedDataParallel(table)(torch.tensor([rank, 1])).sum().backward()
+    print("sparse gradients", table.weight.grad.to_dense()[:3, 0].tolist())
+    compiled = torch.compile(DistributedDataParallel(model()), backend="aot_eager")
+    compiled(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+    print("compiled", [each.grad.sum().item() for each in compiled.parameters()])
+    hooked = DistributedDataParallel(nn.Linear(64, 64))
+    hooked.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        hooked(torch.ones(2, 64)).sum().backward()
+    print("PowerSGD ends")
+    replica = DistributedDataParallel(model())
+    with replica.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            replica(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+    print("uneven inputs", [each.grad.sum().item() for each in replica.parameters()])
+    built_in = DistributedDataParallel(model())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    built_in(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+    print("built-in hook", [each.grad.sum().item() for each in built_in.parameters()])
+    dcp.async_save({"weight": built_in.module[0].weight}, checkpoint_id=f"{folder}.saved").result()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1], backend="gloo"))
+    with dist._coalescing_manager():
+        dist.all_reduce(total)
+    print("total", total.item())
+
+
 def main(backend: str, what: str) -> None:
     """One rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -131,6 +169,13 @@ def main(backend: str, what: str) -> None:
         left = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)])
         right = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Replicate()])
         print((left @ right).redistribute(mesh, [Shard(1)]).full_tensor())
+    elif what == "widely":
+        widely(rank, os.environ["STORE"])
+        dist.destroy_process_group()
+        dist.init_process_group(
+            backend, init_method=f"file://{os.environ['STORE']}-2", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        )
+        dist.barrier()
     elif what == "hooks":
         gossip(size)
         servers(size, "sync")

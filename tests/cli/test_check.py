@@ -100,7 +100,7 @@ def test_faults_of_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_too_few_slots(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(GOOD.replace("groups = 2", "groups = 20"))
-    assert "40 workers, but there are 8 slots" in fault_of(file, capsys)
+    assert "do not fit into 8 slots" in fault_of(file, capsys)
 
 
 def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,12 +112,12 @@ def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) 
     ("code", "args", "fault"),
     [
         (TASK, "rl = 3", "the task's function job.py:task takes no argument 'rl'; it takes lr, data"),
-        (TASK.replace("lr=0.1", "lr"), "", "the task's function job.py:task needs the argument 'lr': give it in [job] args"),
+        (TASK.replace("lr=0.1", "lr"), "", "the task's function job.py:task needs the argument 'lr': set it in [job] args"),
         ("def task(): return 3", "", "the task's function job.py:task returned a int; it must return a zmqtrain.Task"),
         ("task = 3", "", "task is a int, not a function that returns a Task"),
         ("import missing_module\ntask = 3", "", "ModuleNotFoundError: No module named 'missing_module'"),
         ("def task():\n    return {}['x']\n", "", "raised KeyError: 'x' ("),
-        ("def task():\n    raise SystemExit(4)\n", "", "job.py:task ends the process (sys.exit(4))"),
+        ("def task():\n    raise SystemExit(4)\n", "", "job.py:task ended the process: it called sys.exit(4)"),
         (TASK.replace("zeros(1))] * 8", "zeros(1))] * 0"), "", "Task.train_data is empty"),
         (TASK.replace("train_data=[(torch.zeros(2), torch.zeros(1))] * 8", "train_data=torch.utils.data.DataLoader([1], 7)"), "",
          "Task.train_data is a DataLoader with batch_size = 7, but a group takes"),
@@ -155,7 +155,7 @@ def test_a_task_is_loaded_here_only_where_hosts_are_this_machine(file: Path, cap
         ('device = "cuda"', "", 0, 'device: device = "cuda", but torch finds no CUDA device'),
         ('device = "cuda"', "", 1, None),
         ("", 'devices = ["cuda:0", "cuda:1"]', 0, 'device: devices = ["cuda:1"], but torch finds no CUDA device'),
-        ("", 'devices = ["cuda:0", "cuda:1"]', 1, 'device: devices name "cuda:1", but torch finds 1 here, counted from cuda:0'),
+        ("", 'devices = ["cuda:0", "cuda:1"]', 1, 'device: devices name "cuda:1", but torch finds 1 here, numbered from cuda:0'),
         ("", 'devices = ["cuda:0", "cuda:1"]', 2, None),
         ('device = "cpu"', 'devices = ["cuda:0"]', 0, None),
         ("", "", 0, None),
@@ -192,7 +192,7 @@ def test_a_host_without_work_is_a_warning(file: Path, capsys: pytest.CaptureFixt
 
 def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(GOOD + '[data]\npath = "nowhere"\n')
-    assert fault_of(file, capsys).startswith("data: nowhere does not exist here: mend [data] path")
+    assert fault_of(file, capsys).startswith("data: nowhere does not exist here: correct [data] path")
     monkeypatch.setenv("ZMQTRAIN_DATA", str(file.parent))  # goes before the file's
     assert run_check(file, True) == 0
     assert run_check(file, True, data="not/there") == 2
@@ -221,12 +221,12 @@ def test_a_port_in_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_range_of_ports_that_is_too_short(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29409"'))
-    assert "10 ports from 29400 to 29409, and the processes of one machine take up to 18" in fault_of(file, capsys)
+    assert "10 ports from 29400 to 29409, but the processes of one machine need up to 18" in fault_of(file, capsys)
     file.write_text(GOOD.replace("[job]", '[job]\nports = "29400-29450"'))
     assert run_check(file, True) == 0
     file.write_text(GOOD.replace("[job]", '[job]\nports = "29450-29400"'))
     assert run_check(file) == 2
-    assert 'is no range of ports: write it like "29400-29500"' in capsys.readouterr().err
+    assert 'is not a range of ports: write it like "29400-29500"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_a_simulated_world_for_people(file: Path, capsys: pytest.CaptureFixture[
         "Faults in simulated runs",
         "factor = 4.0",
         'sides = [["node01"], ["node[02-64]"]]',
-        "10 Gbit/s a host, 20 us one way, 1 rack with uplinks of 40 Gbit/s, 2 hosts with figures of their own",
-        "phantom payloads; given up after 24 h of virtual time",
-        "2 in simulated runs; never comes, as there are 20 steps: partition at step 20",
+        "10 Gbit/s per host, 20 us one way, 1 rack with uplinks of 40 Gbit/s, 2 hosts with settings of their own",
+        "phantom payloads; stopped after 24 h of virtual time",
+        "2 in simulated runs; too late, since there are only 20 steps: partition at step 20",
     ):
         assert part in text
 
@@ -322,9 +322,9 @@ def test_hosts_that_come_when_the_run_begins(tmp_path: Path, capsys: pytest.Capt
     assert run_check(file, True) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     details = {row["name"]: row["detail"] for row in rows if row["row"] == "check"}
-    assert "64 workers in 64 groups on the slots of the hosts that come" in details["slots"]
+    assert "64 workers in 64 groups on the slots of the hosts that join" in details["slots"]
     assert "another machine" in details["encryption"]
-    assert "at the launch" in details["hosts"]
+    assert "at launch" in details["hosts"]
     file.write_text(file.read_text().replace("environment", "kubernets"))
     assert run_check(file, True) == 2
     assert "did you mean 'kubernetes'" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "cannot be read"), ("{}", "a plan is a list"), ('[{"layer": "0"}]', "lacks choice, grid")]
+    ("text", "reason"), [("{", "cannot be read"), ("{}", "not a plan, which is a list"), ('[{"layer": "0"}]', "lacks choice, grid")]
 )
 def test_a_file_that_is_no_plan_is_named(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)

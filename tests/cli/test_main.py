@@ -65,11 +65,11 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["launch", "job.toml", "--set", "compute.batch_size=many"], ["batch_size", "many"]),
         (["launch", "job.toml", "--set", "job.task=there.py:tusk"], ["there.py", "did you mean 'task'"]),
         (["launch", "job.toml", "--set", "job.task=there.py", "--resume", "latest"], ["--resume"]),
-        (["launch", "--resume", "latest", "notask.toml", "there.py"], ["--resume", "a script keeps its own checkpoints"]),
-        (["launch", "--set", "job.checkpoint_every=5", "notask.toml", "there.py"], ["checkpoint_every", "a script keeps its own"]),
+        (["launch", "--resume", "latest", "notask.toml", "there.py"], ["--resume", "a script writes its own checkpoints"]),
+        (["launch", "--set", "job.checkpoint_every=5", "notask.toml", "there.py"], ["checkpoint_every", "a script writes its own"]),
         (
             ["launch", "--set", "job.checkpoint_every=1 h", "notask.toml", "there.py"],
-            ["checkpoint_every", "a script keeps its own"],
+            ["checkpoint_every", "a script writes its own"],
         ),
         (["launch", "--set", "job.steps=5", "notask.toml", "there.py"], ["[job] steps is for tasks"]),
         (["launch", "--set", "job.epochs=2", "notask.toml", "there.py"], ["[job] epochs is for tasks"]),
@@ -121,7 +121,7 @@ def test_values_on_the_command_line_go_before_the_file(folder: Path) -> None:
     assert load_with(folder / "job.toml", []).job.name == "job"
     with pytest.raises(TopologyError, match="grups"):
         load_with(folder / "job.toml", ["compute.grups=2"])
-    with pytest.raises(UsageError, match="no table"):
+    with pytest.raises(UsageError, match="not a table"):
         load_with(folder / "job.toml", ["job.task.deeper=2"])
 
 
@@ -131,7 +131,7 @@ def test_hosts_on_the_command_line(folder: Path) -> None:
     assert [host.slots for host in load_with(path, ["hosts.1.slots=3"]).hosts] == [1, 3]
     with pytest.raises(TopologyError, match=r"\n  --set hosts.1.slots=-3: hosts\[1\].slots = -3: must be greater"):
         load_with(path, ["hosts.1.slots=-3"])
-    with pytest.raises(UsageError, match="no table"):
+    with pytest.raises(UsageError, match="not a table"):
         load_with(path, ["hosts.2.slots=3"])
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out == "hello\n"
     assert call(monkeypatch, "logs", "job-001", "worker/7") == 2
     assert call(monkeypatch, "stop", "job-001") == 2
-    assert "does not run" in capsys.readouterr().err
+    assert "is not running" in capsys.readouterr().err
 
 
 def test_a_run_whose_launcher_was_killed_is_lost(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.cli.plan import run_plan
-from zmqtrain.errors import TaskError, TopologyError, UsageError
+from zmqtrain.errors import DifferentModelError, TaskError, TopologyError, UsageError
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "launch" / "alexnet-study.toml"
@@ -50,7 +50,7 @@ def test_the_table_of_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None
     found = rows(capsys)
     totals = {(row["processes"], row["plan"]): row for row in found if row["row"] == "total"}
     assert round(totals[512, "pure batch"]["communication_s"] * 1e3, 2) == 83.28
-    assert totals[512, "pure model"]["obstacle"] == "model 512x1 of conv1: more rows than its 96 outputs"
+    assert totals[512, "pure model"]["obstacle"] == "model 512x1 of conv1: there would be more rows than its 96 outputs"
     layers = [row for row in found if row["row"] == "layer"]
     assert len(layers) == 4 * 8
     for row in layers:
@@ -71,9 +71,9 @@ def test_a_task_s_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(file) == 0
     shown = capsys.readouterr().out
     assert "the model of work.py:task: 2,292 weights" in shown
-    assert "what this runtime sends, 1 of the group's processes on each host: 250 us a message, 1 Gbit/s" in shown
+    assert "what this runtime sends, with 1 of the group's processes on each host: 250 us per message, 1 Gbit/s" in shown
     assert "domain" in shown
-    assert "its input is no image" in shown
+    assert "its input is not an image" in shown
     assert run_plan(file, json_lines=True) == 0
     found = rows(capsys)
     assert [row["layer"] for row in found if row["row"] == "layer"] == ["0", "5"]
@@ -127,8 +127,8 @@ def test_a_plan_is_saved_priced_and_drawn(file: Path, tmp_path: Path, capsys: py
     ("plan", "message"),
     [
         ("[", "cannot be read as a plan"),
-        ('{"layer": "0"}', "a plan is a list"),
-        ('[{"layer": "0", "choice": "model", "grid": "4x1"}]', "another model.*says nothing about 5"),
+        ('{"layer": "0"}', "not a plan, which is a list"),
+        ('[{"layer": "0", "choice": "model", "grid": "4x1"}]', "another model.*has no entry for 5"),
         ('[{"layer": "0", "choice": "best", "grid": "4x1"}]', "'best' is none of"),
         ('[{"layer": "0", "choice": "batch", "grid": "1x4"}, {"layer": "5", "choice": "model", "grid": "4"}]', "'4' is no grid"),
         ('[{"layer": "0", "choice": "batch", "grid": "1x2"}, {"layer": "5", "choice": "batch", "grid": "1x2"}]', "for 2 processes"),
@@ -146,7 +146,7 @@ def test_bad_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(UsageError, match=r"--plot .* cannot be written"):
         run_plan(file, plot=tmp_path / "missing" / "chart.svg")
     for text in ("0", "two", "4,,8", ""):
-        with pytest.raises(UsageError, match=r"--processes .*: write numbers from 1"):
+        with pytest.raises(UsageError, match=r"--processes .*: write whole numbers from 1"):
             run_plan(file, processes=text)
     with pytest.raises(UsageError, match="one group size and one batch"):
         run_plan(file, processes="2,4", save=tmp_path / "plan.json")
@@ -154,16 +154,40 @@ def test_bad_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         run_plan(file, given=tmp_path / "none.json")
     with pytest.raises(UsageError, match=r"no grid of 61 processes divides any layer for a batch of 2"):
         run_plan(file, processes="61", batches="2")
-    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may take 1 MiB"):
+    with pytest.raises(UsageError, match=r"no plan fits in memory: a process needs at least .* may use only 1 MiB"):
         run_plan(file, settings=["plan.memory=1 MiB"], batches="4096")
     with pytest.raises(TaskError, match=r"cannot be traced: the forward of Sequential raised RuntimeError"):
         run_plan(file, settings=["job.args={ fails = true }"])
-    with pytest.raises(UsageError, match=r"no table of layers has this name.*did you mean 'alexnet'"):
+    with pytest.raises(UsageError, match=r"there is no such table of layers.*did you mean 'alexnet'"):
         run_plan(file, settings=["plan.layers=alexnt"])
-    with pytest.raises(TopologyError, match=r'must be "none", "perfect", or a share from 0 to 1'):
+    with pytest.raises(TopologyError, match=r'must be "none", "perfect", or a number from 0 to 1'):
         run_plan(file, settings=["plan.overlap=2"])
     empty = tmp_path / "empty.toml"
     empty.write_text("[job]\n")
     with pytest.raises(UsageError, match="no model to plan for"):
         run_plan(empty)
     assert capsys.readouterr().out.count("Plan for") == 0
+
+
+def test_verify_compares_the_planned_model_with_the_ordinary_one(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(file, json_lines=True, verify=True) == 0
+    (row,) = rows(capsys, "verified")
+    assert row["precision"] == "float64"
+    assert run_plan(file, verify=True) == 0
+    assert "are the ordinary model's" in capsys.readouterr().out
+
+
+def test_verify_refuses_an_optimizer_that_looks_at_whole_parameters(file: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work.py"
+    work.write_text(TASK.replace("torch.optim.SGD(p, 0.1)", "torch.optim.Adafactor(p)"))
+    plan = tmp_path / "plan.json"
+    plan.write_text(
+        json.dumps([{"layer": "0", "choice": "batch", "grid": "4x1"}, {"layer": "5", "choice": "model", "grid": "4x1"}])
+    )
+    with pytest.raises(DifferentModelError, match="the optimizer Adafactor updates parts of a parameter other than the whole"):
+        run_plan(file, given=plan, verify=True)
+
+
+def test_verify_is_for_the_files_own_group(file: Path) -> None:
+    with pytest.raises(UsageError, match="--verify compares the model of"):
+        run_plan(file, processes="2", verify=True)

@@ -90,7 +90,7 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
     assert run_tune(file, How(simulate=True), run_dir=folder, settings=["tune.momenta=[0.6]", "tune.cold=40"]) == 0
     shown = capsys.readouterr().out
     assert "4 workers as 1, 2, 4 groups" in shown
-    assert "saturation: the fewest groups that are as fast as any, as far as is known" in shown
+    assert "saturation: the smallest number of groups that is as fast as any, as far as is known" in shown
     assert "done: the target is reached" in shown
     summary = json.loads((folder / "summary.json").read_text())["strategies"][0]
     assert (summary["strategy"], summary["reached"]) == ("omnivore", True)
@@ -107,7 +107,7 @@ def test_a_search_in_the_simulated_world(file: Path, tmp_path: Path, capsys: pyt
         summary["groups"], summary["momentum"], summary["lr"]
     )  # fmt: skip
     assert (folder / "omnivore.svg").read_text().startswith("<svg")
-    assert f"zmqtrain launch {folder / 'tuned.toml'} trains with what was found" in shown
+    assert f"zmqtrain launch {folder / 'tuned.toml'} trains with these settings" in shown
     assert run_status(str(folder)) == 0
     assert "status done  steps " in capsys.readouterr().out
 
@@ -136,7 +136,7 @@ def test_a_search_that_was_interrupted_goes_on(
     assert run_tune(file, How(simulate=True, resume=parts), json_lines=True) == 0
     assert first + rows(capsys, "trial") == trials
     other = ["tune.learning_rates=[0.5]", "tune.time_limit=1.0"]
-    with pytest.raises(UsageError, match="is of another search than this file describes"):
+    with pytest.raises(UsageError, match="belongs to a different search than this topology file"):
         run_tune(file, How(simulate=True, resume=parts), settings=other)
 
 
@@ -195,7 +195,7 @@ def test_a_host_that_is_lost_in_a_trial(file: Path, tmp_path: Path, capsys: pyte
     with pytest.raises(ZmqTrainError, match=r"a trial failed: HostLostError: .*h2") as raised:
         run_tune(file, How(simulate=True), run_dir=tmp_path / "run")
     assert raised.value.exit_code >= 128  # worth another try
-    assert f"the same command with --resume {tmp_path / 'run'} goes on" in capsys.readouterr().out
+    assert f"to continue, run the same command with --resume {tmp_path / 'run'}" in capsys.readouterr().out
 
 
 def test_a_host_that_becomes_slow_leads_to_another_search(file: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_host_that_becomes_slow_leads_to_another_search(file: Path, tmp_path: 
     first, now = map(float, re.findall(r"the staleness of group 0 went from (\S+) to (\S+):", reason)[0])
     assert first == pytest.approx(1.0, abs=0.2)
     assert now > 2
-    assert reason.endswith("beside the others it has become slower")
+    assert reason.endswith("compared with the others it has become slower")
     ended = events[at - 1]["values"]
     assert (ended["kind"], ended["outcome"]["drifted"]) == ("train", reason)
     assert ended["outcome"]["updates"] < ended["updates"]
@@ -240,24 +240,24 @@ def test_a_host_that_becomes_slow_leads_to_another_search(file: Path, tmp_path: 
 
 
 def test_bad_input(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="two worlds: choose one"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         run_tune(file, How(simulate=True, emulate=True))
     (tmp_path / "other.toml").write_text(file.read_text().replace("target_loss = 0.35", ""))
     with pytest.raises(UsageError, match="--curves needs a target"):
         run_tune(tmp_path / "other.toml", How(simulate=True, curves=True))
-    with pytest.raises(UsageError, match="--strategy best: it is one of omnivore, default, sync, async, bayesian, or all"):
+    with pytest.raises(UsageError, match="--strategy best: must be one of omnivore, default, sync, async, bayesian, or all"):
         names_of(["best"])
     assert names_of(["all"])[0] == "omnivore"
     assert names_of([]) == ("omnivore",)
     with pytest.raises(TaskError, match="train_data is empty"):
         run_tune(file, How(simulate=True), settings=["job.args={ count = 0 }"])
-    with pytest.raises(UsageError, match=r"computes nothing, and a search needs losses: set \[simulation\] payload"):
+    with pytest.raises(UsageError, match=r"computes no losses, which a search needs"):
         run_tune(file, How(simulate=True), settings=["simulation.payload=phantom"])
-    with pytest.raises(UsageError, match=r"there is no search in it"):
+    with pytest.raises(UsageError, match=r"this folder contains no search"):
         run_tune(file, How(simulate=True, resume=tmp_path))
     steps = tmp_path / "steps.toml"
     steps.write_text(file.read_text() + '\n[[faults]]\nkind = "kill"\ntarget = "h2"\nstep = 3\n')
-    with pytest.raises(UsageError, match=r'give "at" instead of "step"'):
+    with pytest.raises(UsageError, match=r'give "at" \(a time\) instead'):
         run_tune(steps, How(simulate=True))
     empty = tmp_path / "empty.toml"
     empty.write_text("[job]\n")

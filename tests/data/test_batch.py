@@ -73,8 +73,8 @@ def test_a_forward_of_one_s_own_gets_everything() -> None:
         (Detected(X, []), "is a Detected; it must be"),
         ({"x": X, "kind": Y}, "has none of labels, label, targets, target"),
         ({"x": X, "label": Y, "target": Y}, "has 'label' and 'target'"),
-        ({1: X, "label": Y}, "the key 1, which cannot name an input"),
-        (LabelFirst(Y, X), "last field is 'image', which would be the target, though it has 'label'"),
+        ({1: X, "label": Y}, "the key 1, which is not a valid argument name"),
+        (LabelFirst(Y, X), "last field, which should be the target, is 'image', although it has 'label'"),
     ],
 )
 def test_what_is_not_certain_is_refused(collated: Any, said: str) -> None:
@@ -123,7 +123,7 @@ def test_rows_of_what_belongs_to_samples(part: Any, first_three: Any) -> None:
         (torch.zeros(5, 2), r"a tensor of shape \[5, 2\]"),
         (np.zeros((8, 2)), r"a numpy array of shape \[8, 2\]"),
         ({"edges": torch.zeros(2, 30)}, r"a tensor of shape \[2, 30\]"),
-        ([torch.zeros(7, 2)] * 7, "a list of 7 entries, each of which may be a sample, or have all of them"),
+        ([torch.zeros(7, 2)] * 7, "a list of 7 entries, which may be one per sample, or fields of all samples"),
         (object(), "a object"),
         (torch.nn.utils.rnn.pack_sequence([torch.zeros(2)]), "a PackedSequence"),
     ],

@@ -134,7 +134,7 @@ async def test_a_dataset_that_cannot_be_pickled_needs_fork() -> None:
     data = [(torch.zeros(1), lambda: 1)]
     processes = Processes(num_workers=1, multiprocessing_context="spawn")
     loader = Loader(Fetch(Reader(data)), lambda step: np.array([0]), (1,), processes=processes)
-    with pytest.raises(TaskError, match=r"cannot be sent to a loader process .*leave multiprocessing_context out"):
+    with pytest.raises(TaskError, match=r"cannot be sent to a loader process .*leave multiprocessing_context at its default"):
         await loader.batch(0)
     await loader.close(20)
 
@@ -273,7 +273,7 @@ async def test_processes_that_find_a_lock_taken_are_not_waited_for_for_ever() ->
     indices = np.arange(4)
     loader = LoaderProcesses(reader, lambda step: Request(step, indices, (1,)), Processes(num_workers=2), begin_s=0.1)
     thread = BackgroundThread("loader")
-    with Drawing(1 << 27), pytest.raises(TaskError, match=r"[12] of the 2 loader processes .* did not begin .*held a lock"):
+    with Drawing(1 << 27), pytest.raises(TaskError, match=r"[12] of the 2 loader processes .* did not start .*held a lock"):
         await thread.submit(lambda: loader.take(Request(0, indices, (1,))))
     found = await thread.submit(lambda: loader.take(Request(0, indices, (1,))))  # by others
     assert len(found[0]) == 4

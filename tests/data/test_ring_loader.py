@@ -211,5 +211,5 @@ async def test_phantoms_travel_by_their_size() -> None:
 def test_what_cannot_travel_is_said() -> None:
     with pytest.raises(TaskError, match=r"a batch holds a str.*indices"):
         TensorContents(lambda ids: [torch.zeros(len(ids)), "text"]).read(np.arange(3))
-    with pytest.raises(TaskError, match=r"shape \[2\], which is not stacked"):
+    with pytest.raises(TaskError, match=r"shape \[2\], whose first dimension does not count"):
         TensorContents(lambda ids: [torch.zeros(2)]).read(np.arange(3))

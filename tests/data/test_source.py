@@ -93,11 +93,11 @@ def test_what_of_a_loader_counts() -> None:
         (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), "the batch sampler list"),
         (lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "DistributedSampler"),
         (lambda: DataLoader(DATA, in_order=False), "in_order=False"),
-        (lambda: OwnLoader(DATA), "a OwnLoader, which iterates in a way of its own"),
-        (lambda: DataLoader(Numbers(), num_workers=2), "each process would give all of it again"),
+        (lambda: OwnLoader(DATA), "a OwnLoader with its own way to iterate"),
+        (lambda: DataLoader(Numbers(), num_workers=2), "each process would read all of it"),
         (lambda: DataLoader([]), "is empty"),
-        (lambda: {"train": [1], "test": [2]}, "give one of them, such as data.'train'."),
-        (lambda: "data.csv", "is a text"),
+        (lambda: {"train": [1], "test": [2]}, "pass one of them, such as data.'train'."),
+        (lambda: "data.csv", "is a string"),
         (lambda: 7, "a int; it must be a map-style dataset"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_is_refused(make: Any, said: str) -> None:
 
 
 def test_settings_stand_in_one_place() -> None:
-    with pytest.raises(TaskError, match="says itself what collate is"):
+    with pytest.raises(TaskError, match="has its own collate"):
         of(DataLoader(DATA), collate=list)
 
 
@@ -116,7 +116,7 @@ def test_settings_stand_in_one_place() -> None:
     [
         ({"batch_size": 5}, 6, "global", r"batch_size = 5, but a group takes 6"),
         ({"batch_size": 5, "shuffle": True}, 5, "none", "a DataLoader that shuffles"),
-        ({"batch_size": 5}, 5, "ring", "an order of its own"),
+        ({"batch_size": 5}, 5, "ring", "determines the order of samples"),
     ],
 )
 def test_a_loader_that_the_topology_contradicts(loader: Any, batch: int, shuffle: Any, said: str) -> None:
@@ -142,7 +142,7 @@ def test_a_sampler_s_order_follows_from_the_seed_alone() -> None:
 
 
 def test_a_sampler_that_no_two_workers_would_have_alike_is_refused() -> None:
-    with pytest.raises(TaskError, match="gives another order each time"):
+    with pytest.raises(TaskError, match="gives a different order each time"):
         SampledOrder("it", OsRandom(), 1)
     with pytest.raises(TaskError, match="must give whole numbers"):
         SampledOrder("it", ["a"], 1)

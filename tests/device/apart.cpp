@@ -1,7 +1,7 @@
 // The device "apart": memory that the CPU cannot read, computed on by the CPU.
 //
-// Tensors lie in a region that is closed (PROT_NONE) except while torch copies between it and ordinary memory, so that a read of a
-// device's memory by numpy, a socket or another process is a fault of the process here, as it is with a real device. Arithmetic is
+// A tensor's memory is closed (PROT_NONE) except while torch copies between it and ordinary memory, so that a read of a device's
+// memory by numpy, a socket or another process is a fault of the process here, as it is with a real device. Arithmetic is
 // the CPU's, on copies; operations on tensors of both memories are refused, as CUDA refuses them.
 
 #include <ATen/ATen.h>
@@ -48,24 +48,28 @@ class Region {
       TORCH_CHECK(used_ + size <= SIZE, "the device apart is out of memory");
       found = base_ + used_;
       used_ += size;
-      if (opened_ > 0) protect(found, size, true);
     }
-    sizes_[found] = size;
+    blocks_[found] = {size, 0};
     return found;
   }
 
   void release(void* pointer) {
     if (pointer == nullptr) return;
     std::lock_guard<std::mutex> guard(mutex_);
-    auto found = sizes_.find(static_cast<char*>(pointer));
-    free_[found->second].push_back(found->first);
-    sizes_.erase(found);
+    auto found = blocks_.find(static_cast<char*>(pointer));
+    free_[found->second.size].push_back(found->first);
+    blocks_.erase(found);
   }
 
-  void open(bool in) {
+  // The block that has this place, if one has. Others stay closed: to change the whole region for each copy takes long.
+  void open(const void* place, bool in) {
     std::lock_guard<std::mutex> guard(mutex_);
-    start();
-    if (in ? opened_++ == 0 : --opened_ == 0) protect(base_, used_, in);
+    auto found = blocks_.upper_bound(const_cast<char*>(static_cast<const char*>(place)));
+    if (found == blocks_.begin()) return;
+    --found;
+    auto& [start, block] = *found;
+    if (static_cast<const char*>(place) >= start + block.size) return;
+    if (in ? block.opened++ == 0 : --block.opened == 0) protect(start, block.size, in);
   }
 
  private:
@@ -81,12 +85,16 @@ class Region {
     used_ = PAGE;  // never empty
   }
 
+  struct Block {
+    size_t size;
+    int opened;  // by so many copies
+  };
+
   std::mutex mutex_;
   char* base_ = nullptr;
   size_t used_ = 0;
-  int opened_ = 0;
   std::map<size_t, std::vector<char*>> free_;
-  std::map<char*, size_t> sizes_;
+  std::map<char*, Block> blocks_;
 };
 
 Region& region() {
@@ -94,9 +102,18 @@ Region& region() {
   return *one;
 }
 
+// Two places whose memory may be used meanwhile; what is not the device's is open anyway.
 struct Opened {
-  Opened() { region().open(true); }
-  ~Opened() { region().open(false); }
+  Opened(const void* one, const void* other) : one_(one), other_(other) { open(true); }
+  ~Opened() { open(false); }
+  Opened(const Opened&) = delete;
+
+ private:
+  void open(bool in) {
+    region().open(one_, in);
+    region().open(other_, in);
+  }
+  const void *one_, *other_;
 };
 
 // Memory of the host that the device may read and write itself.
@@ -154,7 +171,7 @@ struct Allocator final : at::Allocator {
     return [](void* pointer) { region().release(pointer); };
   }
   void copy_data(void* target, const void* source, std::size_t count) const override {
-    Opened opened;
+    Opened opened(target, source);
     std::memcpy(target, source, count);
   }
 };
@@ -230,15 +247,16 @@ at::Tensor empty_strided(
       size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-// The same memory as a tensor of the CPU, which may be used while the region is open.
+void* place(const at::Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
+
+// The same memory as a tensor of the CPU, which may be used while it is open.
 at::Tensor bare(const at::Tensor& tensor) {
   if (tensor.device().type() != KIND) return tensor;
-  void* data = tensor.numel() ? tensor.data_ptr() : nullptr;
-  return at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+  return at::from_blob(place(tensor), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool) {
-  Opened opened;
+  Opened opened(place(self), place(target));
   bare(target).copy_(bare(self));
   return target;
 }

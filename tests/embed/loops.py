@@ -314,7 +314,7 @@ def noise(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("gradient noise that each worker draws for itself", refused="not alike")
+@row("gradient noise that each worker draws for itself", refused="not in the same way")
 def own_noise(loop: Loop) -> None:
     model, optimizer = loop.start()
     generator = torch.Generator().manual_seed(loop.rank)
@@ -491,7 +491,7 @@ def left_out(loop: Loop) -> None:
             optimizer.step()
 
 
-@row("`step()` left out later, without `overlap=False`", refused=r"optimizer\.step\(\) was left out|gradients have left")
+@row("`step()` left out later, without `overlap=False`", refused=r"optimizer\.step\(\) was left out|gradients have been sent")
 def left_out_late(loop: Loop) -> None:
     model, optimizer = loop.start()
     for number, (inputs, target) in enumerate(loop.batches()):
@@ -526,7 +526,7 @@ def own_gradients(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("`torch.autograd.grad` of the parameters, put into `p.grad` as it is", refused="not alike")
+@row("`torch.autograd.grad` of the parameters, put into `p.grad` as it is", refused="not in the same way")
 def unsummed_gradients(loop: Loop) -> None:
     model, optimizer = loop.start()
     for inputs, target in loop.batches():
@@ -634,7 +634,7 @@ def plateau(loop: Loop) -> None:
         loop.seen.append(optimizer.param_groups[0]["lr"])
 
 
-@row("`ReduceLROnPlateau` with each worker's own metric", refused="settings differ")
+@row("`ReduceLROnPlateau` with each worker's own metric", refused="the optimizer.s settings .* differ between workers")
 def own_plateau(loop: Loop) -> None:
     model, optimizer = loop.start()
     schedule = ReduceLROnPlateau(optimizer, patience=0)
@@ -742,7 +742,7 @@ def adversaries(loop: Loop) -> None:
     loop.start()
 
 
-@row("an optimizer with more than the model's parameters", refused="none of the model's")
+@row("an optimizer with more than the model's parameters", refused="do not belong to the model")
 def foreign(loop: Loop) -> None:
     model, temperature = loop.build(), nn.Parameter(torch.ones(1, dtype=loop.dtype))
     loop.replicate(model, sgd([*model.parameters(), temperature]))

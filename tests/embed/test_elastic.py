@@ -188,7 +188,7 @@ async def test_a_restarted_worker_is_told_what_it_must_leave_out(tmp_path: Path)
 
     def program(session: Session, life: Life) -> None:
         if life.number:
-            with pytest.raises(UsageError, match="leave out what all workers do together before the loop"):
+            with pytest.raises(UsageError, match="on such a worker, skip calls that all workers make together before the loop"):
                 session.barrier()
         else:
             session.barrier()
@@ -198,7 +198,7 @@ async def test_a_restarted_worker_is_told_what_it_must_leave_out(tmp_path: Path)
             if life.rank == 1 and not life.number and step == 2:
                 raise KilledError
             if life.number and step == life.first + 1:
-                with pytest.raises(UsageError, match=r"the others are at step \d+ already.*first="):
+                with pytest.raises(UsageError, match=r"the others are already at step \d+.*first="):
                     next(session.batches(data, 1))
                 assert [batch[1].tolist() for batch in session.batches(data, 1, first=3)] == taken[1][3:]
             return life.rank != 1 or step < life.first + 2

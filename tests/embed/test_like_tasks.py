@@ -40,10 +40,10 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def topology(name: str) -> Topology:
+def topology(name: str, **job: Any) -> Topology:
     groups = 1 if "one group" in name else 2
     compute = {"groups": groups, "group_size": 2, "batch_size": 8, "parts": [3, 5]}
-    return topology_of(job={"epochs": EPOCHS, "checkpoint_every": 0}, compute=compute, exchange=EXCHANGES[name])
+    return topology_of(job={"checkpoint_every": 0, **job}, compute=compute, exchange=EXCHANGES[name])
 
 
 def network() -> nn.Module:
@@ -89,7 +89,7 @@ async def test_a_session_is_a_task(name: str, tmp_path: Path) -> None:
 
     given = topology(name)
     await asyncio.to_thread(run_sessions, given, program)
-    expected = await by_a_task(given, tmp_path)
+    expected = await by_a_task(topology(name, epochs=EPOCHS), tmp_path)
     assert set(steps) == {EPOCHS * 96 // (8 * given.compute.groups)}
     assert not all(torch.equal(expected[key], tensor) for key, tensor in network().state_dict().items()), "it has trained"
     for model in models.values():
@@ -100,11 +100,15 @@ async def test_a_session_is_a_task(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"compute": {"group_size": 2, "grid": "2x1"}}, r"\[compute\] grid cannot divide it"),
+        ({"compute": {"group_size": 2, "grid": "2x1"}}, r"\[compute\] grid cannot divide its model"),
         ({"compute": {"group_size": 2}, "exchange": {"kind": "model_server", "merged_fc": True}}, "merged_fc needs"),
         ({"job": {"weights": "given.safetensors"}}, r"\[job\] weights is for tasks"),
         ({"job": {"checkpoint_every": 5}}, r"\[job\] checkpoint_every is for tasks"),
         ({"job": {"checkpoint_every": "30 s"}}, r"\[job\] checkpoint_every is for tasks"),
+        ({"job": {"steps": 5}}, r"\[job\] steps is for tasks"),
+        ({"job": {"epochs": 2}}, r"\[job\] epochs is for tasks"),
+        ({"job": {"until": {"metric": "loss", "reaches": 0.1}, "eval_every": 5}}, r"\[job\] until is for tasks"),
+        ({"job": {"eval_every": 5}}, r"\[job\] eval_every is for tasks"),
         ({"optimizer": {"scale_lr": "linear"}}, r"\[optimizer\] scale_lr is for tasks"),
         ({"optimizer": {"lr": 0.1}}, r"\[optimizer\] lr and a number as momentum are for tasks"),
         ({"compute": {"accumulate": 2}}, r"\[compute\] precision and accumulate are for tasks"),

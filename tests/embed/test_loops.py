@@ -49,8 +49,9 @@ def in_sessions(each: Row, kind: str) -> list[tuple[Tensor, list[float]]]:
         loops[session.rank] = loop = Loop(session, [place], each.dtype)
         each.run(loop)
 
-    groups = 1 if kind == ASYNC else 2
-    run_sessions(topology_of(compute={"groups": groups, "group_size": 2}, exchange=EXCHANGES[kind]), program)
+    # Two buckets a model: each more is as many messages again.
+    compute = {"groups": 1 if kind == ASYNC else 2, "group_size": 2, "bucket_size": 64 * each.dtype.itemsize}
+    run_sessions(topology_of(compute=compute, exchange=EXCHANGES[kind]), program)
     return [(parameters(loop), loop.seen) for _, loop in sorted(loops.items())]
 
 

@@ -104,4 +104,4 @@ def test_a_refusal_reaches_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(NOISY)
     with Launched(tmp_path, "trial.toml", "script.py") as launched:
         assert launched.end() == 3, repr(launched)
-    assert "not alike on all workers" in launched.error_text
+    assert "not in the same way on all workers" in launched.error_text

@@ -139,7 +139,7 @@ def test_misuse_says_what_to_do() -> None:
             session.backward(torch.ones(2), 1.0)
         with pytest.raises(UsageError, match="replicates one model"):
             session.replicate(model, optimizer)
-        with pytest.raises(NonFiniteLossError, match="No model of the run is left"):
+        with pytest.raises(NonFiniteLossError, match="No model of the run is saved"):
             session.report(loss=math.nan)
         with pytest.raises(UsageError, match="samples"):
             next(session.batches(DATA, batch_size=1000))

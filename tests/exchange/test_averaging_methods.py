@@ -230,7 +230,7 @@ def test_each_fragment_has_its_turn_once_in_a_round(every: int, data: st.DataObj
 
 
 @pytest.mark.parametrize(
-    ("every", "count", "delay", "words"), [(0, 1, 0, "every 0"), (3, 4, 0, "4 fragments"), (3, 1, 3, "for 3 steps")]
+    ("every", "count", "delay", "words"), [(0, 1, 0, "every 0"), (3, 4, 0, "4 fragments"), (3, 1, 3, "takes 3 steps")]
 )
 def test_bad_rounds(every: int, count: int, delay: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -10,6 +10,7 @@ import torch
 
 from zmqtrain.exchange.look_ahead import RISE, horizon, is_mean, risen, spread, steps_ahead, with_rate_of_one
 from zmqtrain.exchange.momentum import Compensation, compensated, explicit_of, implicit_momentum
+from zmqtrain.exchange.norm_limit import LIMIT
 from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.topology.load import parse_topology
@@ -76,11 +77,14 @@ def test_four_updates_do_what_one_does_by_their_mean(kind: str) -> None:
         "updates": 5.0,
         "steps": pytest.approx(steps_ahead(momentum, 5)),
         "lr_factor": pytest.approx(lr / 0.1),
-        "rise": RISE * 5.0,
+        "rise": 0.0 if kind == "sgd" else RISE * 5.0,
+        "norm_limit": LIMIT if kind == "sgd" else None,
     }
-    assert Compensation(3.0, on=True, look_ahead=True, own_rate=True).rise(given.groups[0]) == RISE * 5.0
+    own = Compensation(3.0, on=True, look_ahead=True, own_rate=True)
+    assert (own.rise(given.groups[0]), own.limits(given)) == ((0.0, True) if kind == "sgd" else (RISE * 5.0, False))
     for off in (Compensation(3.0, on=True), Compensation(3.0, look_ahead=True), Compensation(0.0, on=True, look_ahead=True)):
         assert off.rise(given.groups[0]) == 0
+        assert not off.limits(given)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,7 @@ def test_what_has_no_rule_stays_as_it_is(make: Any) -> None:
     assert compensation.of(spec) == spec
     assert compensation.describe(spec)["look_ahead"] is None
     assert compensation.rise(spec.groups[0]) == 0
+    assert not compensation.limits(spec)
 
 
 #: Without momentum: the optimizer, and by what its rate is multiplied among four groups.
@@ -124,7 +129,7 @@ def test_without_momentum_the_rate_alone_is_fitted(kind: str) -> None:
     for key, value in spec.groups[0].items():
         assert key in fitted or changed.groups[0][key] == value
     told = Compensation(3.0, on=True, look_ahead=True).describe(spec)
-    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor), "rise": 0.0}
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor), "rise": 0.0, "norm_limit": None}
     assert told["total"] == 0.75, "nothing is looked ahead, so it acts like the implicit one"
 
 
@@ -172,6 +177,7 @@ def test_a_momentum_of_the_job_s_own_is_kept_with_its_rate() -> None:
         "steps": pytest.approx(steps_ahead(0.6, 5)),
         "lr_factor": 1.0,
         "rise": 0.0,
+        "norm_limit": None,
     }
 
 
@@ -184,7 +190,9 @@ def test_only_where_gradients_are_stale(policy: Any, groups: int) -> None:
     stale = policy == "async" and groups > 1
     assert settings.compensation.horizon == (5.0 if stale else 0.0)
     assert (settings.compensation.of(spec) == spec) is not stale
-    assert settings.compensation.rise(spec.groups[0]) == (RISE * 5.0 if stale else 0.0)
+    assert settings.compensation.limits(spec) is stale
+    adam = describe_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))]))
+    assert settings.compensation.rise(adam.groups[0]) == (RISE * 5.0 if stale else 0.0)
     without = describe_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
     assert settings.compensation.of(without).groups[0]["lr"] == (0.025 if stale else 0.1)
 

@@ -65,10 +65,10 @@ def test_parameter_groups_and_a_schedule_s_changes_are_kept() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("os:system", "build only the optimizers of torch.optim"),
+        ("os:system", "run only the optimizers of torch.optim"),
         ("torch.optim:LBFGS", "needs whole tensors"),
-        ("torch.optim:Nonesuch", "there is no optimizer"),
-        ("torch.optim.lr_scheduler:StepLR", "there is no optimizer"),
+        ("torch.optim:Nonesuch", "has no optimizer"),
+        ("torch.optim.lr_scheduler:StepLR", "has no optimizer"),
     ],
 )
 def test_what_a_server_must_not_build_is_refused(name: str, said: str) -> None:
@@ -96,7 +96,7 @@ def test_what_an_optimizer_keeps_is_found_out_once_for_each_of_its_groups() -> N
         for parameter in plain:
             require_state(optimizer, "plain", parameter, kept)
         for parameter in more:
-            with pytest.raises(CheckpointError, match="has no max_exp_avg_sq of more"):
+            with pytest.raises(CheckpointError, match="lacks max_exp_avg_sq of more"):
                 require_state(optimizer, "more", parameter, kept)
     finally:
         hook.remove()

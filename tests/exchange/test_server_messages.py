@@ -32,6 +32,7 @@ CONFIGURATION = Configuration(
     clip_norm=0.5,
     horizon=5.0,
     rises=(100.0, 0.0),
+    limits=True,
 )
 
 plain: Any = st.recursive(
@@ -78,7 +79,7 @@ def test_what_a_push_says_travels(meta: PushMeta) -> None:
 def test_tags() -> None:
     assert parse_push_tag(push_tag(3, 8)) == (3, 8)
     for tag in [("push",), ("push", 1), ("push", "1", 2), ("parameters", 1, 2)]:
-        with pytest.raises(ProtocolError, match="is no tag of a push"):
+        with pytest.raises(ProtocolError, match="is not a tag of a push"):
             parse_push_tag(tag)
 
 

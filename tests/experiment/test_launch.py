@@ -22,7 +22,7 @@ from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.experiment.job import Watching, job_with, rest
 from zmqtrain.experiment.runs import LaunchedRuns
 from zmqtrain.topology.load import load_topology
-from zmqtrain.train.checkpoint.folder import find_latest
+from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
 from zmqtrain.tune.drift import Drift
 from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.search import Search
@@ -83,8 +83,8 @@ def test_a_short_job_is_trained_without_a_search(
     folder = tmp_path / "run"
     assert run_launch(file, options=LaunchOptions(run_dir=folder)) == 0
     shown = capsys.readouterr().out
-    assert "s may be searched ([tune] share), but that needs 3 more runs, of 1 s each: no search" in shown
-    assert "setting: as many groups as are of use (g*), with the task's learning rate" in shown
+    assert "s ([tune] share), but it needs 3 more runs of 1 s each: no search" in shown
+    assert "setting: the most groups that still make it faster (g*), with the task's learning rate" in shown
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["trainings"]) == ("done", 0, ["omnivore/000"])
     assert (summary["groups"], summary["steps"], summary["samples"]) == (2, 30, 60 * 16)
@@ -104,7 +104,8 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
     Somebody interrupts the second one, once it has a checkpoint."""
     task = TASK.replace("    return Task(", f"{SLOW}\n    return Task(")
     (tmp_path / "work.py").write_text(task)
-    launched, hears, kept, watched = LaunchedRuns.run, Watching.event, list[int](), list[Drift]()
+    launched, hears, watched = LaunchedRuns.run, Watching.event, list[Drift]()
+    folder, interrupted = tmp_path / "run", list[Path]()
 
     def reason(drift: Drift) -> str | None:
         watched.append(drift)
@@ -117,22 +118,23 @@ def test_a_launch_finds_its_groups_trains_and_is_tuned_again(
 
     def heard(view: Watching, event: Mapping[str, Any], now: float) -> None:
         hears(view, event, now)
-        if event["kind"] == "checkpoint" and view.monitor._trial.start is not None:
-            kept.append(event["step"])
-            if kept.count(20) == 2 and event["step"] == 20:  # both workers'
-                os.kill(os.getpid(), signal.SIGINT)
+        if interrupted or not watched or watched[-1] is watched[0]:
+            return  # it is not the second training yet
+        second = max(folder.glob("omnivore/[0-9]*"))
+        if find_checkpoints(second / "checkpoints"):  # complete, and not only sent
+            interrupted.append(second)
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(LaunchedRuns, "run", probe)
     monkeypatch.setattr(Watching, "event", heard)
     monkeypatch.setattr(Drift, "reason", property(reason))
-    folder = tmp_path / "run"
     settings = ["tune.time_limit='1 h'", "job.steps=300", "job.checkpoint_every=10"]
     assert run_launch(file, options=LaunchOptions(run_dir=folder, settings=settings)) == 130
-    assert f"interrupted; the same command with --resume {folder} goes on" in capsys.readouterr().out
+    assert f"interrupted; to continue, run the same command with --resume {folder}" in capsys.readouterr().out
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert run_launch(file, options=LaunchOptions(resume=str(folder), settings=settings)) == 0
     shown = capsys.readouterr().out
-    assert "done: the job is through" in shown
+    assert "done: the job is complete" in shown
     summary = json.loads((folder / "summary.json").read_text())
     row = summary["strategies"][0]
     assert (row["reached"], row["groups"], summary["status"]) == (True, 2, "done")
@@ -198,7 +200,7 @@ def test_drift_stops_the_job_once(file: Path) -> None:
     assert not halted
     for rank in (0, 1, 0, 1):
         watching.event({"kind": "checkpoint", "time": 300.0, "rank": rank, "values": {}}, 0.0)
-    assert halted == ["staleness is 5.00 in the mean, not 1 as of 2 groups that compute all the time"]
+    assert halted == ["the mean staleness is 5.00, but 2 groups that compute all the time would have 1"]
     assert view.notes == [f"stopping: {halted[0]}"]
 
 

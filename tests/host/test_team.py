@@ -135,7 +135,7 @@ def test_giving_up_ends_every_wait(shared: Region) -> None:
 
 def test_bad_places_in_a_team_are_refused(shared: Region) -> None:
     arena = Arena(shared, 0)
-    with pytest.raises(ValueError, match="rank 1 of the team has slot 1, and this process has slot 0"):
+    with pytest.raises(ValueError, match="rank 1 of the team has slot 1, but this process has slot 0"):
         Team(arena, (0, 1), 1, names="ab")
     with pytest.raises(ValueError, match="at most"):
         Team(arena, (0, 1), 0, names="ab", number=MOST_TEAMS)

@@ -9,37 +9,67 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.launcher.family import Family
+from tests.launcher.ready import ready_process
 from tests.patience import PATIENCE_S
+from zmqtrain.launcher.zygote import RUNNING
+
+
+def prepare(folder: Path, task: str, topology: str) -> Path:
+    """The folder, made if there is none, with ``task.py`` and ``trial.toml``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_text(task)
+    (folder / "trial.toml").write_text(topology)
+    return folder
 
 
 class Launched:
-    """``zmqtrain launch`` in ``folder``. Use it in a ``with`` block: whatever is left at its end is killed."""
+    """``zmqtrain launch`` in ``folder``. Use it in a ``with`` block: whatever is left at its end is killed.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    Roles are forked by a process that has imported torch for all launches of these tests, but ``from_nothing``."""
+
+    def __init__(self, folder: Path, *arguments: str, from_nothing: bool = False) -> None:
         self.folder, self.run = folder, folder / "run"
         self.lines: list[str] = []
         self.errors: list[str] = []
         (folder / "tmp").mkdir(exist_ok=True)
         environ = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
         command = (sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(self.run), *arguments)
-        self._process = subprocess.Popen(
-            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        errors_read, errors_write = os.pipe()
+        with open(errors_write, "wb") as errors, ExitStack() as stack:
+            zygote = None if from_nothing else ready_process().zygote(folder, environ, errors_write)
+            inherited: tuple[int, ...] = ()
+            if zygote is not None:
+                inherited = (stack.enter_context(zygote[1]).fileno(),)
+                environ[RUNNING] = str(inherited[0])
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                pass_fds=inherited,
+            )
+        self._stderr = open(errors_read, encoding="utf-8")  # noqa: SIM115 - the reader's, until `_finish_reading`
         self._said = threading.Condition()
         self._readers = [
             threading.Thread(target=self._read, args=(self._process.stdout, self.lines)),
-            threading.Thread(target=self._read, args=(self._process.stderr, self.errors)),
+            threading.Thread(target=self._read, args=(self._stderr, self.errors)),
         ]
         for reader in self._readers:
             reader.start()
         self._family = Family()
         self._family.add(self._process.pid)
+        if zygote is not None:
+            self._family.add(zygote[0])
 
     def __enter__(self) -> Launched:
         return self
@@ -84,8 +114,10 @@ class Launched:
         """Send a signal to the launcher alone."""
         self._process.send_signal(number)
 
-    def end(self) -> int:
-        """Wait until the launcher and everything below it have ended; the exit code."""
+    def end(self, *, killed: bool = False) -> int:
+        """Wait until the launcher and everything below it have ended; the exit code.
+
+        ``killed``: a process that loads data was killed, or its worker, and could not clear Python's own folder away."""
         self.processes()
         try:
             code = self._process.wait(PATIENCE_S)
@@ -94,7 +126,8 @@ class Launched:
             raise AssertionError(f"it does not end; {alive} are still there\n{self!r}") from None
         self._family.all_gone(PATIENCE_S)
         self._finish_reading()
-        left = [path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+        may_stay = ("torchinductor", "pymp-") if killed else ("torchinductor",)
+        left = [path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith(may_stay)]
         assert not left, "files left behind"  # but for torch's own cache, which is empty and stays
         return code
 
@@ -118,6 +151,6 @@ class Launched:
     def _finish_reading(self) -> None:
         for reader in self._readers:
             reader.join(PATIENCE_S)
-        for stream in (self._process.stdout, self._process.stderr):
-            assert stream is not None
-            stream.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._stderr.close()

@@ -80,7 +80,7 @@ def test_without_namespaces_links_are_paced(tmp_path: Path, monkeypatch: pytest.
     assert len(said) == 1
     assert "paced" in said[0]
     assert "iproute2" in said[0]
-    assert "2 times as slow" in said[0]
+    assert "2 times slower" in said[0]
     results = told(launched)
     assert len(results) == 2
     assert all(result["seconds"] >= 2 * LEAST_S for result in results)
@@ -118,7 +118,7 @@ asyncio.run(main())
     (tmp_path / "topology.toml").write_text(SLOW)
     with Launched(tmp_path, "--emulate", "--shaping", "paced", "--dilation", "2", "topology.toml", "script.py") as launched:
         assert launched.end() == 2
-    assert "2 times as slow as real time, and this event loop is not" in launched.error_text
+    assert "2 times as slow as real time, but this event loop is not" in launched.error_text
 
 
 def test_namespaces_shape_links(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_network_must_be_given(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--shaping", "paced"], "add --emulate"),
-        (["--dilation", "4"], "--dilation is for emulation"),
-        (["--emulate", "--shaping", "magic"], "it is one of auto, namespaces, paced"),
+        (["--dilation", "4"], "--dilation is only for emulated runs"),
+        (["--emulate", "--shaping", "magic"], "must be one of auto, namespaces, paced"),
         (["--emulate", "--dilation", "0.5"], "dilation"),
     ],
 )

@@ -88,7 +88,7 @@ def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
         assert "coordinator has another run token" in refused.stderr
         plain = join(without_key(coordinator), token)
         assert plain.returncode == 128, plain.stderr
-        assert "lets nobody in without encryption" in plain.stderr
+        assert "accepts only encrypted connections" in plain.stderr
         arguments = [word for process in run.processes() if process.is_running() for word in process.cmdline()]
         (tmp_path / "go").touch()
         assert run.end() == 0, run
@@ -97,9 +97,9 @@ def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
         for dealer in sockets:
             dealer.close()
         context.term()
-        assert "not let in" in run.error_text  # the coordinator's own ports
+        assert "not admitted" in run.error_text  # the coordinator's own ports
         logs = "".join(path.read_text() for path in (run.run / "logs").iterdir())
-        assert "not let in" in logs  # the workers'
+        assert "not admitted" in logs  # the workers'
         left = "".join(path.read_text(errors="replace") for path in run.run.rglob("*") if path.is_file())
         shown = "".join([repr(run), left, *arguments, refused.stderr, plain.stderr])
         for secret in (token, key.hex(), KeyPair.of_token(token).secret.hex(), KeyPair.of_token(token).public.hex()):

@@ -61,14 +61,14 @@ def test_our_own(kind: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(UsageError, match=r"no such engine; did you mean 'kubernetes'\? Known: local, ssh"):
+    with pytest.raises(UsageError, match=r"no such engine; did you mean 'kubernetes'\? Choose one of local, ssh"):
         make_engine("kubernets")
 
 
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("faulty_engines:NoEngine", EngineError, "NoEngine, which is no engine: it lacks start and stop"),
+        ("faulty_engines:NoEngine", EngineError, "NoEngine, which is not an engine: it lacks start and stop"),
         ("faulty_engines:NotAsync", EngineError, "start and stop must be coroutines"),
         ("faulty_engines:broken", EngineError, "cannot be loaded: OSError: no such device"),
         ("faulty_engines:missing", EngineError, "cannot be loaded: AttributeError"),
@@ -116,7 +116,7 @@ def test_a_run_by_the_example_plug_in(tmp_path: Path) -> None:
     )
     options = "options = { start = 'VIA={via}-{name} exec {agent}', via = 'shell' }"
     (tmp_path / "trial.toml").write_text(
-        f"[job]\nname = 'trial'\ntimeout = '12 s'\n[compute]\nthreads = 1\n[engine]\nkind = 'command'\n{options}\n"
+        f"[job]\nname = 'trial'\ntimeout = '60 s'\n[compute]\nthreads = 1\n[engine]\nkind = 'command'\n{options}\n"
         "[[hosts]]\nname = 'alpha'\nslots = 1\n"
     )
     environ = {"PYTHONPATH": f"{site}:{ROOT}"}
@@ -135,7 +135,7 @@ def test_a_run_by_the_example_plug_in(tmp_path: Path) -> None:
         assert "the engine 'fails' could not start the agent of alpha: RuntimeError: no machine is free" in nodes.said("fails")
         assert 'raise RuntimeError("no machine is free")' in nodes.said("fails")
         assert nodes.end("nohandle") == 71, nodes
-        assert "its start returns int, which is no handle" in nodes.said("nohandle")
+        assert "its start returned int, which is not a handle" in nodes.said("nohandle")
         assert nodes.end("wrong") == 2, nodes
         assert "'image' is no option" in nodes.said("wrong")
         nodes.all_gone()

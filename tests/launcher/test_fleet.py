@@ -144,4 +144,4 @@ async def test_what_is_no_handle_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(use(Wrong(), topology_of("127.0.0.1"), tmp_path), 20)
-    assert caught.group_contains(EngineError, match="start the thing of h0: TypeError: its start returns int")
+    assert caught.group_contains(EngineError, match="start the thing of h0: TypeError: its start returned int")

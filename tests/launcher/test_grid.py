@@ -71,6 +71,29 @@ def losses(folder: Path, grid: str, kind: str = "allreduce", plan: str = "") -> 
     return [*(sum(means[step]) / columns for step in range(8)), evaluation["eval_loss"]]
 
 
+def evaluated(folder: Path, grid: str, *arguments: str) -> float:
+    """The loss on the task's evaluation data at the end, of a run whose model servers clip gradients."""
+    folder.mkdir()
+    (folder / "task.py").write_text(TASK)
+    rows, columns = map(int, grid.split("x"))
+    plan = "shards = 2\n[optimizer]\nclip_norm = 0.3\n[data]\nshuffle = 'ring'\n"
+    text = TOPOLOGY.replace("{plan}\n", "") + plan
+    (folder / "trial.toml").write_text(text.format(size=rows * columns, grid=grid, kind="model_server"))
+    with Launched(folder, "trial.toml", *arguments) as run:
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+    (evaluation,) = [event["values"] for event in events if event["kind"] == "eval"]
+    return float(evaluation["eval_loss"])
+
+
+def test_a_clipped_run_on_the_ring_resumes_on_another_grid(tmp_path: Path) -> None:
+    """With more workers, in processes: what one worker has at the end."""
+    expected = evaluated(tmp_path / "alone", "1x1")
+    evaluated(tmp_path / "first", "2x1", "--set", "job.steps=4", "--set", "job.checkpoint_every=4")
+    found = evaluated(tmp_path / "second", "2x2", "--resume", str(tmp_path / "first" / "run"))
+    assert found == pytest.approx(expected, rel=1e-10)
+
+
 def test_a_grid_in_processes_trains_as_one_process(tmp_path: Path) -> None:
     """Domain-parallel convolutions, model-parallel linear layers; by all-reduce and by model servers."""
     expected = losses(tmp_path / "alone", "1x1")

@@ -53,7 +53,7 @@ def test_the_first_example_for_clusters_trains_on_all_four_hosts(tmp_path: Path)
     assert Counter(event["host"] for event in steps) == {f"node0{number}": 4 for number in range(1, 5)}
     assert {event["values"]["samples"] for event in steps} == {16}
     (said,) = [line for line in launched.lines if "warning" in line]
-    assert "16 of 32 slots would be idle: leave [compute] threads = 4 out" in said
+    assert "16 of 32 slots would be idle: remove [compute] threads = 4" in said
 
 
 @pytest.mark.timeout(180)

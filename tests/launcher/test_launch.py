@@ -14,7 +14,7 @@ from tests.launcher.launched import Launched
 TOPOLOGY = """
 [job]
 name = "trial"
-timeout = "12 s"
+timeout = "20 s"
 oversubscribe = true
 
 [compute]
@@ -65,14 +65,14 @@ with zmqtrain.session() as session:
 """
 
 
-def launch(folder: Path, script: str, *arguments: str) -> Launched:
+def launch(folder: Path, script: str, *arguments: str, from_nothing: bool = False) -> Launched:
     (folder / "trial.toml").write_text(TOPOLOGY)
     (folder / "script.py").write_text(script)
-    return Launched(folder, "trial.toml", *arguments[:1], "script.py", *arguments[1:])
+    return Launched(folder, "trial.toml", *arguments[:1], "script.py", *arguments[1:], from_nothing=from_nothing)
 
 
 def test_what_roles_get_and_what_a_run_leaves(tmp_path: Path) -> None:
-    with launch(tmp_path, MEETS, "--data=elsewhere", "--json", "5") as run:
+    with launch(tmp_path, MEETS, "--data=elsewhere", "--json", "5", from_nothing=True) as run:
         assert run.end() == 0, run
         logs = {path.name: path.read_text().splitlines() for path in (run.run / "logs").iterdir()}
         assert sorted(logs) == ["worker-0.log", "worker-1.log"]
@@ -148,7 +148,7 @@ def test_a_role_that_is_killed(tmp_path: Path, joined: bool) -> None:
 
 @pytest.mark.parametrize("words", ["zmqtrain agent", "zmqtrain.launcher.zygote"])
 def test_a_host_that_dies(tmp_path: Path, words: str) -> None:
-    with launch(tmp_path, STAYS) as run:
+    with launch(tmp_path, STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
         run.find(words).kill()
         assert run.end() >= 128, run
@@ -157,7 +157,7 @@ def test_a_host_that_dies(tmp_path: Path, words: str) -> None:
 
 
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
-    with launch(tmp_path, STAYS) as run:
+    with launch(tmp_path, STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
         assert len(run.processes()) >= 6  # launcher, agent, zygote, fork server, two workers
         token = run.find("zmqtrain agent").environ()["ZMQTRAIN_TOKEN"]
@@ -182,7 +182,7 @@ def test_interrupted_twice_it_stops_at_once(tmp_path: Path) -> None:
     with launch(tmp_path, stubborn) as run:
         run.wait_for(r"\| ready", 2)
         run.signal(signal.SIGINT)
-        run.wait_for("once more")
+        run.wait_for("again")
         run.signal(signal.SIGINT)
         assert run.end() == 130, run
         assert run.json("summary.json")["status"] == "interrupted"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import Launched, prepare
 from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
 
 TASK = """
@@ -58,13 +58,6 @@ staleness = "async"
 """
 
 
-def prepare(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "task.py").write_text(TASK)
-    (folder / "trial.toml").write_text(TOPOLOGY)
-    return folder
-
-
 def evaluate(run: Launched) -> float:
     """By the two lines that the command printed last."""
     first, second = (line.strip() for line in run.lines[-2:])
@@ -79,7 +72,7 @@ def evaluate(run: Launched) -> float:
 def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes on from where the one before has stopped, by the checkpoint that it has kept: the file asks for none."""
     monkeypatch.chdir(tmp_path)
-    with Launched(prepare(tmp_path / "first"), "trial.toml") as run:
+    with Launched(prepare(tmp_path / "first", TASK, TOPOLOGY), "trial.toml") as run:
         run.wait_for("^step ")
         run.signal(signal.SIGINT)
         assert run.end() == 130, run
@@ -87,10 +80,10 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
         assert summary["status"] == "interrupted"
         assert about["step"] == summary["steps"] == summary["checkpoints"]["newest"] > 0
         assert about["model"] == "the model servers' parameters"
-        run.wait_for(rf"interrupted after .*, before step {about['step']}: --resume .* goes on")
+        run.wait_for(rf"interrupted after .*, before step {about['step']}: --resume .* continues")
         evaluate(run)
     interrupted = run.run
-    with Launched(prepare(tmp_path / "second"), "trial.toml", f"--resume={interrupted}") as run:
+    with Launched(prepare(tmp_path / "second", TASK, TOPOLOGY), "trial.toml", f"--resume={interrupted}") as run:
         run.wait_for("^step ")
         stop = subprocess.run(
             [sys.executable, "-m", "zmqtrain", "stop", "--checkpoint", str(run.run)], capture_output=True, text=True, check=False
@@ -99,10 +92,12 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
         assert run.end() == 130, run
         step = run.json("model.json")["step"]
         assert step > about["step"]
-        assert re.search(rf"stopped after step {step}, and kept .*step-{step:08d}", stop.stdout)
+        assert re.search(rf"stopped after step {step}; the checkpoint is .*step-{step:08d}", stop.stdout)
     stopped = run.run
     steps = step + 5
-    with Launched(prepare(tmp_path / "third"), "trial.toml", f"--resume={stopped}", f"--set=job.steps={steps}") as run:
+    with Launched(
+        prepare(tmp_path / "third", TASK, TOPOLOGY), "trial.toml", f"--resume={stopped}", f"--set=job.steps={steps}"
+    ) as run:
         assert run.end() == 0, run
         assert evaluate(run) == pytest.approx(run.json("summary.json")["eval"]["eval_loss"], rel=1e-6)
         assert run.json("model.json")["metrics"] == run.json("summary.json")["eval"]
@@ -114,11 +109,11 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_bad_loss_and_a_lost_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = ("--set=exchange.staleness=sync", "--set=job.checkpoint_every=3")
-    with Launched(prepare(tmp_path / "bad"), "trial.toml", *settings, "--set=job.args={bad=true}") as run:
+    with Launched(prepare(tmp_path / "bad", TASK, TOPOLOGY), "trial.toml", *settings, "--set=job.args={bad=true}") as run:
         assert run.end() == 3, run
         assert run.json("model.json")["step"] == 7
         evaluate(run)
-    with Launched(prepare(tmp_path / "lost"), "trial.toml", *settings) as run:
+    with Launched(prepare(tmp_path / "lost", TASK, TOPOLOGY), "trial.toml", *settings) as run:
         run.wait_for(r"^step ([6-9]|\d\d)")
         run.find("zmqtrain agent").kill()
         assert run.end() >= 128, run
@@ -185,7 +180,7 @@ print("never here")
 def test_a_script_that_is_stopped(asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its workers stop after one step; the script may do something then, and ends."""
     monkeypatch.chdir(tmp_path)
-    folder = prepare(tmp_path / "script")
+    folder = prepare(tmp_path / "script", TASK, TOPOLOGY)
     (folder / "trial.toml").write_text(TOPOLOGY.replace('task = "task.py"\nsteps = 100000\n', ""))
     (folder / "script.py").write_text(COROUTINE if asks == "stop" else SCRIPT)
     with Launched(folder, "trial.toml", "script.py") as run:
@@ -199,7 +194,7 @@ def test_a_script_that_is_stopped(asks: str, tmp_path: Path, monkeypatch: pytest
         summary, step = run.json("summary.json"), run.json("model.json")["step"]
         assert summary["status"] == ("preempted" if asks == "preempt" else "interrupted")
         assert step == summary["steps"] > 0
-        run.wait_for(rf"before step {step}: a script goes on from what it has kept itself")
+        run.wait_for(rf"before step {step}: a script continues from what it has saved itself")
         run.wait_for(f"the model after step {step} ")
         assert not (run.run / "error.json").exists()
         assert "never here" not in repr(run)

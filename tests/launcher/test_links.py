@@ -105,7 +105,7 @@ async def test_a_probe_that_ends_early_is_named() -> None:
     network = MemoryNetwork()
     endpoint = network.endpoint("coordinator")
     hosts = [Host(name=name, slots=1) for name in ("a", "b")]
-    with pytest.raises(ZmqTrainError, match="probe on b ended with code 3"):
+    with pytest.raises(ZmqTrainError, match="probe on b ended with exit code 3"):
         async with opened(endpoint, Adapted(MemoryEngine(network, broken="b")), hosts) as probes:
             await probes.start()
     await endpoint.close()
@@ -149,10 +149,10 @@ class Adapted:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "the file has one"),
+        ("", "the file has only one"),
         (
             '[[hosts]]\nname = "a"\nslots = 1\n[[hosts]]\nname = "b"\naddress = "10.0.0.9"\nslots = 1',
-            r"b \(10.0.0.9\) is another.* say kind = .ssh.",
+            r"b \(10.0.0.9\) is another.* set kind = .ssh.",
         ),
     ],
 )

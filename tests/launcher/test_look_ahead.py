@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched
-from zmqtrain.exchange.look_ahead import RISE
+from zmqtrain.exchange.norm_limit import LIMIT
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 TASK = """
@@ -61,9 +61,10 @@ def test_look_ahead_and_go_on(tmp_path: Path) -> None:
             "updates": 3.5,
             "steps": pytest.approx(explicit * (1 - explicit**3.5) / (1 - explicit)),
             "lr_factor": pytest.approx((1 - explicit) / 0.1 / 3),
-            "rise": RISE * 3.5,
+            "rise": 0.0,
+            "norm_limit": LIMIT,
         }
-        assert any("(rising over the first 105 updates); looked 3.5 updates ahead" in line for line in run.lines), run
+        assert any("gradients up to 1.2 times their running mean; looked 3.5 updates ahead" in line for line in run.lines), run
         checkpoint = find_checkpoints(folder / "run" / "checkpoints")[-1]
         kept = load_file(next(checkpoint.glob("server-0*.safetensors")))
         values = [name for name in kept if name.endswith(".values")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import Launched, prepare
 from zmqtrain.run.preemption import PREEMPTED
 
 TASK = """
@@ -55,17 +55,10 @@ with zmqtrain.session() as session:
 """
 
 
-def prepare(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "task.py").write_text(TASK)
-    (folder / "trial.toml").write_text(TOPOLOGY)
-    return folder
-
-
 def test_a_run_that_is_preempted_goes_on_in_its_directory(tmp_path: Path) -> None:
     """First the launcher is told, and every process of it; then an agent, by the other signal. In the end all is as if nothing had
     been."""
-    folder, straight = prepare(tmp_path / "preempted"), prepare(tmp_path / "straight")
+    folder, straight = prepare(tmp_path / "preempted", TASK, TOPOLOGY), prepare(tmp_path / "straight", TASK, TOPOLOGY)
     with Launched(folder, "trial.toml", "--continue") as run:
         run.wait_for("^step ")
         for process in run.processes():

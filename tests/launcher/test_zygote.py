@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from tests.launcher.test_forkserver import start
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.forkserver import ADOPTED, ForkServer
-from zmqtrain.launcher.zygote import Zygote
+from zmqtrain.launcher.zygote import RUNNING, Zygote
 
 ENTRY = "forked_entries:main"
 
@@ -58,3 +60,23 @@ async def test_servers_and_children_end_with_it(environment: pytest.MonkeyPatch)
                 await start(server, DO="nothing")
         with pytest.raises(HostLostError, match="has died"):
             zygote.channel()
+
+
+async def test_a_launcher_takes_one_that_is_running_already(environment: pytest.MonkeyPatch) -> None:
+    serves = (
+        "import socket, sys; from zmqtrain.launcher.zygote import import_entry, serve_launcher; "
+        "serve_launcher(socket.socket(fileno=int(sys.argv[1])), import_entry(sys.argv[2]))"
+    )
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        number = str(theirs.fileno())
+        running = await asyncio.create_subprocess_exec(sys.executable, "-c", serves, number, ENTRY, pass_fds=(theirs.fileno(),))
+    environment.setenv("WHO", "it")
+    environment.setenv(RUNNING, str(ours.detach()))
+    async with asyncio.timeout(30), Zygote(ENTRY) as zygote:
+        assert RUNNING not in os.environ  # it serves one launch
+        environment.setenv(ADOPTED, str(zygote.channel().detach()))
+        async with ForkServer(ENTRY) as server:
+            assert psutil.Process(await server.pid()).ppid() == running.pid
+            assert (await (await start(server, DO="print")).end())[0] == 0
+    assert await running.wait() == 0

@@ -176,5 +176,5 @@ async def test_those_who_do_not_belong_to_the_run() -> None:
 
 
 def test_an_environment_with_a_bad_key() -> None:
-    with pytest.raises(UsageError, match=r"ZMQTRAIN_COORDINATOR: tcp://10.0.0.1:1,2 is followed by # and something that is no key"):
+    with pytest.raises(UsageError, match=r"ZMQTRAIN_COORDINATOR: tcp://10.0.0.1:1,2 is followed by # and an invalid key"):
         RoleEnvironment("worker/0", "tcp://10.0.0.1:1,2#12", TOKEN).settings()

@@ -221,7 +221,7 @@ def test_an_exit_before_everybody_joined_refuses_those_who_wait() -> None:
     table.join("agent/h0")
     waiting = table.join("worker/0")
     table.exited("worker/2", 3, {"message": "no module named foo"})
-    assert "lost worker/2 while waiting for everybody to join: worker/2 failed: no module named foo" in str(table.error(waiting))
+    assert "lost worker/2 while waiting for all members to join: worker/2 failed: no module named foo" in str(table.error(waiting))
 
 
 def test_scripts_that_never_join_may_end() -> None:
@@ -237,7 +237,7 @@ def test_a_script_that_never_joins_fails_those_who_do() -> None:
     table = Table(members(workers=2, servers=0))
     table.join("agent/h0")
     table.exited("worker/0", 0)
-    assert "worker/0 while waiting for everybody to join: it ended without joining" in str(table.error(table.join("worker/1")))
+    assert "worker/0 while waiting for all members to join: it ended without joining" in str(table.error(table.join("worker/1")))
 
 
 def test_the_end_of_a_run_with_agents() -> None:

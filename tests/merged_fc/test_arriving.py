@@ -39,7 +39,7 @@ def test_what_does_not_belong_is_refused_and_changes_nothing() -> None:
         (activations_tag(MOST_BATCHES, 0, 0), "more batches than it may"),
         (activations_tag(0, 0, 1), "tensor 1 .* twice"),
         (activations_tag(0, 0, 1 << 20), "more tensors than belong"),
-        (("activations", "no", 0), "no tag of activations"),
+        (("activations", "no", 0), "not a tag of activations"),
     ):
         with pytest.raises(ProtocolError, match=said):
             arriving.add("worker/0", tag, TENSORS[0])

@@ -56,8 +56,8 @@ def test_it_may_be_named() -> None:
     ("kinds", "split", "said"),
     [
         ("lolo", None, "no convolutions.*net.0, net.1"),
-        ("cocol" + "cooo", None, r"no linear layer behind its last convolution layer \(net.5\)"),
-        ("soso", None, "no linear layer behind its last sequence layer"),
+        ("cocol" + "cooo", None, r"no linear layer after its last convolution layer \(net.5\)"),
+        ("soso", None, "no linear layer after its last sequence layer"),
         ("col", "nets", "no such module; did you mean 'net'"),
         ("c" * 20, "classifier", "and 8 more"),
     ],

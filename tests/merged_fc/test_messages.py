@@ -53,13 +53,13 @@ def test_answers_survive_the_wire(answer: AnswerMeta) -> None:
     ],
 )
 def test_other_metas_are_refused(value: Any) -> None:
-    with pytest.raises(ProtocolError, match="which is not what they must"):
+    with pytest.raises(ProtocolError, match="invalid description of activations"):
         ActivationsMeta.from_value(value)
 
 
 @pytest.mark.parametrize("value", [None, [1.0], ["1", 1.0, 1], [1.0, 1.0, 1.5]])
 def test_other_answers_are_refused(value: Any) -> None:
-    with pytest.raises(ProtocolError, match="an FC server answers"):
+    with pytest.raises(ProtocolError, match="an FC server answered"):
         AnswerMeta.from_value(value)
 
 
@@ -67,5 +67,5 @@ def test_tags() -> None:
     assert parse_activations_tag(activations_tag(3, 1, 2)) == ((3, 1), 2)
     assert parse_activations_tag(evaluate_tag(7, 0)) == (("evaluate", 7), 0)
     for tag in (("activations", 1, 2), ("activations", "train", 1, 2), ("activations", 1, "a", 0)):
-        with pytest.raises(ProtocolError, match="no tag of activations"):
+        with pytest.raises(ProtocolError, match="not a tag of activations"):
             parse_activations_tag(tag)

@@ -135,8 +135,8 @@ def test_workers_may_have_fewer_micro_batches_than_others() -> None:
 @pytest.mark.parametrize(
     ("step", "micro_batch", "micro_batches", "said"),
     [
-        (1, 0, 1, "due is 0 of step 0"),
-        (0, 1, 2, "due is 0 of step 0"),
+        (1, 0, 1, "expected: 0 of step 0"),
+        (0, 1, 2, "expected: 0 of step 0"),
         (0, 0, 0, "has 0 micro-batches"),
         (0, 0, 1 << 20, "micro-batches"),
     ],
@@ -146,7 +146,7 @@ def test_what_is_not_due_is_refused(step: int, micro_batch: int, micro_batches: 
     with pytest.raises(ProtocolError, match=said):
         queue.arrived(WorkerPlace(0, 0), step, micro_batch, micro_batches)
     step_of(queue, 0, 0)
-    with pytest.raises(ProtocolError, match="due is 0 of step 1"):
+    with pytest.raises(ProtocolError, match="expected: 0 of step 1"):
         step_of(queue, 0, 0)
     with pytest.raises(ProtocolError, match="before it had the gradients"):
         step_of(queue, 0, 1)

@@ -130,7 +130,7 @@ async def test_what_is_not_due_is_refused_and_others_go_on() -> None:
     world = World()
 
     async def wrong(step: int) -> None:
-        with pytest.raises(ProtocolError, match=r"fc/0 refused.*due is 0 of step 0"):
+        with pytest.raises(ProtocolError, match=r"fc/0 refused.*expected: 0 of step 0"):
             await world.step("worker/0", step, [1.0])
 
     async def foreign() -> None:
@@ -143,7 +143,7 @@ async def test_what_is_not_due_is_refused_and_others_go_on() -> None:
         stranger.serve("fc_refused", refused)
         await stranger.send("fc/0", activations_tag(0, 0, 0), TensorPayload.of(np.ones(1)))
         async with asyncio.timeout(2):
-            assert await refusal == "worker/9 is no worker of this run"
+            assert await refusal == "worker/9 is not a worker of this run"
         await stranger.close()
 
     async def live(peer: str, number: int) -> None:

@@ -123,7 +123,7 @@ async def test_forget_ends_the_waits_at_once(world: World) -> None:
         await waiting
     with pytest.raises(PeerLostError, match="its host is gone"):
         await a.send("b", ("x",), ValuePayload(1))
-    with pytest.raises(PeerLostError, match="given this process up"):
+    with pytest.raises(PeerLostError, match="given up on this process"):
         await theirs
 
 

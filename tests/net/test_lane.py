@@ -34,7 +34,7 @@ def test_what_was_never_sent_cannot_be_acknowledged() -> None:
     sending = lane(3)
     sending.add((), 10, "owner")  # not handed over
     sending.resume(0)
-    with pytest.raises(WireError, match="piece 3 is acknowledged, but 3 were sent"):
+    with pytest.raises(WireError, match="piece 3 was acknowledged, but only 3 were sent"):
         sending.acknowledge(4)
     assert len(sending.acknowledge(3)) == 3
 

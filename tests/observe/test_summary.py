@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.observe.live import closing_lines
 from zmqtrain.observe.summary import Summary
 
 
@@ -23,11 +24,18 @@ def step(summary: Summary, rank: int, number: int, time: float, **values: Any) -
 def test_empty_run_has_every_field() -> None:
     values = Summary().to_dict()
     assert values["steps"] == values["samples"] == values["bytes_sent"] == 0
-    assert values["samples_per_s"] == 0
-    assert values["step_s"] == values["exposed_communication_s"] == {"median": 0.0, "p90": 0.0}
-    assert values["staleness"]["mean"] == values["staleness"]["max"] == 0
+    # What was never measured is not 0.
+    assert values["samples_per_s"] is None
+    assert values["step_s"] == values["exposed_communication_s"] == {"median": None, "p90": None}
+    assert values["staleness"] == {"mean": None, "max": None, "histogram": {}}
     assert values["eval"] == {}
     assert values["replica_spread"] is None
+
+
+def test_a_run_without_a_step_says_no_more_than_that() -> None:
+    first, *others = closing_lines(Summary(), 2.0, "runs/x-001")
+    assert first == "done in 2.0 s: 0 steps, 0 samples"
+    assert not [line for line in others if "median" in line]
 
 
 def test_steps_are_a_groups_and_samples_are_all_workers() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.precision import close, exactly, judge_of
 from zmqtrain.events import NullRecorder
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
-from zmqtrain.parallel.domain.layer import DomainLayer
-from zmqtrain.parallel.geometry import Count, Division, even, halo_traffic
+from zmqtrain.parallel.domain.layer import Across, DomainLayer
+from zmqtrain.parallel.geometry import Count, Division, even, grid_traffic, halo_traffic
 from zmqtrain.parallel.halo import HEIGHT
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
@@ -149,6 +149,64 @@ def check_layer(
             assert Count(sent.messages[label], sent.nbytes[label]) == traffic[phase][rank], (rank, phase)
         assert {label.term for label in sent.messages} <= {"halo"}
     return world
+
+
+def check_grid(
+    make: type[DomainLayer],
+    module: nn.Module,
+    shape: tuple[int, int, int, int],
+    parts: tuple[int, int],
+    *,
+    divisions: tuple[Division, Division] | None = None,
+    input_gradient: bool = True,
+    image: Tensor | None = None,
+) -> None:
+    """The same of an image whose height and width are divided into so many parts: outputs, gradients, and messages."""
+    module = randomised(module, torch.float64)
+    tall, wide = divisions or (even(shape[2], parts[0]), even(shape[3], parts[1]))
+    generator = torch.Generator().manual_seed(2)
+    image = torch.randn(shape, dtype=torch.float64, generator=generator) if image is None else image
+    plain, whole = copy.deepcopy(module), image.clone().requires_grad_(input_gradient)
+    due = plain(whole)
+    gradient = torch.randn(due.shape, dtype=torch.float64, generator=generator)
+    if due.requires_grad:
+        due.backward(gradient)
+    made = []
+
+    def block(tensor: Tensor, one: Division, other: Division, rank: int) -> Tensor:
+        row, column = divmod(rank, len(wide))
+        return tensor[:, :, slice(*one[row]), slice(*other[column])]
+
+    def run(fabric: ThreadFabric) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        row, column = divmod(fabric.rank, len(wide))
+        above = fabric.among(tuple(range(column, len(tall) * len(wide), len(wide))))
+        beside = fabric.among(tuple(range(row * len(wide), (row + 1) * len(wide))))
+        layer = make(copy.deepcopy(module), "layer", above, tall, across=Across(3, beside, wide))
+        made.append(layer)
+        own = block(image, tall, wide, fabric.rank).clone().requires_grad_(input_gradient)
+        result = layer(own)
+        if result.requires_grad:
+            assert layer.out_across is not None
+            result.backward(block(gradient, layer.out_division, layer.out_across, fabric.rank))
+        return result.detach(), own.grad, [each.grad for each in layer.parameters() if each.grad is not None]
+
+    results, world = run_ranks(len(tall) * len(wide), run)
+    lines = [made[0].lines[dim] for dim in (2, 3)]
+    outputs = lines[0].out_division, lines[1].out_division
+    for rank, (result, back, _) in enumerate(results):
+        torch.testing.assert_close(result, block(due.detach(), *outputs, rank), rtol=1e-11, atol=1e-12)
+        if whole.grad is not None:
+            torch.testing.assert_close(back, block(whole.grad, tall, wide, rank), rtol=1e-11, atol=1e-12)
+    for number, parameter in enumerate(plain.parameters()):
+        total = torch.stack([gradients[number] for _, _, gradients in results]).sum(0)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-10, atol=1e-11)
+    place_bytes = 8 * shape[0] * shape[1]
+    reaches = lines[0].geometry, lines[1].geometry
+    traffic = grid_traffic(reaches, (tall, wide), outputs, place_bytes, input_gradient=input_gradient)
+    for rank, sent in enumerate(world.traffic):
+        for phase in ("forward", "backward"):
+            label = Label("layer", "halo", phase)
+            assert Count(sent.messages[label], sent.nbytes[label]) == traffic[phase][rank], (rank, phase)
 
 
 def check_overlap(make: type[DomainLayer], module: nn.Module, shape: tuple[int, int, int, int], members: int = 3) -> None:

@@ -12,7 +12,7 @@ from tests.parallel.domain_world import check_layer, check_overlap
 from tests.parallel.test_geometry import divisions
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
-from zmqtrain.parallel.domain.convolution import DomainConv2d, DomainConvTranspose2d
+from zmqtrain.parallel.domain.convolution import DomainConv, DomainConvTranspose
 from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.geometry import even
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
@@ -34,7 +34,7 @@ def test_convolution(data: st.DataObject) -> None:
     division = data.draw(st.one_of(st.none(), divisions(rows, members)))
     outputs = data.draw(st.one_of(st.none(), divisions(room // stride + 1, members)))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
-    check_layer(DomainConv2d, module, (2, 4, rows, 5), members, division=division, outputs=outputs, dtype=dtype)
+    check_layer(DomainConv, module, (2, 4, rows, 5), members, division=division, outputs=outputs, dtype=dtype)
 
 
 @given(st.data())
@@ -51,7 +51,7 @@ def test_transposed_convolution(data: st.DataObject) -> None:
         4, 2, (kernel, 3), (stride, 2), (padding, 1), (output_padding, 1), data.draw(st.sampled_from([1, 2])), True, (dilation, 1)
     )
     division = data.draw(st.one_of(st.none(), divisions(rows, members)))
-    check_layer(DomainConvTranspose2d, module, (2, 4, rows, 4), members, division=division)
+    check_layer(DomainConvTranspose, module, (2, 4, rows, 4), members, division=division)
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
@@ -63,7 +63,7 @@ def test_the_convolutions_of_alexnet(
     channels: int, out: int, rows: int, kernel: int, stride: int, padding: int, members: int
 ) -> None:
     module = nn.Conv2d(channels, out, kernel, stride, padding)
-    world = check_layer(DomainConv2d, module, (2, channels, rows, 33), members, input_gradient=channels != 3)
+    world = check_layer(DomainConv, module, (2, channels, rows, 33), members, input_gradient=channels != 3)
     for rank, sent in enumerate(world.traffic):
         assert sent.messages[FORWARD] <= 2
         assert sent.messages[BACKWARD] == 0 or channels != 3, f"rank {rank}: the first layer sends nothing backward"
@@ -72,33 +72,33 @@ def test_the_convolutions_of_alexnet(
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # of the plain layer
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_padding_by_name(padding: str) -> None:
-    check_layer(DomainConv2d, nn.Conv2d(2, 3, (4, 6), padding=padding, dilation=(1, 2)), (2, 2, 11, 12), 3)
+    check_layer(DomainConv, nn.Conv2d(2, 3, (4, 6), padding=padding, dilation=(1, 2)), (2, 2, 11, 12), 3)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_1x1_convolution_sends_nothing(stride: int) -> None:
-    world = check_layer(DomainConv2d, nn.Conv2d(3, 4, 1, stride), (2, 3, 12, 5), 3)
+    world = check_layer(DomainConv, nn.Conv2d(3, 4, 1, stride), (2, 3, 12, 5), 3)
     assert all(not sent.messages for sent in world.traffic)
 
 
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 4, (3, 5), (2, 1), (1, 2)), nn.Conv2d(3, 3, 3, groups=3)])
 def test_along_the_width(module: nn.Conv2d) -> None:
-    check_layer(DomainConv2d, module, (2, 3, 7, 13), 3, dim=3)
-    check_layer(DomainConvTranspose2d, nn.ConvTranspose2d(3, 2, (2, 4), (1, 2), 1), (2, 3, 7, 13), 3, dim=3)
+    check_layer(DomainConv, module, (2, 3, 7, 13), 3, dim=3)
+    check_layer(DomainConvTranspose, nn.ConvTranspose2d(3, 2, (2, 4), (1, 2), 1), (2, 3, 7, 13), 3, dim=3)
 
 
 def test_no_samples() -> None:
-    world = check_layer(DomainConv2d, nn.Conv2d(3, 4, 3, padding=1), (0, 3, 12, 5), 3)
+    world = check_layer(DomainConv, nn.Conv2d(3, 4, 3, padding=1), (0, 3, 12, 5), 3)
     assert all(not sent.messages for sent in world.traffic)
 
 
 @pytest.mark.parametrize(
     ("make", "module"),
     [
-        (DomainConv2d, nn.Conv2d(2, 2, 3, padding=1)),
-        (DomainConv2d, nn.Conv2d(2, 2, 11, 4, 2)),
-        (DomainConv2d, nn.Conv2d(2, 2, 3, padding=2, dilation=2, groups=2)),
-        (DomainConvTranspose2d, nn.ConvTranspose2d(2, 2, 4, 2, 1)),
+        (DomainConv, nn.Conv2d(2, 2, 3, padding=1)),
+        (DomainConv, nn.Conv2d(2, 2, 11, 4, 2)),
+        (DomainConv, nn.Conv2d(2, 2, 3, padding=2, dilation=2, groups=2)),
+        (DomainConvTranspose, nn.ConvTranspose2d(2, 2, 4, 2, 1)),
     ],
 )
 def test_the_interior_is_computed_before_anything_arrives(make: type[DomainLayer], module: nn.Module) -> None:
@@ -110,7 +110,7 @@ def test_frozen_weights_and_no_gradients() -> None:
     module.weight.requires_grad_(False)
 
     def run(fabric: ThreadFabric) -> None:
-        layer = DomainConv2d(module, "layer", fabric.among((0, 1)), even(6, 2))
+        layer = DomainConv(module, "layer", fabric.among((0, 1)), even(6, 2))
         own = torch.randn(1, 2, 3, 4, requires_grad=True)
         with torch.no_grad():
             assert not layer(own).requires_grad
@@ -131,7 +131,7 @@ def test_other_images_by_another_division() -> None:
     image = torch.randn(1, 2, 21, 4, dtype=torch.float64)
 
     def run(fabric: ThreadFabric) -> torch.Tensor:
-        layer = DomainConv2d(module, "layer", fabric.among((0, 1)), even(6, 2))
+        layer = DomainConv(module, "layer", fabric.among((0, 1)), even(6, 2))
         assert layer.out_division == ((0, 2), (2, 3))
         division = even(21, 2)
         assert layer.divide(division) == ((0, 6), (6, 11)) == layer.out_division
@@ -150,7 +150,7 @@ def test_other_images_by_another_division() -> None:
 )
 def test_what_cannot_be_divided(module: nn.Conv2d, rows: int, message: str) -> None:
     def run(fabric: ThreadFabric) -> None:
-        DomainConv2d(module, "layer", fabric.among((0, 1)), even(rows, 2))
+        DomainConv(module, "layer", fabric.among((0, 1)), even(rows, 2))
 
     with pytest.raises(UsageError, match=message):
         run_ranks(2, run)
@@ -160,10 +160,10 @@ def test_divisions_that_do_not_fit() -> None:
     def run(fabric: ThreadFabric) -> None:
         communicator = fabric.among((0,))
         with pytest.raises(UsageError, match="3 strips for 1 processes"):
-            DomainConv2d(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 3))
+            DomainConv(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 3))
         with pytest.raises(UsageError, match="does not divide 7 rows"):
-            DomainConv2d(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 1), outputs=even(8, 1))
+            DomainConv(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 1), outputs=even(8, 1))
         with pytest.raises(UsageError, match="4 dimensions"):
-            DomainConv2d(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 1))(torch.zeros(2, 9, 9))
+            DomainConv(nn.Conv2d(2, 2, 3), "layer", communicator, even(9, 1))(torch.zeros(2, 9, 9))
 
     run_ranks(1, run)

@@ -108,7 +108,7 @@ def test_layers_that_compute_each_place_by_itself_stay() -> None:
     run_ranks(1, run)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Conv3d(2, 2, 3), nn.LPPool2d(2, 2)])
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Bilinear(2, 2, 3), nn.LPPool2d(2, 2)])
 def test_other_layers_are_named_in_the_error(module: nn.Module) -> None:
     assert not can_divide(module)
     with pytest.raises(UsageError, match=f"features.3: {type(module).__name__} cannot be divided"):

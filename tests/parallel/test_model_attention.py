@@ -1,9 +1,8 @@
-"""Attention by heads, and the transformer's encoder layer, on every grid."""
+"""Attention by heads, on every grid."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,12 @@ from torch.nn import functional
 from tests.parallel.model_world import GRIDS, compare, grids, part, random, randomised
 from tests.precision import close
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.attention import MultiheadAttention, head_divisions
 from zmqtrain.parallel.model.dropout import Batch, Masks
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import total
-from zmqtrain.parallel.model.transformer import TransformerEncoderLayer
 from zmqtrain.parallel.placement import Placement
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
@@ -163,74 +160,6 @@ def test_separate_linear_layers_around_attention(grid: Grid) -> None:
     )
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize(
-    ("norm_first", "first", "dtype"),
-    [(False, False, torch.float64), (True, True, torch.float64), (True, False, torch.float32)],
-)
-def test_encoder_layers_on_every_grid(grid: Grid, norm_first: bool, first: bool, dtype: torch.dtype) -> None:
-    world = compare(
-        randomised(nn.TransformerEncoderLayer(8, 4, 10, dropout=0.0, norm_first=norm_first, batch_first=True), dtype),
-        lambda layer, site: TransformerEncoderLayer(layer, site),
-        random(5, 3, 8, dtype=dtype),
-        grid,
-        input_gradient=not first,
-    )
-    if grid.rows > 1 and not first:
-        assert {label for label in world.traffic[0].messages if label.term in ("all_gather", "dx")} == {
-            Label("layer.self_attn.out_proj", "all_gather"),
-            Label("layer.linear2", "all_gather"),
-            Label("layer.linear1", "dx", "backward"),
-            Label("layer.self_attn", "dx", "backward"),
-        }
-
-
-@given(grids, st.integers(1, 5), st.sampled_from(["relu", "gelu"]), st.booleans(), st.booleans())
-@settings(max_examples=8)
-def test_a_whole_encoder(grid: Grid, batch: int, activation: Any, batch_first: bool, bias: bool) -> None:
-    """Divided layers take the places of the originals, masks and padding included."""
-    plain = nn.TransformerEncoderLayer(8, 4, 9, 0.0, activation, batch_first=batch_first, bias=bias)
-    encoder = randomised(nn.TransformerEncoder(plain, 2, enable_nested_tensor=False))
-    mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
-    placement = Placement(grid, sample_dimension=0 if batch_first else 1)
-
-    def divide(encoder: nn.TransformerEncoder, site: Site) -> nn.TransformerEncoder:
-        for number, layer in enumerate(encoder.layers):
-            encoder.layers[number] = TransformerEncoderLayer(layer, site.child(str(number)))  # type: ignore[arg-type]
-        return encoder
-
-    compare(
-        encoder,
-        divide,
-        random(*((batch, 3) if batch_first else (3, batch)), 8),
-        grid,
-        source=placement,
-        target=placement,
-        call=lambda module, x: module(x, mask=mask, is_causal=True),
-        predict=lambda module, shape, itemsize, _: total(layer.traffic(shape, itemsize) for layer in module.layers),
-    )
-
-
-@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2), Grid(4, 1)], ids=str)
-def test_dropout_of_an_encoder_layer_is_that_of_one_process(grid: Grid) -> None:
-    original = randomised(nn.TransformerEncoderLayer(8, 4, 10, dropout=0.3))
-    x = random(3, 5, 8)
-
-    def outputs(grid: Grid) -> list[Tensor]:
-        placement = Placement(grid, sample_dimension=1)
-
-        def rank(fabric: ThreadFabric) -> Tensor:
-            layer = TransformerEncoderLayer(original, Site("layer", grid, fabric), batch=Batch(5), seed=4)  # type: ignore[arg-type]
-            result: Tensor = layer(part(x, placement, fabric.rank))
-            return result.detach()
-
-        return run_ranks(grid.size, rank)[0]
-
-    (alone,) = outputs(Grid(1, 1))
-    for rank, found in enumerate(outputs(grid)):
-        close(found, part(alone, Placement(grid, sample_dimension=1), rank), "output")
-
-
 def test_bad_input() -> None:
     site = Site("attention", Grid(4, 1), ThreadFabric(ThreadWorld(4), 0))
     with pytest.raises(UsageError, match="attention has 2 heads, which cannot be divided over 4 rows"):
@@ -239,8 +168,6 @@ def test_bad_input() -> None:
         MultiheadAttention(nn.MultiheadAttention(8, 4, add_bias_kv=True), site)
     with pytest.raises(UsageError, match="its masks must be given"):
         MultiheadAttention(nn.MultiheadAttention(8, 4, dropout=0.1), site)
-    with pytest.raises(UsageError, match="the batch that its masks are for must be given"):
-        TransformerEncoderLayer(nn.TransformerEncoderLayer(8, 4), site)
     alone = MultiheadAttention(nn.MultiheadAttention(8, 4), Site("a", Grid(1, 1), ThreadFabric(ThreadWorld(1), 0)))
     with pytest.raises(UsageError, match="needs a dimension of samples"):
         itself(alone, torch.zeros(3, 8))

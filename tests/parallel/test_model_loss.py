@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy of divided logits on every grid."""
+"""Cross-entropy of divided logits on every grid."""
 
 from __future__ import annotations
 
@@ -11,33 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.parallel.model_world import GRIDS, compare, grids, part, random
+from tests.parallel.model_world import GRIDS, grids, part, random
 from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.cross_entropy import CrossEntropy
 from zmqtrain.parallel.model.site import Site
-from zmqtrain.parallel.model.softmax import Softmax
 from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.placement import Divisions, Placement
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
 FORWARD, BACKWARD = Label("layer", "statistics"), Label("layer", "statistics", "backward")
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_softmax_on_every_grid(grid: Grid, dtype: torch.dtype) -> None:
-    placement = Placement.over_rows(grid, -1, 7)
-    for kind in (nn.Softmax(-1), nn.LogSoftmax(-1)):
-        compare(kind, Softmax, random(5, 2, 7, dtype=dtype) * 5, grid, source=placement, target=placement)
-
-
-def test_softmax_of_another_dimension() -> None:
-    grid = Grid(3, 1)
-    placement = Placement.over_rows(grid, 1, 7)
-    compare(nn.Softmax(1), Softmax, random(5, 7, 2), grid, source=placement, target=placement)
 
 
 def crossed(
@@ -150,5 +135,3 @@ def test_bad_input() -> None:
         loss(torch.zeros(2, 5), torch.tensor([0, 5]))
     with pytest.raises(UsageError, match="3 weights for 5 classes"):
         CrossEntropy(nn.CrossEntropyLoss(torch.ones(3)), site, ((0, 5),))
-    with pytest.raises(UsageError, match="must say along which dimension"):
-        Softmax(nn.Softmax(), site)

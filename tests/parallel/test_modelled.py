@@ -11,7 +11,7 @@ from torch import nn
 from tests.parallel.worlds import on_endpoints
 from zmqtrain.errors import ProtocolError
 from zmqtrain.parallel.communicator import Communicator, Expected, Fabric, Label
-from zmqtrain.parallel.domain.convolution import DomainConv2d
+from zmqtrain.parallel.domain.convolution import DomainConv
 from zmqtrain.parallel.geometry import even
 from zmqtrain.parallel.modelled import ModelledCompute, without_content
 from zmqtrain.testing.threads import run_ranks
@@ -87,7 +87,7 @@ def test_interior_and_rims_take_their_shares() -> None:
 
     def strip(fabric: Fabric) -> tuple[int, list[float]]:
         spent: list[float] = []
-        divided = DomainConv2d(layer, "c", fabric.among((0, 1, 2)), even(12, 3))
+        divided = DomainConv(layer, "c", fabric.among((0, 1, 2)), even(12, 3))
         with ModelledCompute(spent.append, 1.0) as compute:
             own = image[:, :, :4].detach().requires_grad_()
             divided(own).sum().backward()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.rewrite.models import MODELS, made
-from tests.parallel.rewrite.test_parallelize import BATCH, divided, plan_of, train
+from tests.parallel.placed.models import MODELS, made
+from tests.parallel.placed.test_parallelize import BATCH, divided, plan_of, train
 from zmqtrain.parallel.communicator import Expected, Fabric, Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan

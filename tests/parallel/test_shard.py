@@ -20,7 +20,7 @@ from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Placement
 from zmqtrain.parallel.redistribute import redistribute
-from zmqtrain.parallel.shard import Shard, gather_state, one_range, shards_of
+from zmqtrain.parallel.shard import Shard, gather_state, gathered, one_range, shards_of
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
@@ -104,6 +104,24 @@ def test_a_model_of_several_kinds_trains_like_the_plain_one(grid: Grid) -> None:
     assert labels <= {Label(layer, "dw", "backward") for layer in "035"}
     assert (Label("0", "dw", "backward") in labels) == (grid.size > 1)
     assert (Label("3", "dw", "backward") in labels) == (Label("5", "dw", "backward") in labels) == (grid.columns > 1)
+
+
+@pytest.mark.parametrize("to", [0, 3])
+def test_one_rank_alone_is_given_the_whole_tensors(to: int) -> None:
+    """Of a grid of two columns: the other column has no part in it."""
+    original, grid = randomised(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))), Grid(2, 2)
+
+    def rank(fabric: ThreadFabric) -> dict[str, Tensor]:
+        model = copy.deepcopy(original)
+        model[0] = Linear(model[0], Site("0", grid, fabric))  # type: ignore[index,arg-type,operator]
+        return dict(gathered(model.state_dict(), shards_of(model, grid, fabric.rank), fabric, to=to))
+
+    states, world = run_ranks(grid.size, rank)
+    for each, state in enumerate(states):
+        assert list(state) == (list(original.state_dict()) if each == to else [])
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(states[to][name], tensor)
+    assert [bool(traffic.messages) for traffic in world.traffic] == [each != to and each % 2 == to % 2 for each in range(4)]
 
 
 @given(grids, grids)

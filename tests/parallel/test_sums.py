@@ -78,3 +78,60 @@ def test_parameters_without_a_gradient_receive_those_of_others() -> None:
 
     results, _ = run_ranks(2, run)
     assert all((each == 1).all() for each in results)
+
+
+class Branches(nn.Module):
+    """A layer that is always used, one that only some steps use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = (nn.Linear(3, 2).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y: torch.Tensor = self.used(x)
+        return y + self.sometimes(x) if both else y
+
+
+#: Where a gradient of zeros is another thing than none.
+OPTIMIZERS = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_no_process_has_reached_is_passed_over_as_in_pytorch(name: str, overlap: bool) -> None:
+    """In the second step the second rank takes the branch, which counts for all; during backward both must. In the third none."""
+    inputs = [torch.full((2, 3), float(rank + 1), dtype=torch.float64) for rank in range(2)]
+    takes = [[False, False], [overlap, True], [False, False]]
+    torch.manual_seed(0)
+    given = Branches().state_dict()
+    alone = Branches()
+    alone.load_state_dict(given)
+    optimizer = OPTIMIZERS[name](alone.parameters())
+    for step in takes:
+        optimizer.zero_grad()
+        sum((alone(x, both).square().sum() for x, both in zip(inputs, step, strict=True)), torch.zeros(())).backward()
+        optimizer.step()
+
+    def run(fabric: ThreadFabric) -> dict[str, torch.Tensor]:
+        mine = Branches()
+        mine.load_state_dict(given)
+        shards = shards_of(mine, Grid(1, 2), fabric.rank)
+        sums = GradientSums(mine, fabric, shards, overlap=overlap)
+        optimizer = OPTIMIZERS[name](mine.parameters())
+        for step in takes:
+            optimizer.zero_grad()
+            mine(inputs[fabric.rank], step[fabric.rank]).square().sum().backward()
+            sums.finish()
+            assert mine.never.weight.grad is None
+            assert (mine.sometimes.bias.grad is not None) == any(step)
+            optimizer.step()
+        return mine.state_dict()
+
+    results, _ = run_ranks(2, run)
+    for state in results:
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, alone.state_dict()[key], rtol=1e-12, atol=1e-12)
+    assert torch.equal(results[0]["never.weight"], given["never.weight"])

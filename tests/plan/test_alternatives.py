@@ -22,8 +22,8 @@ from zmqtrain.plan.sweep import powers_up_to, sweep
 
 def test_pure_plans_say_when_they_cannot_be() -> None:
     batch, model = pure(Problem(small(), 4, 16, LINK))
-    assert batch.obstacle == "batch of conv1: 16 parts of a batch of 4 samples"
-    assert model.obstacle == "model 16x1 of conv1: more rows than its 8 outputs"
+    assert batch.obstacle == "batch of conv1: a batch of 4 samples cannot be divided into 16 parts"
+    assert model.obstacle == "model 16x1 of conv1: there would be more rows than its 8 outputs"
     assert pure(Problem(small(), 64, 2, LINK))[1].obstacle is None
     problem = Problem(small(), 64, 4, LINK)
     assert price(problem, same_grid(problem, Grid(1, 4))).exposed_s == pure(problem)[0].price.exposed_s

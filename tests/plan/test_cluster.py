@@ -53,7 +53,7 @@ def test_the_file_goes_before_measurements(tmp_path: Path) -> None:
 def test_links_of_other_hosts_say_nothing(tmp_path: Path) -> None:
     topology = topology_of(tmp_path, {"links": LINKS[:1]})
     assert measured_link(topology) is None
-    assert (link_of(topology).byte_s, link_source(topology)) == (BETA_S, "a usual 10 Gbit/s network")
+    assert (link_of(topology).byte_s, link_source(topology)) == (BETA_S, "a typical 10 Gbit/s network")
 
 
 @pytest.mark.parametrize(("slots", "speeds"), [(1, {"a": 2.0, "b": 0.5}), (2, {"a": 1.0, "b": 0.25})])

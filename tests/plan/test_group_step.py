@@ -238,7 +238,7 @@ def test_other_groups_of_the_same_workers() -> None:
     with pytest.raises(UsageError, match="4 workers cannot be divided into 3 equal groups"):
         regrouped(topology, 3)
     small = topology_of("lenet", hosts=4, compute={"batch_size": 2, "groups": 4, "group_size": 1})
-    with pytest.raises(UsageError, match="as 1 groups: a batch smaller than the group"):
+    with pytest.raises(UsageError, match="as 1 groups: the batch is too small for the group"):
         regrouped(small, 1)
     loads = loads_of(source_of(small).layers, flops_per_s=0.0, word_bytes=4)
     assert OurRuntime(small, loads, link_of(small)).choices == [2, 4]
@@ -318,6 +318,6 @@ def test_printed_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run_plan(file) == 0
     shown = capsys.readouterr().out
     assert "4 workers in groups, each with batches of 128: asynchronous, as the file has it" in shown
-    assert "g*: more are no faster" in shown
+    assert "g*: more groups are not faster" in shown
     assert "the servers' NICs" in shown
     assert "4 slots, 2 groups on each that take turns (pipeline = 2), each with batches of 128: the same" in shown

@@ -194,7 +194,7 @@ KILLED = ("exited", -9, None, False)
 
 
 def again(left: int) -> tuple[Any, ...]:
-    return ("log", f"worker/0 was lost and is started again ({left} more times at most)\n")
+    return ("log", f"worker/0 was lost and is started again (at most {left} more times)\n")
 
 
 CASES = {

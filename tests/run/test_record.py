@@ -22,10 +22,10 @@ from zmqtrain.topology.schema import Topology
 @pytest.mark.parametrize(
     ("complete", "resumed", "said"),
     [
-        ((100, 358), None, r"before step 358: --resume .*run goes on$"),
-        ((100,), None, r"no checkpoint of that was kept, and --resume .*run goes on from step 100$"),
+        ((100, 358), None, r"before step 358: --resume .*run continues$"),
+        ((100,), None, r"no checkpoint of that step was kept; --resume .*run continues from step 100$"),
         ((), None, "no checkpoint was kept$"),
-        ((), "before/run", "nothing was trained, and --resume before/run goes on$"),
+        ((), "before/run", "nothing was trained; --resume before/run continues$"),
     ],
 )
 def test_a_preempted_run_says_from_where_it_goes_on(
@@ -76,13 +76,13 @@ def test_a_peer_that_is_left_alone_has_nobody_to_gossip_with(tmp_path: Path) -> 
         for peer in members:
             record.report(peer, [{"kind": "view", "time": 1.0, "step": 7, "values": {"members": members, "reason": "lost"}}])
     record._directory.close()
-    assert view.notes == ["warning: worker/2 is alone from step 7 on: it has nobody to gossip with"]
+    assert view.notes == ["warning: worker/2 is alone from step 7 on: it has no other worker to gossip with"]
 
 
 def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
     """Where the file leaves it open who they are, the title says so, and the groups are those that are settled then."""
     record, view = record_of(tmp_path, '[engine]\nkind = "environment"\n')
-    assert ": a worker for each device or host, allreduce on the hosts that come;" in record.title()
+    assert ": one worker for each device or host, allreduce on the hosts that join;" in record.title()
     hosts = parse_topology('[job]\n[[hosts]]\nname = "n[1-3]"\nslots = 4\n').hosts
     topology = parse_topology('[job]\n[engine]\nkind = "environment"\n').with_hosts(hosts)
     record.settle(RunDescription(topology, place(topology), folder="."))

@@ -221,9 +221,9 @@ async def test_bad_pushes_are_refused_and_the_server_lives() -> None:
         exchange = world.exchanges[0]
         await exchange.start(replica)
         before = [parameter.clone() for parameter in replica.parameters]
-        await bad(push_tag(0, 0), seven, "stranger pushed piece 0 of group 0, which is worker/0's")
-        await bad(push_tag(99, 0), seven, "piece 99 is not held here; those are 0, 1, 2, 3")
-        await bad(("push",), seven, "('push',) is no tag of a push")
+        await bad(push_tag(0, 0), seven, "stranger pushed piece 0 of group 0, which only worker/0 may push")
+        await bad(push_tag(99, 0), seven, "does not hold piece 99; it holds 0, 1, 2, 3")
+        await bad(("push",), seven, "('push',) is not a tag of a push")
         await bad(push_tag(0, 0), ValuePayload("garbage"), "'garbage'")
         await bad(push_tag(0, 0), ValuePayload([7, 0]), "there is no group 7; groups are 0 to 0")
         await bad(push_tag(0, 0), ValuePayload({"codec": "int8", "numel": 10**12}), "stands for 1000000000000 elements, not 7")
@@ -238,12 +238,12 @@ async def test_bad_pushes_are_refused_and_the_server_lives() -> None:
 @pytest.mark.parametrize(
     ("step", "payload", "reason"),
     [
-        (0, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 0]), "group 0 pushed step 0 already; its next step is 1"),
+        (0, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 0]), "group 0 has already pushed step 0; its next step is 1"),
         (5, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 0]), "group 0 pushed step 5, but its next step is 1"),
-        (1, TensorPayload.of(torch.ones(8, dtype=torch.float64), [0, 0]), "8 elements of float64 as piece 0, which has 7"),
-        (1, TensorPayload.of(torch.ones(7), [0, 0]), "7 elements of float32 as piece 0, which has 7 of float64"),
-        (1, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 9]), "as read at version 9; there are 0 to 1"),
-        (1, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 0, {"lr": "no"}]), "lr = 'no' is no hyperparameter"),
+        (1, TensorPayload.of(torch.ones(8, dtype=torch.float64), [0, 0]), "8 elements of float64 as piece 0, but it has 7"),
+        (1, TensorPayload.of(torch.ones(7), [0, 0]), "7 elements of float32 as piece 0, but it has 7 of float64"),
+        (1, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 9]), "as read at version 9; versions are 0 to 1"),
+        (1, TensorPayload.of(torch.ones(7, dtype=torch.float64), [0, 0, {"lr": "no"}]), "lr = 'no' is not a hyperparameter"),
     ],
 )
 async def test_a_refusal_reaches_the_worker(step: int, payload: TensorPayload, reason: str) -> None:

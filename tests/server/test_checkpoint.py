@@ -94,4 +94,4 @@ async def test_a_checkpoint_of_another_cut_is_refused() -> None:
     other = World(1, 1, 2, policy="sync", checkpoints=kept, split_bytes=24)
     with pytest.raises(ExceptionGroup) as raised:
         await other.run(train(other.exchanges[0], LinearReplica(SGD), 4, 48, first=2))
-    assert raised.group_contains(CheckpointError, match=r"for piece \d+, now torch.float64")
+    assert raised.group_contains(CheckpointError, match=r"for piece \d+, but here it is torch.float64")

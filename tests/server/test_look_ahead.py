@@ -1,4 +1,4 @@
-"""What servers store and send is ahead by the delay, through checkpoints too; and old gradients do no harm then."""
+"""What servers store and send by which piece the delay, through checkpoints too; and old gradients do no harm then."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_resumed_without_it_the_values_are_where_the_steps_lead() -> None:
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.float64), torch.zeros(5), torch.zeros(1, 5, dtype=torch.float64)])
 def test_a_checkpoint_of_something_else_is_refused(wrong: torch.Tensor) -> None:
     entry = piece_of(spec_of("sgd"), 5.0)
-    with pytest.raises(CheckpointError, match="is ahead by"):
+    with pytest.raises(CheckpointError, match="by which piece"):
         entry.load({**entry.tensors(), "ahead": wrong}, 1)
 
 

@@ -144,7 +144,7 @@ async def test_pushes_of_the_other_kind_are_refused(phantom: bool, codec: str) -
     other: Payload = TensorPayload.of(torch.ones(7, dtype=torch.float64)) if phantom else PhantomPayload(7, "float64")
     other.meta = PushMeta(0, 0).to_value()
     message = make_compressor(codec).encode("0", other)
-    reason = "values as piece 0, of which this server holds only its size" if phantom else "only a size as piece 0"
+    reason = "values as piece 0, but this server holds only its size" if phantom else "only a size as piece 0"
 
     async def worker() -> None:
         exchange = world.exchanges[0]
@@ -207,5 +207,5 @@ def test_a_phantom_piece_counts_versions() -> None:
     assert entry.tensors() == {}
     entry.load({}, 9)
     assert entry.version == 9
-    with pytest.raises(ProtocolError, match="momentum = 1 is no hyperparameter"):
+    with pytest.raises(ProtocolError, match="momentum = 1 is not a hyperparameter"):
         entry.check_hyperparameters({"momentum": 1})

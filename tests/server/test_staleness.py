@@ -52,7 +52,7 @@ def test_the_bound_holds_back_who_is_too_far_ahead_and_no_longer() -> None:
     assert machine.pushed(0, 0).answer == ((0, 1),)
     decision = machine.pushed(0, 1)
     assert (decision.apply, decision.answer) == ((0,), ())
-    assert decision.reason == "group 0 is 2 steps ahead of group 1, 1 are allowed"
+    assert decision.reason == "group 0 is 2 steps ahead of group 1; 1 are allowed"
     assert machine.pushed(1, 0).answer == ((0, 2), (1, 1))
 
 
@@ -68,11 +68,11 @@ def test_a_group_that_left_holds_nobody_back() -> None:
 def test_a_push_that_may_not_be_changes_nothing() -> None:
     machine = StalenessMachine(Policy("async"), range(2))
     machine.pushed(0, 0)
-    with pytest.raises(DuplicatePushError, match=r"group 0 pushed step 0 already; its next step is 1"):
+    with pytest.raises(DuplicatePushError, match=r"group 0 has already pushed step 0; its next step is 1"):
         machine.pushed(0, 0)
     with pytest.raises(OutOfOrderPushError, match="group 0 pushed step 2, but its next step is 1"):
         machine.pushed(0, 2)
-    with pytest.raises(UnknownGroupError, match=r"there is no group 2 here; groups that train: \[0, 1\]"):
+    with pytest.raises(UnknownGroupError, match=r"there is no group 2 here; these groups train: \[0, 1\]"):
         machine.pushed(2, 0)
     assert machine.pushed(0, 1).answer == ((0, 2),)
 

@@ -48,7 +48,7 @@ def ring(ranks: int, nbytes: int) -> float:
     return 2 * (ranks - 1) * ALPHA_S + 2 * (ranks - 1) / ranks * nbytes * 8 / BITS_PER_S
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16, 32])
 def test_a_ring_all_reduce_takes_what_the_formula_says(ranks: int) -> None:
     """100 MB; within 2 %: the rest is headers, and pieces that travel on before a whole part is there."""
     assert measured(ranks, 100_000_000, "ring") == pytest.approx(ring(ranks, 100_000_000), rel=0.02)

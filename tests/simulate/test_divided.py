@@ -83,3 +83,14 @@ def test_large_linear_layers_are_faster_as_planned_than_pure_batch() -> None:
     assert steps[0] == pytest.approx(best.price.step_s, rel=0.15)
     assert steps[1] == pytest.approx(batch.price.step_s, rel=0.15)
     assert steps[1] > 1.5 * steps[0]
+
+
+def test_sums_of_gradients_travel_during_the_backward() -> None:
+    """As priced: what is left is the first layer's, and what the network cannot carry meanwhile."""
+    layers = stages(trace_layers(block(), [torch.empty(2, 128, 56, 56)]))
+    problem = Problem(layers, 16, 2, LINK, Ours(), overlap=1.0, flops_per_s=FLOPS)
+    batch = pure(problem)[0]
+    trial = Trial(Grid(2, 1), plan_of(problem, batch.placed), 16, FLOPS, steps=2)
+    step_s = max(each.step_s[1] for each in tried(block(), (128, 56, 56), trial))
+    assert step_s == pytest.approx(batch.price.step_s, rel=0.02)
+    assert batch.price.exposed_s < 0.4 * batch.price.communication_s

@@ -52,8 +52,9 @@ def test_seeds_make_many_kinds_of_schedules(topology: Topology) -> None:
 class TestSabotage:
     """The auditor sees what it is there for: here something is broken on purpose."""
 
-    def _broken(self, topology: Topology, seeds: range = range(12)) -> str:
-        return " / ".join(text for trial in explore(topology, seeds, faults="random") for text in trial.broken)
+    def _broken(self, topology: Topology, words: str, seeds: range = range(12)) -> bool:
+        """Whether one of the seeds finds what has these words; those behind it are not tried."""
+        return any(words in text for trial in explore(topology, seeds, faults="random") for text in trial.broken)
 
     def test_an_update_that_is_applied_twice(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
         update = TensorEntry.update
@@ -66,8 +67,7 @@ class TestSabotage:
                 self.version -= 1
 
         monkeypatch.setattr(TensorEntry, "update", twice)
-        broken = self._broken(topology, range(6))
-        assert "server/" in broken
+        assert self._broken(topology, "server/", range(6))
 
     def test_a_bound_that_is_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         topology = topology_of(
@@ -80,7 +80,7 @@ class TestSabotage:
             return released(self)
 
         monkeypatch.setattr(StalenessMachine, "_released", all_of_them)
-        assert "the bound is 1" in self._broken(topology)
+        assert self._broken(topology, "the bound is 1")
 
     def test_a_worker_that_waits_for_ever(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
         receive = ModelServerExchange._receive
@@ -91,4 +91,4 @@ class TestSabotage:
             return await receive(self, piece, tag, into)
 
         monkeypatch.setattr(ModelServerExchange, "_receive", forgets)
-        assert self._broken(topology, range(2))
+        assert self._broken(topology, "", range(2))

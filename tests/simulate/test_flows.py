@@ -54,18 +54,6 @@ def test_the_next_message_of_a_flow_changes_nobody() -> None:
     assert (one.finishes_at, other.finishes_at) == (10.0, 20.0)
 
 
-def test_a_resource_that_changes_its_capacity() -> None:
-    nic = Resource("NIC", 10.0)
-    table, flow = FlowTable(), Flow((nic,))
-    table.start(flow, 100.0, 0.0)
-    table.balance(0.0)
-    table.resize(nic, 5.0)
-    table.balance(2.0)
-    assert flow.finishes_at == 18.0
-    with pytest.raises(ValueError, match="NIC cannot carry 0"):
-        table.resize(nic, 0.0)
-
-
 def test_without_a_limit_it_takes_no_time() -> None:
     table, flow = FlowTable(), Flow(())
     table.start(flow, 1e12, 3.0)

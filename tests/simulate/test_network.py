@@ -341,10 +341,10 @@ class TestBreaking:
 def test_names_and_addresses() -> None:
     async def main(network: SimulatedNetwork) -> None:
         a = network.endpoint("a", "one")
-        with pytest.raises(ValueError, match="an endpoint a on this network already"):
+        with pytest.raises(ValueError, match="this network already has an endpoint a"):
             network.endpoint("a", "two")
         a.add_peer("b", "tcp://10.0.0.1:1")
-        with pytest.raises(ValueError, match="is no address of a simulated network"):
+        with pytest.raises(ValueError, match="is not an address of a simulated network"):
             await a.send("b", ("x",), ValuePayload(1))
 
     on(GIGABIT, main)

@@ -207,5 +207,5 @@ def test_a_profile_of_another_model(tmp_path: Path) -> None:
     result = simulate(topology)
     assert result.ending.status == "failed"
     assert result.ending.error is not None
-    assert "is of another model than the task's" in result.ending.error["message"]
+    assert "describes another model than the task's" in result.ending.error["message"]
     assert result.ending.exit_code == UsageError.exit_code

@@ -84,11 +84,11 @@ def test_throughput_with_one_host_half_as_fast(tmp_path: Path, kind: str, groups
 def test_events_say_the_parts_and_why(tmp_path: Path) -> None:
     _, events = run(topology_of(tmp_path, 1, 2, "measured", steps=30, exchange=EXCHANGES["allreduce"]))
     first, *later = decisions(events)
-    assert (first["step"], first["parts"], first["reason"]) == (0, [16, 16], "even until it is measured how fast workers are")
+    assert (first["step"], first["parts"], first["reason"]) == (0, [16, 16], "even until the workers' speeds are measured")
     assert later[0]["step"] == 5, "decided after four steps, for the one whose batch is not yet fetched"
     assert later[0]["parts"] == [21, 11]
     assert later[0]["changed"]
-    assert "worker 1 of these takes" in later[0]["reason"]
+    assert "worker 1 takes" in later[0]["reason"]
     assert not any(each["changed"] for each in later[1:])
     samples = {event["peer"]: event["values"]["samples"] for event in events if event["kind"] == "step" and event["step"] == 29}
     assert samples == {"worker/0": 21, "worker/1": 11}

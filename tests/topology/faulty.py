@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.topology.faults import Fault, TopologyFaultsError
+from zmqtrain.topology.faults import FileFault, TopologyFaultsError
 from zmqtrain.topology.load import parse_topology
 
 
-def only(text: str) -> Fault:
+def only(text: str) -> FileFault:
     """The one fault of the file with this text."""
     with pytest.raises(TopologyFaultsError) as caught:
         parse_topology(text)

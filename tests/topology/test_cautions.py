@@ -55,10 +55,10 @@ TWO = '["cuda:0", "cuda:1"]'
             hosts(8, 8, 8) + '[compute]\ngroups = 1\n[exchange]\nkind = "model_server"\nshards = 2\n',
             ["14 of 24 slots would be idle"],
         ),
-        (hosts(8) + '[exchange]\nkind = "gossip"\n', ['one group has nobody to gossip with: kind = "gossip" does nothing here']),
+        (hosts(8) + '[exchange]\nkind = "gossip"\n', ['there is no other group to gossip with: kind = "gossip" does nothing here']),
         (
             hosts(8, 8) + '[compute]\ngroup_size = 2\n[exchange]\nkind = "averaging"\n',
-            ['one group has nobody to average with: kind = "averaging" does nothing here'],
+            ['there is no other group to average with: kind = "averaging" does nothing here'],
         ),
         (hosts(8, 8) + '[exchange]\nkind = "gossip"\n', []),
         ('[engine]\nkind = "environment"\n[exchange]\nkind = "gossip"\n', []),  # who knows which hosts come
@@ -79,4 +79,4 @@ def test_gpus_of_this_machine() -> None:
 def test_the_remedy_for_too_few_slots() -> None:
     topology = parse_topology("[job]\n" + hosts(1, devices=TWO))
     (caution,) = cautions(topology, place(topology))
-    assert str(caution) == "warning: cuda:1 of h0 would be idle: raise slots of h0: a worker on a device takes one"
+    assert str(caution) == "warning: cuda:1 of h0 would be idle: raise slots of h0: each worker on a device takes a slot"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zmqtrain.topology.faults import Fault, TopologyFaultsError
+from zmqtrain.topology.faults import FileFault, TopologyFaultsError
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.simulation import ALLOWED, DETAILS, NEEDED
 
@@ -24,7 +24,7 @@ shards = 2
 """
 
 
-def faults_of(text: str) -> list[Fault]:
+def faults_of(text: str) -> list[FileFault]:
     with pytest.raises(TopologyFaultsError) as caught:
         parse_topology(JOB + text)
     return list(caught.value.faults)
@@ -61,49 +61,49 @@ def test_sound_faults(text: str) -> None:
     [
         ("at = 1\n", "faults[0].kind", 10, "is missing"),
         ("at = 1\nkind = 'kil'\ntarget = 'alpha'", "faults[0].kind", 12, 'did you mean "kill"'),
-        ("kind = 'heal'", "faults[0]", 10, "has no time: give at .virtual time. or step"),
-        ("at = 1\nstep = 1\nkind = 'heal'", "faults[0]", 10, "has both at and step: keep one"),
+        ("kind = 'heal'", "faults[0]", 10, "has no time: give either at .virtual time. or step"),
+        ("at = 1\nstep = 1\nkind = 'heal'", "faults[0]", 10, "has both at and step: remove one"),
         ("at = '-1 s'\nkind = 'heal'", "faults[0].at", 11, "out of range"),
-        ("at = nan\nkind = 'heal'", "faults[0].at", 11, "is no time"),
-        ("at = '25 h'\nkind = 'heal'", "faults[0].at", 11, "never comes: the run is given up after 24 h"),
+        ("at = nan\nkind = 'heal'", "faults[0].at", 11, "is not a time"),
+        ("at = '25 h'\nkind = 'heal'", "faults[0].at", 11, "is too late: the run is stopped after 24 h"),
         ("step = -1\nkind = 'heal'", "faults[0].step", 11, "greater than or equal to 0"),
         ("at = 1\nkind = 'kill'", "faults[0]", 10, 'a kill needs target: .* like target = "worker/1"'),
-        ("at = 1\nkind = 'pause'\ntarget = 'alpha'", "faults[0]", 10, "a pause needs lasts: say how long"),
+        ("at = 1\nkind = 'pause'\ntarget = 'alpha'", "faults[0]", 10, "a pause needs lasts: give its duration"),
         ("at = 1\nkind = 'partition'", "faults[0]", 10, "a partition needs sides"),
         (
             "at = 1\nkind = 'kill'\ntarget = 'worker/4'",
             "faults[0].target",
             13,
-            "no role and no host of this job .worker/0 to worker/3 and server/0 to server/1.",
+            "neither a role nor a host of this job .worker/0 to worker/3 and server/0 to server/1.",
         ),
-        ("at = 1\nkind = 'kill'\ntarget = 'server/2'", "faults[0].target", 13, "no role and no host of this job"),
+        ("at = 1\nkind = 'kill'\ntarget = 'server/2'", "faults[0].target", 13, "neither a role nor a host of this job"),
         ("at = 1\nkind = 'kill'\ntarget = 'worker/01'", "faults[0].target", 13, 'did you mean "worker/1"'),
         ("at = 1\nkind = 'kill'\ntarget = 'nod1'", "faults[0].target", 13, 'did you mean "node1"'),
-        ("at = 1\nkind = 'kill'\ntarget = 'node[1-2]'", "faults[0].target", 13, "no role and no host"),
-        ("at = 1\nkind = 'kill'\ntarget = 'agent/alpha'", "faults[0].target", 13, "no role and no host"),
+        ("at = 1\nkind = 'kill'\ntarget = 'node[1-2]'", "faults[0].target", 13, "neither a role nor a host"),
+        ("at = 1\nkind = 'kill'\ntarget = 'agent/alpha'", "faults[0].target", 13, "neither a role nor a host"),
         ("at = 1\nkind = 'kill'\ntarget = ''", "faults[0].target", 13, "at least 1 character"),
         (
             "at = 1\nkind = 'drop'\ntarget = 'alpha'\nto = 'node1'",
             "faults[0].to",
             14,
-            "is no role but a host: name one of its roles",
+            "is a host, not a role: name one of the roles on it",
         ),
-        ("at = 1\nkind = 'drop'\ntarget = 'alpha'\nto = 'worker/9'", "faults[0].to", 14, "is no role of this job"),
+        ("at = 1\nkind = 'drop'\ntarget = 'alpha'\nto = 'worker/9'", "faults[0].to", 14, "is not a role of this job"),
         ("at = 1\nkind = 'drop'\ntarget = 'worker/1'\nto = 'worker/1'", "faults[0].to", 14, "is the target itself"),
-        ("at = 1\nkind = 'partition'\nsides = [['alpha']]", "faults[0].sides", 13, "is one side only"),
+        ("at = 1\nkind = 'partition'\nsides = [['alpha']]", "faults[0].sides", 13, "has only one side"),
         ("at = 1\nkind = 'partition'\nsides = [['alpha'], []]", "faults[0].sides[1]", 13, "is empty: name the hosts"),
         (
             "at = 1\nkind = 'partition'\nsides = [['alpha'],\n['node[1-5]']]",
             "faults[0].sides[1][0]",
             14,
-            "node5 is no host of this file",
+            "node5 is not a host of this file",
         ),
         ("at = 1\nkind = 'partition'\nsides = [['alpha'], ['alfa']]", "faults[0].sides[1][0]", 13, 'did you mean "alpha"'),
         (
             "at = 1\nkind = 'partition'\nsides = [['alpha', 'node2'], ['node[1-4]']]",
             "faults[0].sides[1][0]",
             13,
-            "node2 is on side 0 already: a host is on one side",
+            "node2 is on side 0 already: a host can be on one side only",
         ),
         (
             "at = 1\nkind = 'partition'\nsides = [['alpha', 'alpha'], ['node1']]",
@@ -112,7 +112,7 @@ def test_sound_faults(text: str) -> None:
             "is on this side already",
         ),
         ("at = 1\nkind = 'partition'\nsides = ['alpha', 'node1']", "faults[0].sides[0]", 13, "must be an array"),
-        ("at = 1\nkind = 'partition'\nsides = [['alpha'], ['node[1']]", "faults[0].sides[1][0]", 13, "is no range of names"),
+        ("at = 1\nkind = 'partition'\nsides = [['alpha'], ['node[1']]", "faults[0].sides[1][0]", 13, "is not a range of names"),
         ("at = 1\nkind = 'slow'\ntarget = 'alpha'\nfactor = 0", "faults[0].factor", 14, "must be greater than"),
         ("at = 1\nkind = 'slow'\ntarget = 'alpha'\nlasts = '-2 s'", "faults[0].lasts", 14, "out of range"),
     ],
@@ -143,7 +143,7 @@ def test_what_a_kind_has_no_use_for_is_refused(kind: str) -> None:
         if name not in allowed:
             (fault,) = faults_of(f"{sound}{name} = {GIVEN[name]}\n")
             assert fault.path == f"faults[0].{name}"
-            assert re.search(rf'says nothing about a fault of kind = "{kind}": leave it out \({name} is for ', fault.message)
+            assert re.search(rf'has no effect on a fault of kind = "{kind}": remove it \({name} is for ', fault.message)
 
 
 def test_each_fault_is_told_at_its_own_line() -> None:

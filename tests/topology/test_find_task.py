@@ -58,11 +58,11 @@ def test_an_installed_module_is_found() -> None:
     ("task", "message"),
     [
         ("missing.py:task", "there is no file .*missing.py"),
-        ("one.missing:task", "there is no module one.missing; install it, or add its folder to .job. python_path"),
+        ("one.missing:task", "there is no module one.missing. Install it, or add its folder to .job. python_path"),
         ("nowhere.at.all:task", "there is no module nowhere"),
         ("one.two.job:tusk", "has no function 'tusk'; did you mean 'task'"),
         ("broken.py:task", "cannot be read"),
-        ("math:sin", "is no Python source file"),
+        ("math:sin", "is not a Python source file"),
     ],
 )
 def test_not_found(folder: Path, task: str, message: str) -> None:

@@ -64,18 +64,18 @@ ssh = { host = "login[7-8]", user = "me" }
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('address = "127.0.0.1"', "means each host itself"),
-        ('bind = "127.0.0.[1-2]"', "means each host itself"),
-        ('bind = "eth0"', "is no IP address"),
+        ('address = "127.0.0.1"', "is a loopback address, which"),
+        ('bind = "127.0.0.[1-2]"', "is a loopback address, which"),
+        ('bind = "eth0"', "is not an IP address"),
         ('bind = "10.0.0.[1-3]"', "3 addresses for 2 hosts"),
         ('ssh = { host = "a[1-3]" }', "3 addresses for 2 hosts"),
         ('ssh = { host = "-oProxyCommand=x" }', "must be one word"),
         ('ssh = { user = "a b" }', "must be one word"),
-        ('ssh = { options = { RemoteCommand = "x" } }', "RemoteCommand, which is not for this place"),
-        ('ssh = { options = { "A=b" = "x" } }', "no option of ssh"),
+        ('ssh = { options = { RemoteCommand = "x" } }', "RemoteCommand, which cannot be set here"),
+        ('ssh = { options = { "A=b" = "x" } }', "not an option of ssh"),
         ("environment = { ZMQTRAIN_TOKEN = 'x' }", "which zmqtrain sets itself"),
-        ("environment = { 'A B' = 'x' }", "no name of an environment variable"),
-        ('python = "-c"', "is no path"),
+        ("environment = { 'A B' = 'x' }", "cannot be the name of an environment variable"),
+        ('python = "-c"', "is not a path"),
     ],
 )
 def test_what_cannot_be_logged_in_to(line: str, message: str) -> None:
@@ -92,18 +92,28 @@ def test_each_host_of_a_range_on_this_machine_has_its_processors() -> None:
 @pytest.mark.parametrize(
     ("text", "path", "line", "message"),
     [
-        ("[[hosts]]\nname = 'n[1-2'\nslots = 1\n", "hosts[1].name", 7, "is no range of names"),
+        ("[[hosts]]\nname = 'n[1-2'\nslots = 1\n", "hosts[1].name", 7, "is not a range of names"),
         ("[[hosts]]\nname = 'n[2-1]'\nslots = 1\n", "hosts[1].name", 7, "runs backwards"),
-        ("[[hosts]]\nname = 'n[1-2]'\naddress = 'x['\nslots = 1\n", "hosts[1].address", 8, "is no range of names"),
+        ("[[hosts]]\nname = 'n[1-2]'\naddress = 'x['\nslots = 1\n", "hosts[1].address", 8, "is not a range of names"),
         ("[[hosts]]\nname = 'n[1-3]'\naddress = 'x[1-2]'\nslots = 1\n", "hosts[1].address", 8, "2 addresses for 3 hosts"),
         ("[[hosts]]\nname = 'n'\naddress = 'x[1-2]'\nslots = 1\n", "hosts[1].address", 8, "2 addresses for 1 hosts"),
         ("[[hosts]]\nname = 'n[1-3]'\naddress = 'x'\n", "hosts[1].slots", 6, "slots is missing"),
-        ("[[hosts]]\nname = 'b[2-3]'\nslots = 1\n", "hosts[1].name", 7, "b2 is in both: give each its own"),
-        ("[[hosts]]\nname = 'b[1-2]'\nslots = 1\n", "hosts[1].name", 7, "host 0 has the same name"),
-        ("[[hosts]]\nname = '[1-2]'\nslots = 1\n", "hosts[1].name", 7, "must be a short name"),
+        (
+            "[[hosts]]\nname = 'b[2-3]'\nslots = 1\n",
+            "hosts[1].name",
+            7,
+            "b2 is in hosts\\[0\\], too: give each host a name of its own",
+        ),
+        ("[[hosts]]\nname = 'b[1-2]'\nslots = 1\n", "hosts[1].name", 7, "hosts\\[0\\] has the same name"),
+        ("[[hosts]]\nname = '[1-2]'\nslots = 1\n", "hosts[1].name", 7, "must be a name"),
         (f"[[hosts]]\nname = '{'n' * 60}[09999-10000]'\nslots = 1\n", "hosts[1].name", 7, "at most 64 characters"),
-        ("[[hosts]]\nname = 'n[0-70000]'\nslots = 1\n", "hosts[1].name", 7, "70,001 names: there may be 65,536"),
-        ("[[hosts]]\nname = 'n[1-65535]'\nslots = 1\n", "hosts[1].name", 7, "they are 65,537 in all, and there may be 65,536"),
+        ("[[hosts]]\nname = 'n[0-70000]'\nslots = 1\n", "hosts[1].name", 7, "70,001 names, but at most 65,536"),
+        (
+            "[[hosts]]\nname = 'n[1-65535]'\nslots = 1\n",
+            "hosts[1].name",
+            7,
+            "up to this entry there are 65,537, but at most 65,536",
+        ),
     ],
 )
 def test_a_fault_of_a_range_is_at_its_line(text: str, path: str, line: int, message: str) -> None:

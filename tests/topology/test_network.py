@@ -152,13 +152,13 @@ def test_a_task_may_train_at_a_profile_s_pace() -> None:
         ("[network]\nloss = 0.6\n", "network.loss", 9, "must be less than or equal to 0.5"),
         ("[network]\nloss = -0.1\n", "network.loss", 9, "must be greater than or equal to 0"),
         ("[network]\nloss = nan\n", "network.loss", 9, "must be a finite number"),
-        ("[network]\nreconnect = 'never'\n", "network.reconnect", 9, "is no time"),
+        ("[network]\nreconnect = 'never'\n", "network.reconnect", 9, "is not a time"),
         ("[network]\ndilation = 0.5\n", "network.dilation", 9, "must be greater than or equal to 1"),
         ("[network]\ndilation = inf\n", "network.dilation", 9, "must be a finite number"),
         ("[[network.hosts]]\nbandwidth = '1 Gbit/s'\n", "network.hosts[0].name", 8, "is missing"),
-        ("[[network.hosts]]\nname = 'alfa'\n", "network.hosts[0].name", 9, 'no host of this file.*did you mean "alpha"'),
-        ("[[network.hosts]]\nname = 'n[5-9]'\n", "network.hosts[0].name", 9, "n9 is no host of this file"),
-        ("[[network.hosts]]\nname = 'n[5-'\n", "network.hosts[0].name", 9, "is no range"),
+        ("[[network.hosts]]\nname = 'alfa'\n", "network.hosts[0].name", 9, 'not a host of this file.*did you mean "alpha"'),
+        ("[[network.hosts]]\nname = 'n[5-9]'\n", "network.hosts[0].name", 9, "n9 is not a host of this file"),
+        ("[[network.hosts]]\nname = 'n[5-'\n", "network.hosts[0].name", 9, "is not a range"),
         ("[[network.hosts]]\nname = ''\n", "network.hosts[0].name", 9, "at least 1 character"),
         ("[[network.hosts]]\nname = 'n1'\nslowdown = 0\n", "network.hosts[0].slowdown", 10, "must be greater"),
         (
@@ -170,7 +170,7 @@ def test_a_task_may_train_at_a_profile_s_pace() -> None:
         ("[[network.racks]]\nname = 'A'\nhosts = ['n1']\n", "network.racks[0].uplink", 8, "is missing"),
         ("[[network.racks]]\nname = 'A'\nhosts = []\nuplink = 1e9\n", "network.racks[0].hosts", 10, "at least 1 item"),
         ("[[network.racks]]\nname = 'A'\nhosts = 'n1'\nuplink = 1e9\n", "network.racks[0].hosts", 10, "must be an array"),
-        ("[[network.racks]]\nname = 'A'\nhosts = ['n1', 3]\nuplink = 1e9\n", "network.racks[0].hosts[1]", 10, "must be a text"),
+        ("[[network.racks]]\nname = 'A'\nhosts = ['n1', 3]\nuplink = 1e9\n", "network.racks[0].hosts[1]", 10, "must be a string"),
         (
             "[[network.racks]]\nname = 'A'\nuplink = 1e9\nhosts = [\n'n1',\n'bera']\n",
             "network.racks[0].hosts[1]",
@@ -189,10 +189,10 @@ def test_a_task_may_train_at_a_profile_s_pace() -> None:
             "[[network.links]]\nfrom = 'n1'\nto = 'gamma'\n",
             "network.links[0].to",
             10,
-            r"is no host of this file \(alpha, beta, n1, n2, \.\.\.\)",
+            r"is not a host of this file \(alpha, beta, n1, n2, \.\.\.\)",
         ),
-        ("[[network.links]]\nfrom = 'n[7-9]'\nto = '*'\n", "network.links[0].from", 9, "n9 is no host"),
-        ("[[network.links]]\nfrom = '*'\nto = '*'\n", "network.links[0]", 8, r"set it in \[network\] itself"),
+        ("[[network.links]]\nfrom = 'n[7-9]'\nto = '*'\n", "network.links[0].from", 9, "n9 is not a host"),
+        ("[[network.links]]\nfrom = '*'\nto = '*'\n", "network.links[0]", 8, r"set these values in \[network\] itself"),
         ("[[network.links]]\nfrom = 'n1'\nto = 'n1'\n", "network.links[0].to", 10, "local_latency"),
         (
             "[[network.links]]\nfrom = 'n1'\nto = '*'\nsource = 'n1'\n",
@@ -205,7 +205,7 @@ def test_a_task_may_train_at_a_profile_s_pace() -> None:
         ("[network]\nlinks = 3\n", "network.links", 9, "must be an array"),
         ("[simulation]\npayload = 'phantoms'\n", "simulation.payload", 9, 'did you mean "phantom"'),
         ("[simulation]\npayload = 'small'\n", "simulation.payload", 9, 'is for modelled devices, but .compute. device is "auto"'),
-        ("[simulation]\npayload = 'phantom'\n", "simulation.payload", 9, "or leave payload out"),
+        ("[simulation]\npayload = 'phantom'\n", "simulation.payload", 9, "or remove payload"),
         ("[simulation]\ntime_limit = '-1 s'\n", "simulation.time_limit", 9, "out of range"),
         ("[compute]\nnoise = { kind = 'gauss' }\n", "compute.noise.kind", 9, "must be one of constant, normal, exponential"),
         ("[compute]\nnoise = { spread = 0.5 }\n", "compute.noise.spread", 9, 'spread is for normal noise, but kind is "constant"'),
@@ -228,7 +228,7 @@ def test_a_host_in_two_racks_and_two_racks_of_one_name() -> None:
         ("network.racks[1].name", 13),
         ("network.racks[1].hosts[0]", 14),
     ]
-    assert "n3 is in rack A already: a host has one uplink" in str(caught.value)
+    assert "n3 is in rack A already: a host can be in one rack only" in str(caught.value)
 
 
 def test_unknown_hosts_are_not_told_where_the_hosts_themselves_are_unsound() -> None:

@@ -128,7 +128,7 @@ def test_more_workers_than_slots() -> None:
     with pytest.raises(PlacementError) as caught:
         place(topology_of([2, 1], groups=2, size=2))
     message = str(caught.value)
-    assert "2 groups of 2 are 4 workers, but there are 3 slots (h0 has 2, h1 has 1)" in message
+    assert "4 workers (2 groups of 2) do not fit into 3 slots (h0 has 2, h1 has 1)" in message
     for way_out in ("raise slots", "add [[hosts]]", "lower [compute] groups", "oversubscribe = true"):
         assert way_out in message
 

@@ -128,5 +128,5 @@ def test_other_hosts_mean_other_workers_where_the_file_leaves_it_open() -> None:
 
 
 def test_more_hosts_than_samples() -> None:
-    with pytest.raises(Exception, match="says nothing of groups, so all hosts are one"):
+    with pytest.raises(Exception, match="does not mention groups, so all hosts form one group"):
         job('[[hosts]]\nname = "n[1-100]"\nslots = 1\n')

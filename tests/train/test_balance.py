@@ -24,7 +24,7 @@ def test_parts_follow_throughput() -> None:
     assert (decision.parts, decision.changed) == ((40, 20), True)
     assert decision.gain == pytest.approx(1.5)
     assert decision.reason == (
-        "worker 1 of these takes 0.6 s for its 30 samples, the fastest 0.3 s: these parts are to make steps 1.50 times as fast"
+        "worker 1 takes 0.6 s for its 30 samples, the fastest worker 0.3 s; the new parts should make steps 1.50 times as fast"
     )
 
 
@@ -42,7 +42,7 @@ def test_nobody_is_starved_or_judged_unmeasured() -> None:
     assert decide([8, 8], [0.001, 10.0], least=4).parts == (12, 4)
     decision = decide([8, 8, 8], [0.1, 0.0, 0.2])
     assert (decision.parts, decision.changed) == ((8, 8, 8), False)
-    assert "worker 1 of these has measured nothing" in decision.reason
+    assert "worker 1 has no measurement" in decision.reason
 
 
 @pytest.mark.parametrize("fixed_s", [0.0, 0.05, 0.5])

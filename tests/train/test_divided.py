@@ -14,7 +14,8 @@ from tests.train.staged import StagedDevice
 from tests.train.test_worker import alone
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.arena import Arena, shared_memory_missing
-from zmqtrain.errors import UsageError
+from zmqtrain.data.partition import Partition
+from zmqtrain.train.random_state import seed_everything
 
 KINDS: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},
@@ -159,8 +160,6 @@ async def test_evaluation_of_a_divided_model_is_that_of_the_whole() -> None:
 @pytest.mark.parametrize("other", ["2x2", "4x1", "1x4"])
 async def test_a_run_resumes_on_another_grid(kind: str, other: str, tmp_path: Path) -> None:
     """Checkpoints hold the ordinary model and optimizer: the run goes on as if it had never stopped."""
-    if kind == "server" and other != "2x2":
-        pytest.skip("servers keep their pieces as they are cut")
     compute = {"group_size": 4, "batch_size": 12, "grid": "2x2"}
     exchange = KINDS[kind]
     norm = other != "1x4"  # where nothing but the batch is divided, batch norm's statistics are each worker's own
@@ -176,7 +175,22 @@ async def test_a_run_resumes_on_another_grid(kind: str, other: str, tmp_path: Pa
     torch.testing.assert_close(found, whole(straight, ["worker/0", "worker/2"]), rtol=1e-10, atol=1e-12)
 
 
-async def test_a_model_that_cannot_be_traced_is_a_clear_error() -> None:
+async def test_what_is_computed_on_gathered_tensors_is_said_once() -> None:
+    class Median(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.median()
+
+    topology = topology_of(
+        job={"steps": 3}, compute={"group_size": 2, "batch_size": 4, "grid": "2x1"}, exchange={"kind": "allreduce"}
+    )
+    result = await run(topology, Recipe(model=lambda: nn.Sequential(Median(), nn.Linear(6, 3).double())))
+    assert not result.errors, result.errors
+    said = [event["layer"] for event in result.recorders["worker/0"].of("left whole")]
+    assert len(set(said)) == len(said)
+    assert "0: aten::median" in said
+
+
+async def test_a_forward_may_branch_on_values() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,11 +199,100 @@ async def test_a_model_that_cannot_be_traced_is_a_clear_error() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
+    def model() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Tanh(), Branches())
+
     topology = topology_of(
-        job={"steps": 1}, compute={"group_size": 2, "batch_size": 4, "grid": "2x1"}, exchange={"kind": "allreduce"}
+        job={"steps": 4}, compute={"group_size": 4, "batch_size": 12, "grid": "2x2"}, exchange={"kind": "allreduce"}
     )
-    result = await run(topology, Recipe(model=lambda: nn.Sequential(nn.Tanh(), Branches())))
-    errors = list(result.errors.values())
-    assert errors
-    assert all(isinstance(error, UsageError) for error in errors)
-    assert "torch.fx cannot trace its module '1' (Branches)" in str(errors[0])
+    recipe = Recipe(model=model)
+    result = await run(topology, recipe)
+    assert not result.errors, result.errors
+    parts = [dict(recipe.models[peer].named_parameters())["1.inner.weight"] for peer in ("worker/0", "worker/2")]
+    expected = alone(Recipe(model=model), 4, 12)[: 6 * 3].reshape(3, 6)
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-10, atol=1e-12)
+
+
+class Rare(nn.Module):
+    """A layer that only every third step of training takes. It is left whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(9, 9), 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        return torch.tanh(self.layer(hidden)) if self.training and self.steps % 3 == 0 else hidden
+
+
+class Branches(nn.Module):
+    """A layer that no backward reaches, one that some do, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.detached, self.unused, self.head = (nn.Linear(*sizes) for sizes in ((4, 9), (9, 9), (9, 7), (9, 3)))
+        self.rare = Rare()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.rare(torch.tanh(self.body(x)))
+        scores: torch.Tensor = self.head(hidden + self.detached(hidden).detach())
+        return scores
+
+
+#: Where a gradient of zeros is another thing than none.
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("grid", ["2x1", "2x2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", ["allreduce", "server", "servers"])
+async def test_what_no_backward_reaches_is_passed_over(kind: str, groups: int, optimizer: str, grid: str) -> None:
+    """As PyTorch alone does, on both rows, whose parts of a parameter are of different sizes."""
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(24, 4, generator=generator, dtype=torch.float64), torch.randint(3, (24,), generator=generator))
+
+    def recipe() -> Recipe:
+        return Recipe(model=lambda: Branches().double(), optimizer=OPTIMIZERS[optimizer], train_data=data, eval_data=None)
+
+    (rows, columns), steps, batch = map(int, grid.split("x")), 7, 8
+    shared = recipe()
+    topology = topology_of(
+        job={"steps": steps},
+        compute={"groups": groups, "group_size": rows * columns, "batch_size": batch // groups, "grid": grid},
+        parallel={
+            "whole": ["rare"],
+            "layers": [{"layer": name, "choice": "model", "grid": grid} for name in ("body", "detached", "head")],
+        },
+        exchange=KINDS[kind],
+    )
+    result = await run(topology, shared)
+    assert not result.errors, result.errors
+    divided = set()
+    for name, wanted in alone_without_zeros(recipe(), steps, batch).items():
+        parts = [dict(shared.models[f"worker/{row * columns}"].named_parameters())[name].detach() for row in range(rows)]
+        if parts[0].shape != wanted.shape:
+            divided.add(name)
+            parts = [torch.cat(parts)]
+        for part in parts:
+            torch.testing.assert_close(part, wanted, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    assert {"body.weight", "detached.weight", "head.bias"} <= divided
+
+
+def alone_without_zeros(recipe: Recipe, steps: int, batch: int) -> dict[str, torch.Tensor]:
+    """The parameters after plain torch training on whole batches, where what is not reached has no gradient."""
+    seed_everything(1)
+    task = recipe("alone")
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    partition = Partition(len(task.train_data), 1, 1, batch, 1)
+    for step in range(steps):
+        inputs, targets = task.train_data[torch.from_numpy(partition.indices(step, 0, 0).copy())]
+        optimizer.zero_grad()
+        task.loss(model(inputs), targets).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -47,17 +47,17 @@ def test_a_profile_is_written_as_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (3, "measured is 3, where an object belongs"),
-        ({"sizes": 3}, "sizes is 3, where a list belongs"),
-        ({"sizes": [3]}, "sizes 1 is 3, where an object belongs"),
+        (3, "measured is 3; it must be an object"),
+        ({"sizes": 3}, "sizes is 3; it must be a list"),
+        ({"sizes": [3]}, "sizes 1 is 3; it must be an object"),
         ({"sizes": [{"samples": 1, "conv_s": -1, "fc_s": 0}]}, "sizes 1: conv_s is -1"),
-        ({"sizes": [{"samples": 1, "conv_s": 1}]}, "sizes 1 has no fc_s"),
-        ({"sizes": [{"samples": size, "conv_s": 1, "fc_s": 1} for size in (2, 1)]}, "sizes must go up"),
-        ({"sizes": [{"samples": 0, "conv_s": 1, "fc_s": 1}]}, "sizes must go up"),
+        ({"sizes": [{"samples": 1, "conv_s": 1}]}, "sizes 1 lacks the field 'fc_s'"),
+        ({"sizes": [{"samples": size, "conv_s": 1, "fc_s": 1} for size in (2, 1)]}, "sizes must be in ascending order"),
+        ({"sizes": [{"samples": 0, "conv_s": 1, "fc_s": 1}]}, "sizes must be in ascending order"),
         ({"thread": 1}, "unknown field 'thread'; did you mean 'threads'"),
-        ({"channels_last": 1}, "where true or false belongs"),
-        ({"peak_flops": "fast"}, "where a number belongs"),
-        ({"links": [{"source": "a", "target": 3, "bandwidth": 1, "latency_s": 1}]}, "links 1: target is 3, where a text belongs"),
+        ({"channels_last": 1}, "must be true or false"),
+        ({"peak_flops": "fast"}, "must be a number"),
+        ({"links": [{"source": "a", "target": 3, "bandwidth": 1, "latency_s": 1}]}, "links 1: target is 3; it must be a string"),
     ],
 )
 def test_what_is_wrong_is_named(values: Any, said: str) -> None:

@@ -42,25 +42,25 @@ def test_all_fields_are_read(tmp_path: Path) -> None:
     [
         ([], {}, "there are no layers"),
         ([GOOD | {"numel": 0}], {}, "no layer has parameters"),
-        ([GOOD, GOOD], {}, "two layers 'a'"),
-        ([GOOD, {"name": "b", "numel": 1, "forward_s": 1}], {}, "layer 'b' has no backward_s"),
+        ([GOOD, GOOD], {}, "two layers are named 'a'"),
+        ([GOOD, {"name": "b", "numel": 1, "forward_s": 1}], {}, "layer 'b' lacks the field 'backward_s'"),
         ([GOOD, {"numel": 1}], {}, "layer 2 has no name"),
-        ([GOOD, "b"], {}, "layer 2 is 'b', where an object belongs"),
+        ([GOOD, "b"], {}, "layer 2 is 'b'; it must be an object"),
         ([GOOD | {"name": 7}], {}, "layer 1 has the name 7"),
-        ([GOOD | {"forward_s": -0.1}], {}, "layer 'a': forward_s is -0.1; it must be 0 or more"),
+        ([GOOD | {"forward_s": -0.1}], {}, "layer 'a': forward_s is -0.1; it must be finite and at least 0"),
         ([GOOD | {"backward_s": float("nan")}], {}, "layer 'a': backward_s is nan"),
         ([GOOD | {"backward_s": float("inf")}], {}, "layer 'a': backward_s is inf"),
-        ([GOOD | {"backward_s": "1 s"}], {}, "layer 'a': backward_s is '1 s', where seconds belong"),
+        ([GOOD | {"backward_s": "1 s"}], {}, "layer 'a': backward_s is '1 s'; it must be a number of seconds"),
         ([GOOD | {"numel": -1}], {}, "layer 'a': numel is -1"),
-        ([GOOD | {"numel": 1.5}], {}, "layer 'a': numel is 1.5, where a whole number belongs"),
+        ([GOOD | {"numel": 1.5}], {}, "layer 'a': numel is 1.5; it must be a whole number"),
         ([GOOD | {"numel": True}], {}, "layer 'a': numel is True"),
-        ([GOOD | {"dtype": "float23"}], {}, "layer 'a': there is no element type 'float23'"),
+        ([GOOD | {"dtype": "float23"}], {}, "layer 'a': unknown element type 'float23'"),
         ([GOOD | {"foward_s": 1}], {}, "layer 'a' has an unknown field 'foward_s'; did you mean 'forward_s'"),
         ([GOOD], {"sorce": "x"}, "the profile has an unknown field 'sorce'; did you mean 'source'"),
         ([GOOD], {"update_s": -1}, "the profile: update_s is -1"),
         ([GOOD], {"samples": "many"}, "the profile: samples is 'many'"),
         ([GOOD], {"optimizer": "SGD"}, "optimizer must be like"),
-        ({}, {}, "an object with a list `layers`"),
+        ({}, {}, "an object with a list named layers"),
     ],
 )
 def test_what_is_wrong_is_said(layers: Any, rest: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_said(layers: Any, rest: dict[str, Any], reason: str, t
 
 def test_a_file_that_is_no_json_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{")
-    with pytest.raises(UsageError, match="no JSON"):
+    with pytest.raises(UsageError, match="not JSON"):
         Profile.load(tmp_path / "profile.json")
 
 
@@ -88,10 +88,10 @@ def test_a_model_is_compared_with_the_profile(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as raised:
         profile.check_model({"a": 8, "b": 9, "head": 10})
     text = str(raised.value)
-    assert "profile mine is of another model" in text
+    assert "profile mine describes another model" in text
     for difference in (
-        "c (8) is not in the model",
-        "the model's head (10) is not in the profile",
+        "c (8 parameters) is not in the model",
+        "the model's head (10 parameters) is not in the profile",
         "b has 9 parameters in the model and 8 in",
     ):
         assert difference in text
@@ -102,7 +102,7 @@ def test_a_model_is_compared_with_the_profile(tmp_path: Path) -> None:
 def test_shipped_profiles_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Profile.load("resnet50").numel == 25_557_032
-    with pytest.raises(UsageError, match=r"there are alexnet, .*, vgg16\. Did you mean 'resnet50'"):
+    with pytest.raises(UsageError, match=r"available: alexnet, .*, vgg16\. Did you mean 'resnet50'"):
         Profile.load("resnet-50")
     with pytest.raises(UsageError, match="no profile of this name is shipped") as raised:
         Profile.load("zzz")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pairwise import pairwise
 from tests.train.local_exchange import LocalExchange
 from zmqtrain.errors import PeerTimeoutError, TaskError
 from zmqtrain.exchange.base import Bucket, Optimize
@@ -108,19 +109,20 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float, micro
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("clip", "micro_batches", "bucket_bytes", "when"),
-    [
-        (0.0, 1, 1, Optimize.APART),
-        (0.1, 2, 200, Optimize.APART),
-        (0.0, 1, 1 << 20, Optimize.APART),
-        (0.0, 1, 200, Optimize.BEFORE),
-        (0.0, 2, 1, Optimize.BEFORE),
-        (0.0, 1, 200, Optimize.AFTER),
-        (0.0, 2, 1 << 20, Optimize.AFTER),
-    ],
+@pairwise(
+    {
+        "name": list(MODELS),
+        "optimizer": list(OPTIMIZERS),
+        "clip, micro_batches, bucket_bytes, when": [
+            (0.0, 1, 1, Optimize.APART),
+            (0.1, 2, 200, Optimize.APART),
+            (0.0, 1, 1 << 20, Optimize.APART),
+            (0.0, 1, 200, Optimize.BEFORE),
+            (0.0, 2, 1, Optimize.BEFORE),
+            (0.0, 1, 200, Optimize.AFTER),
+            (0.0, 2, 1 << 20, Optimize.AFTER),
+        ],
+    }
 )
 async def test_replica_trains_as_plain_torch(
     name: str, optimizer: str, clip: float, micro_batches: int, bucket_bytes: int, when: Optimize, device: CpuDevice

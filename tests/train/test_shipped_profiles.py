@@ -89,7 +89,7 @@ def test_each_layer_has_the_size_that_torch_gives_it(name: str) -> None:
 
 def test_another_model_is_not_the_profile_s() -> None:
     parameters, *_ = forward("lenet")
-    with pytest.raises(UsageError, match="profile cifarnet is of another model") as raised:
+    with pytest.raises(UsageError, match="profile cifarnet describes another model") as raised:
         Profile.load("cifarnet").check_model(parameters)
     assert "conv1 has 520 parameters in the model and 2432 in the profile" in str(raised.value)
 

@@ -183,6 +183,6 @@ async def test_only_the_coordinator_may_ask() -> None:
     two = Two()
     two.points[0].open(0, None)
     two.endpoints[1].add_peer(WORKERS[0], two.endpoints[0].address)
-    with pytest.raises(ProtocolError, match="may not stop"):
+    with pytest.raises(ProtocolError, match="only the coordinator may"):
         await two.endpoints[1].request(WORKERS[0], "stop.ask", timeout=1.0)
     await two.close()

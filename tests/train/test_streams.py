@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tests.pairwise import pairwise
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.errors import CheckpointError, TaskError, UsageError
 
@@ -173,7 +174,7 @@ async def test_a_stream_that_is_too_short_or_gives_nothing_again_is_an_error() -
     assert len(short.errors) == 2
 
     once = await train(Trained(lambda: iter(list(Numbers(16)))), epochs=2)
-    assert all("must begin anew each time" in str(error) for error in once.errors.values())
+    assert all("must also start again each time" in str(error) for error in once.errors.values())
     assert len(once.errors) == 2
 
 
@@ -189,9 +190,17 @@ async def test_what_the_stream_raises_names_it() -> None:
     assert "a stream, raised OSError in its batch 2: disk on fire" in str(error)
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
-@pytest.mark.parametrize("data", [Shuffled, Stateful], ids=["read again", "own state"])
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pairwise(
+    {
+        "at": [1, 2, 3, 4],
+        "data": {"read again": Shuffled, "own state": Stateful},
+        "fields": {
+            "no process": {},
+            "a process": {"num_workers": 1},
+            "one that stays": {"num_workers": 1, "persistent_workers": True},
+        },
+    }
+)
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(data: Any, at: int, fields: Any, tmp_path: Path) -> None:
     whole, again = Trained(data, **fields), Trained(data, **fields)
     first = await train(whole, steps=8, checkpoint_every=1, keep_checkpoints=20, folder=tmp_path)
@@ -225,7 +234,8 @@ async def test_parts_of_streams_are_resumed_to_the_bit(at: int, workers: int, tm
     if at == 3:
         other = Trained(lambda: Numbers(44), shard=divided, num_workers=3 - workers)
         wrong = await train(other, steps=8, folder=tmp_path / "other", resume=tmp_path / f"step-{at:08d}")
-        assert isinstance(wrong.errors["worker/0"], CheckpointError)
+        refused = [error for error in wrong.errors.values() if isinstance(error, CheckpointError)]
+        assert refused, wrong.errors  # the other worker may hear that its peer is gone before it has read its own part
 
 
 async def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
@@ -239,8 +249,8 @@ async def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     ("topology", "said"),
     [
         ({"exchange": {"kind": "gossip"}}, "set .job. elastic = false"),
-        ({"compute": {"parts": "measured"}, "exchange": {"kind": "allreduce"}}, "give weights"),
-        ({"data": {"shuffle": "ring"}, "exchange": {"kind": "allreduce"}}, "needs to know all samples"),
+        ({"compute": {"parts": "measured"}, "exchange": {"kind": "allreduce"}}, "use .compute. weights"),
+        ({"data": {"shuffle": "ring"}, "exchange": {"kind": "allreduce"}}, "needs a known number of samples"),
     ],
 )
 async def test_topologies_in_which_a_stream_is_not_possible(topology: dict[str, Any], said: str) -> None:

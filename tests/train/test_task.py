@@ -65,7 +65,7 @@ def test_a_task_is_found_in_a_file_or_a_module(spec: str, folder: Path) -> None:
         ("my_task_file.py:number", {}, None, UsageError, "is a int, not a function"),
         ("my_task_file.py:strict", {"widht": 1}, None, UsageError, "no argument 'widht'; did you mean 'width'"),
         ("my_task_file.py:strict", {}, None, UsageError, "needs the argument 'width'"),
-        ("my_task_file.py:needs", {}, None, UsageError, "needs data: give"),
+        ("my_task_file.py:needs", {}, None, UsageError, "needs data: set"),
         ("my_task_file.py:needs", {}, "/nonexistent/data", UsageError, "the data path /nonexistent/data does not exist"),
         ("my_task_file.py:raises", {}, None, TaskError, "raised IndexError: list index out of range"),
         ("my_task_file.py:wrong", {}, None, TaskError, "returned a str; it must return a zmqtrain.Task"),
@@ -96,11 +96,11 @@ class Endless(IterableDataset[int]):
         ({"schedule": 3}, "Task.schedule is a int"),
         ({"metrics": {"f1": 3}}, "metrics.'f1'. is a int"),
         ({"train_data": 3}, "must be a map-style dataset"),
-        ({"train_data": {"train": [1]}}, "is a dict of 'train': give one of them"),
-        ({"train_data": Endless(), "num_workers": 2}, "each process would give all of it again"),
-        ({"train_data": [1], "shard": lambda *_: 1}, "shard is for streams"),
+        ({"train_data": {"train": [1]}}, "is a dict of 'train': pass one of them"),
+        ({"train_data": Endless(), "num_workers": 2}, "each process would read all of it"),
+        ({"train_data": [1], "shard": lambda *_: 1}, "shard is only for streams"),
         ({"num_workers": -1}, "Task.num_workers = -1"),
-        ({"persistent_workers": True}, "Task.persistent_workers is for loader processes, and num_workers is 0"),
+        ({"persistent_workers": True}, "Task.persistent_workers configures loader processes, but num_workers is 0"),
         ({"forward": 3}, "Task.forward is a int"),
         ({"train_data": []}, "Task.train_data is empty"),
         ({"eval_data": []}, "Task.eval_data is empty"),
@@ -126,7 +126,7 @@ def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
 
 
 def test_an_exit_within_the_task_says_where() -> None:
-    with pytest.raises(TaskError, match=r"Task\.model\(\) ends the process \(sys\.exit\(5\)\)"), user_code("Task.model()"):
+    with pytest.raises(TaskError, match=r"Task\.model\(\) ended the process: it called sys\.exit\(5\)"), user_code("Task.model()"):
         sys.exit(5)
     with pytest.raises(RunStopped), user_code("Task.model()"):
         raise RunStopped(3)

@@ -73,7 +73,7 @@ async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name
     assert first == 0
     assert "gave no gradient to unused.bias, unused.weight" in text or "gave no gradient to unused.weight, unused.bias" in text
     assert "second" not in text
-    assert "with some reason its gradient is zero" in text
+    assert "with some reason their gradient is zero" in text
     assert "requires_grad_(False)" in text
 
 
@@ -82,7 +82,7 @@ async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name
     [
         ("1x2", {"kind": "model_server"}, ""),
         ("2x1", {"kind": "allreduce"}, ""),
-        ("2x1", {"kind": "model_server"}, "a model that a grid divides at model servers"),
+        ("2x1", {"kind": "model_server"}, ""),
         ("1x2", {"kind": "model_server", "compression": "int8"}, "this [exchange] compression"),
     ],
 )

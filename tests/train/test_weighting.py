@@ -82,7 +82,7 @@ async def test_targets_that_are_ignored_unawares_are_an_error() -> None:
 
 
 async def test_sums_over_several_steps_are_refused() -> None:
-    with pytest.raises(TaskError, match=r"leave \[exchange\] every out"):
+    with pytest.raises(TaskError, match=r"remove \[exchange\] every"):
         await trained(pair, groups=2, group_size=1, batch_size=8, exchange={"kind": "allreduce", "every": 2})
 
 

@@ -74,8 +74,9 @@ class Run:
 
 
 def topology_of(**sections: Any) -> Topology:
+    """Three or four buckets for `network_of`: each more is as many messages again, and most of the time of these tests."""
     sections["job"] = {"timeout": 20.0, "oversubscribe": True, **sections.get("job", {})}
-    sections["compute"] = {"device": "cpu", "threads": 1, "bucket_size": 256, **sections.get("compute", {})}
+    sections["compute"] = {"device": "cpu", "threads": 1, "bucket_size": 512, **sections.get("compute", {})}
     return Topology.model_validate(sections)
 
 

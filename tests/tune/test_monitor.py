@@ -67,7 +67,7 @@ def test_a_loss_far_above_its_begin_ends_it_but_one_noisy_step_does_not() -> Non
     assert monitor.stop is None
     for number in range(PATIENCE, 40):
         monitor.observe(step(float(number), 9.0))
-    assert "this diverges" in str(monitor.stop)
+    assert "training diverges" in str(monitor.stop)
 
 
 def test_training_ends_at_the_target_and_probes_do_not() -> None:
@@ -96,7 +96,7 @@ def test_drift_ends_training_once_there_is_a_checkpoint_to_go_on_from() -> None:
     assert monitor.stop is None
     for _ in range(4):
         monitor.observe({"kind": "checkpoint", "values": {}})
-    assert "staleness is 9.00 in the mean, not 3" in str(monitor.stop)
+    assert "the mean staleness is 9.00, but" in str(monitor.stop)
     assert monitor.outcome().drifted == monitor.stop
 
 
@@ -111,7 +111,7 @@ def test_training_that_has_come_close_enough_ends_at_its_next_checkpoint() -> No
     assert monitor.stop is None
     for _ in range(2):
         monitor.observe({"kind": "checkpoint", "step": 30, "values": {}})
-    assert monitor.stop == "the loss has come to 1.5"
+    assert monitor.stop == "the loss has reached 1.5"
     outcome = monitor.outcome()
     assert outcome.drifted is None
     assert outcome.reached is None
@@ -163,7 +163,7 @@ def test_a_group_that_becomes_slow_is_drift() -> None:
     assert all(drift.step(3.0, turn % 4) is None for turn in range(400))
     slow = [drift.step(24.0, 3) if turn % 25 == 24 else drift.step(2.125, turn % 3) for turn in range(25 * 12)]
     told = next(index for index, each in enumerate(slow) if each is not None)
-    assert slow[told] == "the staleness of group 3 went from 3.0 to 5.8: beside the others it has become slower"
+    assert slow[told] == "the staleness of group 3 went from 3.0 to 5.8: compared with the others it has become slower"
     assert told + 1 == 4 * 25  # it has made four steps since
     back = [drift.step(3.0, turn % 4) for turn in range(400)]
     assert back[-1] is None  # it is as it was

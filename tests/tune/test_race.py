@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
+from zmqtrain.tune.race import LegEnd, Race, Runner, above, better, pace
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
 
@@ -28,8 +28,8 @@ def test_a_runner_remembers_its_way() -> None:
     leg(runner, 3, 10, 2.0, 0.1)
     leg(runner, 5, 20, 1.0)
     assert (runner.updates, runner.seconds, runner.loss, runner.number, runner.spent_s) == (30, 60.0, 1.0, 5, 62.0)
-    assert runner.at(5) == runner.at(10) == Point(10, 20.0, 2.0, 0.1)
-    assert runner.at(20) == Point(20, 40.0, 1.5, 0.1)
+    assert runner.at(5) == runner.at(10) == LegEnd(10, 20.0, 2.0, 0.1)
+    assert runner.at(20) == LegEnd(20, 40.0, 1.5, 0.1)
     assert runner.at(31) is None
     leg(runner, 6, 40, math.inf)
     assert runner.diverged
@@ -78,9 +78,9 @@ def test_who_is_furthest_ahead_of_the_leader_after_as_many_samples_is_asked_firs
     ("updates", "loss", "found"), [(100, 1.9, True), (100, 2.0, False), (50, 2.0, True), (51, 2.0, False), (50, 2.1, False)]
 )
 def test_better_is_clearly_lower_or_as_low_with_half_as_many_samples(updates: int, loss: float, found: bool) -> None:
-    assert better(Point(updates, 1.0, loss, 0.01), Point(100, 1.0, 2.0, 0.01)) is found
+    assert better(LegEnd(updates, 1.0, loss, 0.01), LegEnd(100, 1.0, 2.0, 0.01)) is found
 
 
 @pytest.mark.parametrize(("loss", "noise", "found"), [(1.3, 0.1, True), (1.15, 0.1, False), (1.03, 0.0, False)])
 def test_above_is_by_both_standard_errors_and_more_than_a_tie(loss: float, noise: float, found: bool) -> None:
-    assert above(Point(1, 1.0, loss, noise), Point(1, 1.0, 1.0, noise), 0.05) is found
+    assert above(LegEnd(1, 1.0, loss, noise), LegEnd(1, 1.0, 1.0, noise), 0.05) is found

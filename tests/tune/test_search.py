@@ -89,7 +89,7 @@ def test_more_groups_never_try_more_momentum() -> None:
 def test_doubling_stops_where_more_groups_are_worse_in_the_same_time() -> None:
     search, _ = solve(SPACE, Stale(UPDATE_S, old={1: 1.0, 2: 0.8, 4: 0.2}), target=0.01)
     reasons = [decision.reason for decision in search.decisions() if decision.what == "groups"]
-    assert any("at first 4 groups are no better than 2" in reason for reason in reasons)
+    assert any("at first 4 groups are not better than 2" in reason for reason in reasons)
     cold = next(trial for trial, _ in search.trials if trial.phase == "cold start")
     assert cold.setting.groups == 2
 
@@ -167,7 +167,7 @@ def test_momentum_0_with_one_group_ends_cleanly() -> None:
     assert done.reached
     assert done.setting is not None
     assert (done.setting.groups, done.setting.momentum) == (1, 0.0)
-    assert any("fewer groups are no better" in decision.reason for decision in search.decisions())
+    assert any("fewer groups are not better" in decision.reason for decision in search.decisions())
 
 
 def test_a_setting_that_diverges_with_any_number_of_groups_lowers_the_rate_and_then_gives_up() -> None:
@@ -325,7 +325,7 @@ def test_probes_are_shorter_where_the_time_limit_is_near() -> None:
 
 def test_what_is_left_out_for_want_of_time_is_what_promised_least() -> None:
     search, _ = solve(replace(SPACE, saturation=8, limit_s=2400, cold=10), Landscape(UPDATE_S, best=0.45))
-    assert any("the search has had its share of 2400 s" in decision.reason for decision in search.decisions())
+    assert any("the search has used its share of 2400 s" in decision.reason for decision in search.decisions())
     grid = [trial.setting for trial, _ in search.trials if trial.phase == "grid"]
     assert grid[0].momentum == pytest.approx(0.2)  # what acts like 0.9 among 8 groups
 
@@ -450,7 +450,7 @@ def test_a_resumed_search_goes_on_as_the_one_before() -> None:
     assert step == done
     assert asked == [trial for trial, _ in whole.trials]
     assert not search.decisions()
-    with pytest.raises(ValueError, match="of another space"):
+    with pytest.raises(ValueError, match="it belongs to a different search"):
         Search(replace(SPACE, limit_s=1.0)).replay(whole.to_value())
 
 
@@ -458,7 +458,7 @@ def test_only_the_trial_that_was_asked_for_is_heard() -> None:
     search = Search(SPACE)
     trial = search.next()
     assert isinstance(trial, Trial)
-    with pytest.raises(ValueError, match="not the trial that is under way"):
+    with pytest.raises(ValueError, match="not the trial that is running"):
         search.result(replace(trial, number=7), Outcome(1, 1.0, 1.0, 1.0))
 
 
@@ -473,7 +473,7 @@ def test_every_decision_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"saturation": 3}, "none of the numbers"),
+        ({"saturation": 3}, "not one of the numbers"),
         ({"momenta": ()}, "at least one momentum"),
         ({"share": 1.0}, "share of"),
     ],

@@ -29,7 +29,7 @@ def test_a_long_job_is_worth_a_search() -> None:
     assert speeds.measured == speeds.known == UPDATE_S
     assert speeds.job_s() == 15_000
     assert [trial.updates for trial, _ in speeds.trials] == [3, 6, 12]
-    assert "it is known" in done.reason
+    assert "the time of an update is known" in done.reason
 
 
 def test_a_short_one_is_not_and_the_rest_of_the_speeds_is_as_predicted() -> None:
@@ -38,7 +38,7 @@ def test_a_short_one_is_not_and_the_rest_of_the_speeds_is_as_predicted() -> None
     assert speeds.known == pytest.approx({1: 4.0, 2: 2.0, 4: 1.0})
     assert done.reason == speeds.too_short
     assert done.reason == (
-        "the job takes about 100 s, so 11.1 s may be searched ([tune] share), but that needs 5 more runs, of 20 s each: no search"
+        "the job takes about 100 s, so the search may take 11.1 s ([tune] share), but it needs 5 more runs of 20 s each: no search"
     )
 
 

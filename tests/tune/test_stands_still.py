@@ -78,7 +78,7 @@ def test_it_says_why_it_asks_and_what_goes_on() -> None:
     search, _ = solve(replace(SPACE, momenta=(0.9,)), Dying(100))
     reasons = [decision.reason for decision in search.decisions()]
     assert any("stands still" in reason or "another setting had" in reason or "half as many" in reason for reason in reasons)
-    assert any("goes on instead" in reason for reason in reasons)
+    assert any("continues instead" in reason for reason in reasons)
 
 
 def test_what_never_dies_is_not_asked_for_anything() -> None:

@@ -189,7 +189,7 @@ def test_integers_of_every_size(dtype: str) -> None:
 
 
 def test_what_would_lose_something_is_refused() -> None:
-    with pytest.raises(TypeError, match="float32 elements cannot go into int64"):
+    with pytest.raises(TypeError, match="float32 elements cannot be converted to int64"):
         TensorPayload.empty(3, "int64").add_(TensorPayload.empty(3, "float32"))
     with pytest.raises(TypeError, match="complex64"):
         TensorPayload.empty(3, "float32").copy_(TensorPayload.empty(3, "complex64"))

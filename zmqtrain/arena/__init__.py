@@ -1,6 +1,6 @@
 """The shared-memory region of a host: buffers, owners, and words to wait at.
 
-Read in this order: `region` (the memory), `allocator` (who owns what in a slot), `arena` (a process's place in it), `words` (how
+Read in this order: `region` (the memory), `allocator` (the parts of a slot), `arena` (a process's place in it), `words` (how
 processes wait for each other without the network), `futex` (the kernel's part of that).
 """
 

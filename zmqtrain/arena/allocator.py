@@ -1,26 +1,26 @@
-"""Allocator for one contiguous range of memory: keeps track of the parts in use. Sans-IO."""
+"""Allocator for one contiguous range of memory, which keeps track of the parts in use. Sans-IO."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-#: Every part begins at a multiple of this: a cache line, and more than any vector instruction asks for.
+#: Every part starts at a multiple of this: a cache line, and more than any vector instruction requires.
 ALIGNMENT = 64
 
 
 class Allocator:
-    """First fit, over the addresses ``start`` to ``stop``; parts that are given back join their free neighbours.
+    """First fit, over the addresses from ``start`` to ``stop``; freed parts are merged with free neighbours.
 
-    A slot holds a few hundred parts that live long (buckets), and few that do not (what is on its way), so a list will do.
+    A slot holds a few hundred long-lived parts (buckets) and a few short-lived ones (messages being sent), so a list is enough.
     """
 
     def __init__(self, start: int, stop: int) -> None:
         first, last = _up(start), stop // ALIGNMENT * ALIGNMENT
-        self._free: list[tuple[int, int]] = [(first, last)] if first < last else []  # sorted, never touching each other
+        self._free: list[tuple[int, int]] = [(first, last)] if first < last else []  # sorted, never adjacent
         self._taken: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """The address of ``nbytes`` bytes (at least one), or None where there is no room for them in one piece."""
+        """The address of ``nbytes`` bytes (at least one); None if there is no contiguous room for them."""
         size = _up(max(1, nbytes))
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= size:
@@ -33,7 +33,7 @@ class Allocator:
         return None
 
     def give_back(self, address: int) -> tuple[int, int]:
-        """The part at ``address`` is free again. Returns its (start, stop). Raises `KeyError` where no part begins there."""
+        """Free the part at ``address``. Returns its (start, stop). Raises `KeyError` if no part starts there."""
         start, stop = part = address, self._taken.pop(address)
         index = bisect_left(self._free, part)
         if index < len(self._free) and self._free[index][0] == stop:

@@ -1,7 +1,7 @@
-"""Waiting at a word in shared memory until another process changes it: Linux's futex, by ``ctypes``.
+"""Waiting at a word in shared memory until another process changes it: Linux's futex, through ``ctypes``.
 
-The standard library has nothing that waits in memory which several processes have mapped: its locks and conditions are a
-process's own, and those of ``multiprocessing`` are semaphores, which count and cannot be waited at by many.
+The standard library cannot wait in memory that several processes have mapped: its locks and conditions belong to one process, and
+those of ``multiprocessing`` are semaphores, which count, and at which a broadcast to many waiters is not possible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 
 
 class _Timespec(ctypes.Structure):
@@ -23,7 +23,7 @@ class _Timespec(ctypes.Structure):
 
 
 _number = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-#: A call releases the interpreter's lock, so the process's other threads go on while one waits.
+#: A call releases the interpreter's lock, so the process's other threads continue while one waits.
 _syscall = ctypes.CDLL(None, use_errno=True).syscall if _number is not None else None
 
 #: Whether this system and processor have futexes that we know how to call.
@@ -31,10 +31,10 @@ AVAILABLE = _number is not None
 
 
 def wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the 32-bit word at ``address`` holds ``value``, until a `wake` of it or ``timeout_s`` has passed.
+    """Sleep while the 32-bit word at ``address`` holds ``value``, until a `wake` or until ``timeout_s`` has passed.
 
-    May return for no reason: look at the word again. Returns at once where the word holds something else, so a `wake` between
-    looking at the word and this call is not missed.
+    May return early for no reason: read the word again. Returns at once if the word holds another value, so a `wake` between
+    reading the word and this call is not missed.
     """
     assert _syscall is not None
     seconds = math.floor(timeout_s)
@@ -46,6 +46,6 @@ def wait(address: int, value: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody, in whatever process, who waits at the word."""
+    """Wake all threads, in any process, that wait at the word."""
     assert _syscall is not None
-    _syscall(_number, ctypes.c_void_p(address), _WAKE, ctypes.c_uint32(_EVERYBODY), None, None, 0)
+    _syscall(_number, ctypes.c_void_p(address), _WAKE, ctypes.c_uint32(_ALL_WAITERS), None, None, 0)

@@ -1,7 +1,7 @@
-"""One run of memory that the processes of a host share.
+"""One range of memory that the processes of a host share.
 
 It has no name in any file system (``memfd_create``), so a small ``/dev/shm`` does not limit it, and the kernel frees it when the
-last process that has it open is gone, however that process ended. It takes real memory page by page as it is written to.
+last process that has it open ends, for whatever reason. It takes real memory page by page as it is written to.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 def shared_memory_missing() -> str | None:
-    """Why processes of this machine cannot share memory; None where they can."""
+    """Why processes on this machine cannot share memory; None if they can."""
     if not hasattr(os, "memfd_create"):
         return f"this system ({sys.platform}) has no memfd_create"
     if not futex.AVAILABLE:
-        return "there is no futex call that we know on this processor"
+        return "zmqtrain does not know this processor's futex call"
     return None
 
 
 def available_bytes() -> int:
-    """How much memory this process may still take: the machine's, or what the control group leaves of it."""
+    """How much memory this process may still use: the machine's, or the rest of the control group's limit."""
     return min(int(psutil.virtual_memory().available), _left_of_control_group())
 
 
@@ -44,20 +44,20 @@ class Region:
         """Not to be called from outside."""
         self.nbytes = nbytes
         self.path = path
-        """The path at which other processes open the region, while the process that made it lives."""
+        """The path at which other processes open the region, as long as the process that made it lives."""
         self._file = file
         try:
             self._map = mmap.mmap(file, nbytes, mmap.MAP_SHARED)
         except OSError as error:
             os.close(file)
             raise HostMemoryError(
-                f"cannot map {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}): is address space limited (ulimit -v)? "
-                "[compute] shared_memory = false does without"
+                f"cannot map {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); raise the limit on address space (ulimit "
+                "-v), or set [compute] shared_memory = false"
             ) from error
 
     @classmethod
     def create(cls, nbytes: int, name: str = "zmqtrain") -> Region:
-        """A fresh region, all zeros. ``name`` shows in ``/proc/PID/maps``."""
+        """A new region, all zeros. ``name`` is shown in ``/proc/PID/maps``."""
         nbytes = -(-nbytes // PAGE) * PAGE
         file = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
@@ -65,7 +65,7 @@ class Region:
 
     @classmethod
     def open(cls, path: str) -> Region:
-        """The region of another process. Raises `HostMemoryError` where that process is gone, or is another user's."""
+        """The region of another process. Raises `HostMemoryError` if that process has ended, or belongs to another user."""
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             return cls(file, os.fstat(file).st_size, path)
@@ -74,18 +74,18 @@ class Region:
 
     @property
     def memory(self) -> memoryview:
-        """The whole region. It must not be closed while views are in use: that raises ``BufferError``."""
+        """The whole region. Closing it while views are in use raises ``BufferError``."""
         return memoryview(self._map)
 
     def reserve(self, start: int, nbytes: int, what: str) -> None:
-        """Take real memory for these bytes now, so that no later write ends the process. Raises `HostMemoryError`.
+        """Allocate real memory for these bytes now, so that no later write kills the process. Raises `HostMemoryError`.
 
-        ``what`` needs them, for the error's text.
+        ``what``: the purpose, for the error's text.
         """
         left = available_bytes()
         if nbytes > left:
             raise HostMemoryError(
-                f"{what} needs {nbytes / 1e6:.1f} MB of shared memory, and {left / 1e6:.1f} MB are left on this host"
+                f"{what} needs {nbytes / 1e6:.1f} MB of shared memory, but only {left / 1e6:.1f} MB are left on this host"
             )
         try:
             os.posix_fallocate(self._file, start, nbytes)
@@ -93,7 +93,7 @@ class Region:
             raise HostMemoryError(f"{what} needs {nbytes / 1e6:.1f} MB of shared memory: {error.strerror}") from error
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Give the memory of whole pages back; what is read there afterwards is zero."""
+        """Give the memory of whole pages back; they read as zeros afterwards."""
         first, last = -(-start // PAGE) * PAGE, (start + nbytes) // PAGE * PAGE
         if first >= last:
             return
@@ -115,20 +115,20 @@ class Region:
         return os.fstat(self._file).st_blocks * 512
 
     def close(self) -> None:
-        """Unmap it, if nothing uses it any more (a view that is left keeps it mapped), and close the file."""
-        with suppress(BufferError):  # tensors are views of it: it goes with the last of them
+        """Unmap it, unless views still use it, and close the file."""
+        with suppress(BufferError):  # tensors are views of it: it is unmapped with the last of them
             self._map.close()
         os.close(self._file)
 
 
 def _left_of_control_group() -> int:
-    """What this process's control group (a container's limit) still allows; without one, very much."""
+    """What this process's control group (a container's limit) still allows; a very large number if there is none."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         try:
             return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # there is no such file, or it says "max"
+        except (OSError, ValueError):  # there is no such file, or it contains "max"
             continue
     return 1 << 62

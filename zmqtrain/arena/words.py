@@ -1,7 +1,7 @@
-"""Words in shared memory by which processes tell each other how far they are, and at which they wait without polling.
+"""Words in shared memory, with which processes tell each other their progress, and at which they wait without polling.
 
-A word is a counter of 32 bits that one process writes and all may read, so no write is ever lost and no lock is needed. It lies in
-a cache line of its own: who waits at one is not disturbed by another.
+A word is a 32-bit counter that one process writes and all may read, so no write is lost and no lock is needed. It has a cache line
+of its own, so waiting at one word does not disturb others.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from zmqtrain.arena import futex
 #: Bytes from one word to the next.
 LINE = 64
 _MASK = 0xFFFF_FFFF
-#: On x86 all processors see a process's stores in their order. Elsewhere what was written before a word must be visible before the
-#: word is, and what is read after it must not be read before: a futex call is a full barrier for both.
+#: On x86 all processors see a process's stores in order. Elsewhere, what was written before a word must become visible before the
+#: word, and what is read after it must not be read before it: a futex call is a full barrier for both.
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class Words:
-    """The words that lie one a line in ``memory``. ``address`` is that of its first byte."""
+    """Words in ``memory``, one per cache line. ``address`` is that of its first byte."""
 
     __slots__ = ("_address", "_values")
 
@@ -42,7 +42,7 @@ class Words:
         return (self.get(index) - value) & _MASK < 1 << 31
 
     def set(self, index: int, value: int) -> None:
-        """Write a word of one's own, and wake those who wait at it."""
+        """Write a word of this process, and wake those who wait at it."""
         address = self._address + index * LINE
         if not _IN_ORDER:
             futex.wake(address)
@@ -50,11 +50,11 @@ class Words:
         futex.wake(address)
 
     def wake(self, index: int) -> None:
-        """Let everybody who waits at the word look at other things."""
+        """Wake all waiters at the word, so that they check other conditions."""
         futex.wake(self._address + index * LINE)
 
     def wait(self, index: int, value: int, timeout_s: float) -> bool:
-        """Sleep until the counter has reached ``value``, a wake-up arrives, or ``timeout_s`` is over. Returns whether it has."""
+        """Sleep until the counter has reached ``value``, a wake-up arrives, or ``timeout_s`` has passed. Returns whether it has."""
         found = self.get(index)
         if (found - value) & _MASK < 1 << 31:
             return True

@@ -25,8 +25,8 @@ SETTING = "timeout_s= of ModelServers"
 
 
 class DdpReplica:
-    """Implements `zmqtrain.exchange.base.Replica` with buckets of its own: copies of gradients and parameters, since the buckets of
-    DistributedDataParallel change after the first step."""
+    """Implements `zmqtrain.exchange.base.Replica` with buckets of its own, which are copies of gradients and parameters, since the
+    buckets of DistributedDataParallel change after the first step."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, group_size: int, bucket_bytes: int, arena: Arena | None, timeout_s: float
@@ -41,8 +41,8 @@ class DdpReplica:
             bucket_bytes,
         )
         self._optimizer, self._share = optimizer, 1.0 / group_size
-        self._places: dict[int, tuple[int, str, Tensor]] = {}  # parameter -> its bucket, its name, and where its gradient goes
-        self._parameters: list[list[tuple[Tensor, Tensor]]] = []  # bucket -> the model's own, and the copies that servers write
+        self._places: dict[int, tuple[int, str, Tensor]] = {}  # parameter -> bucket, name, and the place of its gradient
+        self._parameters: list[list[tuple[Tensor, Tensor]]] = []  # bucket -> the model's tensors, and the copies that servers write
         self._machine = BucketMachine([plan.names for plan in plans])
         self._gates = Gates(
             self._machine,
@@ -71,7 +71,7 @@ class DdpReplica:
     def connect(self, loop: asyncio.AbstractEventLoop, exchange: Exchange) -> None:
         self._loop, self._exchange = loop, exchange
 
-    # For the exchange, on the loop's thread.
+    # Called by the exchange, on the loop's thread.
 
     def hyperparameters(self) -> OptimizerSpec:
         return describe_optimizer(self._optimizer)
@@ -94,14 +94,14 @@ class DdpReplica:
     async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
 
-    # For the caller's threads.
+    # Called in the caller's threads.
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take this rank's gradient, which is not averaged. Complete buckets are sent, in order.
 
-        Raises `TaskError` where it has come before in this step: its bucket may have left."""
+        Raises `TaskError` if it has already arrived in this step: its bucket may have been sent."""
         if not self._begun:
-            # Now, and not after the step before: a schedule has moved on since.
+            # Read now, and not after the previous step: a schedule has changed them since.
             self._begun = True
             self._machine.begin_backward(last=True)
             step, self._steps = self._steps, self._steps + 1
@@ -111,8 +111,8 @@ class DdpReplica:
             complete = self._machine.gradient(index, name)
         except ValueError:
             raise TaskError(
-                f"the parameter {name!r} got its gradient twice in one step, so the first one may have left: call "
-                "ModelServers.step() after each backward, and put the backwards that only add to gradients within no_sync()"
+                f"the parameter {name!r} got its gradient twice in one step, so the first one may have been sent: call "
+                "ModelServers.step() after each backward, and put backwards that only accumulate gradients within no_sync()"
             ) from None
         place.copy_(gradient)
         if self._share != 1.0:
@@ -123,15 +123,15 @@ class DdpReplica:
                     self._loop.call_soon_threadsafe(self._exchange.bucket_ready, self.buckets[ready])
 
     async def finish_step(self) -> None:
-        """Until all parameters are there."""
+        """Wait until all parameters have arrived."""
         if not self._begun or not self._machine.all_handed_over:
-            raise RuntimeError("ModelServers.step() comes after loss.backward(), and not within no_sync()")
+            raise RuntimeError("call ModelServers.step() after loss.backward(), and not within no_sync()")
         await self._exchange.end_step()
         await self._exchange.settle()
         self._begun = False
 
     def take(self) -> None:
-        """The model's parameters become the servers'."""
+        """Copy the servers' parameters to the model."""
         for index, parameters in enumerate(self._parameters):
             todo, _ = self._gates.take(index)
             if Do.FETCH in todo:

@@ -1,6 +1,6 @@
 """Gossip between groups of ranks, for programs with DistributedDataParallel: a communication hook."""
 
-# No annotations as text here: DistributedDataParallel compares those of its hooks with its own types.
+# Annotations must not be strings here: DistributedDataParallel compares those of its hooks with its own types.
 
 import os
 from typing import Any
@@ -17,8 +17,8 @@ from zmqtrain.exchange.gossip.schedule import Schedule, Shape
 
 
 class Gossip:
-    """What `ddp_comm_hook` needs to know: the ranks are divided into groups (those of a host, say) that each average their
-    gradients exactly, and each step every group averages with one other (GossipGraD, Daily et al. 2018; its exchange of gradients).
+    """The state of `ddp_comm_hook`: the ranks are divided into groups (those of a host, for example) that each average their
+    gradients exactly, and in each step every group averages with one other (GossipGraD, Daily et al. 2018, exchanging gradients).
 
     ::
 
@@ -36,15 +36,15 @@ class Gossip:
     def __init__(
         self, group_size: int | None = None, *, seed: int = 0, topology: Shape = "dissemination", rotation: bool = True
     ) -> None:
-        """All ranks make one, at the same place of the program. ``group_size``: ranks that follow each other form a group; those of
-        a host (``LOCAL_WORLD_SIZE``, as torchrun sets it) if not given. The other arguments: see ``[exchange.gossip]``.
+        """All ranks make one, at the same point of the program. ``group_size``: the number of consecutive ranks in a group; by
+        default those of a host (``LOCAL_WORLD_SIZE``, as torchrun sets it). The other arguments: see ``[exchange.gossip]``.
 
-        Raises `ValueError` where the world cannot be divided so, or the topology needs another number of groups.
+        Raises `ValueError` if the world cannot be divided in this way, or the topology needs another number of groups.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if world % size:
-            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: give group_size")
+            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: pass another group_size")
         self.groups = world // size
         self._group, self._place = divmod(rank, size)
         self._schedule = Schedule(self.groups, seed, topology, rotation)
@@ -62,7 +62,7 @@ class Gossip:
         self._lane = Lane("zmqtrain-gossip")
 
     def average(self, model: nn.Module) -> None:
-        """Give all ranks the mean of their parameters and buffers; whole numbers are rank 0's. All ranks call it."""
+        """Give all ranks the mean of their parameters and buffers; integers become rank 0's. All ranks call it."""
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 if tensor.dtype.is_floating_point:
@@ -83,7 +83,7 @@ class Gossip:
         partners = self._schedule.partners(step, self._group)
         scale = 1.0 / self._size
         if partners is not None:
-            # Each rank of a group deals with a part of the gradients, with its counterpart in the other group.
+            # Each rank of a group handles a part of the gradients, with its counterpart in the other group.
             parts = [gradients[start:stop] for start, stop in bounds(gradients.numel(), self._size)]
             own, other = parts[self._place], torch.empty_like(parts[self._place])
             sending = dist.isend(own.clone(), group=self._between, group_dst=partners.to)

@@ -1,4 +1,4 @@
-"""torch's reduce operations as functions of two tensors, with what comes before and after."""
+"""torch's reduce operations as functions of two tensors, with the steps before and after."""
 
 from __future__ import annotations
 
@@ -29,31 +29,35 @@ _COMBINE: dict[object, Combine] = {
 class Reduction:
     """One reduce operation."""
 
+    name: str
+    """The operation's name in torch, without its factor."""
     combine: Combine
     before: Callable[[Tensor], Tensor] = lambda own: own
-    """Makes of a rank's own tensor what is combined; may return the same one."""
+    """Converts a rank's own tensor to what is combined; may return the tensor itself."""
     after: Callable[[Tensor], object] = lambda result: None
     """Applied to the result, in place."""
 
 
 def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
-    """The reduction (`torch.distributed.ReduceOp`) over ``size`` ranks.
+    """The reduction for a `torch.distributed.ReduceOp` over ``size`` ranks.
 
-    Raises `TypeError` where the operation means nothing for the type.
+    Raises `TypeError` if the operation is not defined for the type.
     """
     kind = next((known for known in _COMBINE if operation == known), None)
     if kind is None:
-        raise TypeError(f"the zmq backend knows no reduce operation {operation}")
+        raise TypeError(f"the zmq backend does not support the reduce operation {operation}")
     combine, exact = _COMBINE[kind], not (dtype.is_floating_point or dtype.is_complex)
     if combine in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor) and not exact:
-        raise TypeError(f"{operation} is for whole numbers and truth values, not for {dtype}")
+        raise TypeError(f"{operation} is defined for integers and booleans, not for {dtype}")
     if combine in (torch.minimum, torch.maximum) and dtype.is_complex:
-        raise TypeError(f"{operation} has no meaning for {dtype}")
+        raise TypeError(f"{operation} is not defined for {dtype}")
     if kind == dist.ReduceOp.AVG:
-        if exact:
-            raise TypeError(f"an average of {dtype} is no {dtype}: sum, and divide yourself")
-        return Reduction(combine, after=lambda result: result.div_(size))
+        if dtype is torch.bool:
+            raise TypeError("the average of booleans is not a boolean: use SUM of an integer tensor, and divide the result")
+        if exact:  # as NCCL: the quotient without its fraction
+            return Reduction(str(kind), combine, after=lambda result: result.div_(size, rounding_mode="trunc"))
+        return Reduction(str(kind), combine, after=lambda result: result.div_(size))
     if kind == dist.ReduceOp.PREMUL_SUM:
-        state: Any = operation.__getstate__()  # the only place that says the factor
-        return Reduction(combine, before=lambda own: own * state[1])
-    return Reduction(combine)
+        state: Any = operation.__getstate__()  # the only access to the factor
+        return Reduction(str(kind), combine, before=lambda own: own * state[1])
+    return Reduction(str(kind), combine)

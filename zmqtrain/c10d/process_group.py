@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
+from zmqtrain.c10d.descriptor import Descriptor, checksum
+from zmqtrain.c10d.errors import of_torch
+from zmqtrain.c10d.flat import Flat, Flats
 from zmqtrain.c10d.operations import Reduction, reduction_of
+from zmqtrain.c10d.sparse import add_sparse
 from zmqtrain.c10d.transport import Transport
-from zmqtrain.c10d.work import Handle, Lane
+from zmqtrain.c10d.work import Handle, Lane, after_the_device
 
-#: How often a receive from any rank looks at all of them.
-ANY_S = 0.0005
-#: How long destroying the group waits for operations that are under way.
+#: Results of one element whose handles stay: `DistributedDataParallel.join` gives the handle of its flag to torch's C++ code, which
+#: finds a Python handle's future only while the Python object lives.
+KEPT_HANDLES = 16
+#: How long destroying the group waits for pending operations.
 CLOSE_S = 5.0
 
 
-#: Typed as anything: torch's own description of the class overloads its methods in more ways than it calls them.
+#: Typed as Any: torch's own description of the class has more overloads than it calls.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Implements every operation of `torch.distributed` for CPU tensors; those on a GPU are staged through host memory.
 
-    Operations of one group are carried out one after another, in the order of the calls, in a thread beside the caller's; messages
-    between two ranks in threads of their own. Results are the same bits on all ranks, and on every run.
+    Operations of one group are carried out one after another, in the order of the calls, in a thread of their own; messages between
+    two ranks in further threads. Results have the same bits on all ranks, and in every run.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int, names: Sequence[str]) -> None:
         super().__init__(rank, size)
         self._transport, self._rank_here, self._size_here, self._names = transport, rank, size, names
-        self._lane = Lane("zmqtrain-c10d")
-        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._lane = Lane("zmqtrain-c10d", transport.goes_on)
+        self._lanes: dict[int, Lane] = {}  # receiver -> its messages
         self._opening = threading.Lock()
+        self._kept: deque[Handle] = deque(maxlen=KEPT_HANDLES)
         self._count = 0
         self._closed = False
         self._group_name = self._group_description = ""
 
-    # Who this is.
+    # This rank.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "zmq"
@@ -57,7 +69,18 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def size(self) -> int:
         return self._size_here
 
-    # Torch keeps names in backends written in C++; a group that has none keeps its own.
+    # Torch asks a group of its own for the backend of a device. This one is the backend of all of its devices itself.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> ZmqProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    # Torch keeps names in backends written in C++; a Python group keeps its own.
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
@@ -71,7 +94,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._group_description
 
-    # All ranks together.
+    # Collectives.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         return self._all_reduce(tensors, _operation(opts), "all_reduce")
@@ -86,37 +109,45 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
 
-        def do(what: str) -> None:
+        def do(call: _Call) -> None:
             for tensor in tensors:
-                with _Flat(tensor) as flat:
-                    self._transport.broadcast(flat, root, what)
+                with Flat(tensor, write=self._rank_here != root) as flat:
+                    call.begin(flat.dtype, flat.numel(), root=root)
+                    self._transport.broadcast(flat, root, call.what)
 
         return self._submit(tensors, "broadcast", do)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
-        def do(what: str) -> None:
-            for targets, own in zip(outputs, inputs, strict=True):
-                with _Flats(targets) as flats, _Flat(own, write=False) as flat:
-                    self._transport.all_gather(flats, flat, what)
+        for targets, own in zip(outputs, inputs, strict=True):
+            self._require_parts("all_gather", targets, own, of_rank=self._rank_here)
 
-        return self._submit([target for targets in outputs for target in targets], "all_gather", do)
+        def do(call: _Call) -> None:
+            for targets, own in zip(outputs, inputs, strict=True):
+                with Flats(targets) as flats, Flat(own, write=False) as flat:
+                    call.begin_parts(flats)
+                    self._transport.all_gather(flats, flat, call.what)
+
+        return self._submit([target for targets in outputs for target in targets], "all_gather", do, reads=inputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         # `outputs[r][i]` is rank r's `inputs[i]`.
         return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
-        def do(what: str) -> None:
-            for output, own in zip(outputs, inputs, strict=True):
-                with _Flat(output) as target, _Flat(own, write=False) as flat:
-                    self._transport.all_gather(target.chunk(self._size_here), flat, what)
-
         for output, own in zip(outputs, inputs, strict=True):
             if output.numel() != own.numel() * self._size_here:
                 raise ValueError(
                     f"all_gather of {own.numel()} elements over {self._size_here} ranks into {output.numel()} elements"
                 )
-        return self._submit(outputs, "all_gather_into_tensor", do)
+            _require_dtype("all_gather_into_tensor", [output, own])
+
+        def do(call: _Call) -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                with Flat(output) as target, Flat(own, write=False) as flat:
+                    call.begin(flat.dtype, flat.numel())
+                    self._transport.all_gather(self._equal_parts(target), flat, call.what)
+
+        return self._submit(outputs, "all_gather_into_tensor", do, reads=inputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Handle:
         return self.all_gather_single_coalesced([output], [own], opts)
@@ -124,118 +155,133 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
         targets = outputs[0] if self._rank_here == root else None
+        if targets is not None:
+            self._require_parts("gather", targets, inputs[0])
 
-        def do(what: str) -> None:
-            with _Flats(targets or []) as flats, _Flat(inputs[0], write=False) as flat:
-                self._transport.gather(flats if targets is not None else None, flat, root, what)
+        def do(call: _Call) -> None:
+            with Flats(targets or []) as flats, Flat(inputs[0], write=False) as flat:
+                call.begin(flat.dtype, flat.numel(), root=root)
+                self._transport.gather(flats if targets is not None else None, flat, root, call.what)
 
         return self._submit(targets or [], "gather", do, reads=inputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
         parts = inputs[0] if self._rank_here == root else None
+        if parts is not None:
+            self._require_parts("scatter", parts, outputs[0])
 
-        def do(what: str) -> None:
-            with _Flat(outputs[0]) as target, _Flats(parts or [], write=False) as flats:
-                self._transport.scatter(target, flats if parts is not None else None, root, what)
+        def do(call: _Call) -> None:
+            with Flat(outputs[0]) as target, Flats(parts or [], write=False) as flats:
+                call.begin(target.dtype, target.numel(), root=root)
+                self._transport.scatter(target, flats if parts is not None else None, root, call.what)
 
-        return self._submit(outputs, "scatter", do)
+        return self._submit(outputs, "scatter", do, reads=parts or [])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
-        reduction = reduction_of(_operation(opts), outputs[0].dtype, self._size_here)
+        operation = _operation(opts)
+        reduction = reduction_of(operation, outputs[0].dtype, self._size_here)
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._require_parts("reduce_scatter", parts, output, of_rank=self._rank_here)
 
-        def do(what: str) -> None:
+        def do(call: _Call) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                with _Flat(output) as target, _Flats(parts, write=False) as flats:
-                    self._reduce_scatter(target, flats, reduction, what)
+                with Flat(output) as target, Flats(parts, write=False) as flats:
+                    call.begin_parts(flats, detail=(reduction.name,))
+                    self._reduce_scatter(target, flats, reduction, call.what)
 
-        return self._submit(outputs, "reduce_scatter", do)
+        return self._submit(outputs, "reduce_scatter", do, reads=[part for parts in inputs for part in parts])
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         reduction = reduction_of(_operation(opts), outputs[0].dtype, self._size_here)
-
-        def do(what: str) -> None:
-            for output, whole in zip(outputs, inputs, strict=True):
-                with _Flat(output) as target, _Flat(whole, write=False) as flat:
-                    self._reduce_scatter(target, flat.chunk(self._size_here), reduction, what)
-
         for output, whole in zip(outputs, inputs, strict=True):
             if whole.numel() != output.numel() * self._size_here:
                 raise ValueError(f"reduce_scatter of {whole.numel()} elements over {self._size_here} ranks into {output.numel()}")
-        return self._submit(outputs, "reduce_scatter_tensor", do)
+            _require_dtype("reduce_scatter_tensor", [output, whole])
+
+        def do(call: _Call) -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                with Flat(output) as target, Flat(whole, write=False) as flat:
+                    call.begin(flat.dtype, flat.numel(), detail=(reduction.name,))
+                    self._reduce_scatter(target, self._equal_parts(flat), reduction, call.what)
+
+        return self._submit(outputs, "reduce_scatter_tensor", do, reads=inputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Handle:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
-        def do(what: str) -> None:
-            with _Flats(outputs) as targets, _Flats(inputs, write=False) as flats:
-                self._transport.all_to_all(targets, flats, what)
+        for name, tensors in (("outputs", outputs), ("inputs", inputs)):
+            if len(tensors) != self._size_here:
+                raise ValueError(f"all_to_all of {len(tensors)} {name} over {self._size_here} ranks: give one for each rank")
+        _require_dtype("all_to_all", [*outputs, *inputs])
 
-        return self._submit(outputs, "all_to_all", do)
+        def do(call: _Call) -> None:
+            with Flats(outputs) as targets, Flats(inputs, write=False) as flats:
+                call.begin(flats[0].dtype)
+                self._transport.all_to_all(targets, flats, call.what)
+
+        return self._submit(outputs, "all_to_all", do, reads=inputs)
 
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Handle:
-        def do(what: str) -> None:
-            with _Flat(output) as target, _Flat(whole, write=False) as flat:
-                self._transport.all_to_all(self._split(target, output, output_splits), self._split(flat, whole, input_splits), what)
+        _require_dtype("all_to_all_single", [output, whole])
+        self._require_splits("output", output, output_splits)
+        self._require_splits("input", whole, input_splits)
 
-        return self._submit([output], "all_to_all_single", do)
+        def do(call: _Call) -> None:
+            with Flat(output) as target, Flat(whole, write=False) as flat:
+                call.begin(flat.dtype)
+                parts = self._split(flat, whole, input_splits)
+                self._transport.all_to_all(self._split(target, output, output_splits), parts, call.what)
+
+        return self._submit([output], "all_to_all_single", do, reads=[whole])
 
     def barrier(self, opts: Any = None) -> Handle:
-        return self._submit([], "barrier", self._transport.barrier)
+        def do(call: _Call) -> None:
+            call.begin()
+            self._transport.barrier(call.what)
+
+        return self._submit([], "barrier", do)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier; the error names a rank that is missing."""
+        """A barrier whose error names a missing rank.
+
+        Every barrier does. `torch.distributed.monitored_barrier` refuses all backends but gloo: call this one as
+        ``torch.distributed.group.WORLD.monitored_barrier()``. ``wait_all_ranks`` has no effect: one rank is named.
+        """
         self.barrier().wait(timeout)
 
-    # Two ranks.
+    # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Handle:
-        def do(what: str) -> None:
+        self._require_open("send")
+        what = self._message("send to", to, tag)
+
+        def do() -> None:
             for tensor in tensors:
-                with _Flat(tensor, write=False) as flat:
+                with Flat(tensor, write=False) as flat:
                     self._transport.send(to, tag, flat, what)
 
-        return self._submit(tensors, f"send to {self._names[to]}", do, lane=self._lane_of("send", to))
+        return self._lane_of(to).submit(tensors, what, do)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Handle:
-        handle = self._submit(
-            tensors, f"receive from {self._names[source]}", lambda what: self._receive(tensors, source, tag, what),
-            lane=self._lane_of("receive", source),
-        )  # fmt: skip
-        handle.source = source
-        return handle
+        return self._receive(tensors, [source], tag, self._message("receive from", source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
-        """Receive from any rank. Meanwhile no receive from a named rank may be under way."""
-        holder: list[Handle] = []
-        known = threading.Event()
-
-        def do(what: str) -> None:
-            known.wait()
-            others = [rank for rank in range(self._size_here) if rank != self._rank_here]
-            while True:
-                for source in others:
-                    if self._transport.waiting(source):
-                        holder[0].source = source
-                        self._receive(tensors, source, tag, what)
-                        return
-                time.sleep(ANY_S)  # there is no waiting at the words of all ranks at once
-
-        holder.append(self._submit(tensors, "receive from any rank", do, lane=self._lane_of("receive", -1)))
-        known.set()
-        return holder[0]
+        """Receive the next message with this tag, of any rank."""
+        others = [rank for rank in range(self._size_here) if rank != self._rank_here]
+        return self._receive(tensors, others, tag, f"receive from any rank (tag {tag}, group {self._group_text()})")
 
     # The end.
 
     def shutdown(self) -> None:
-        """End what is under way, and leave the group. Called by `torch.distributed.destroy_process_group`."""
+        """End pending operations, and leave the group. Called by `torch.distributed.destroy_process_group`."""
         self._close(None)
 
     def abort(self) -> None:
-        """Give up what is under way at once, and leave."""
+        """Abandon pending operations at once, and leave."""
         self._close(RuntimeError("the process group was aborted"))
 
     # Names of earlier releases of torch.
@@ -248,13 +294,21 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensors: list[Tensor], operation: dist.ReduceOp, name: str, root: int | None = None) -> Handle:
         reductions = [reduction_of(operation, tensor.dtype, self._size_here) for tensor in tensors]
+        for tensor in tensors:
+            _require_layout(name, tensor, sparse=root is None)
+            if tensor.is_sparse and reduction_of(operation, tensor.dtype, 1).name != str(dist.ReduceOp.SUM):
+                raise ValueError(f"{name} of a sparse tensor: only SUM is defined, not {operation}")
 
-        def do(what: str) -> None:
+        def do(call: _Call) -> None:
             for tensor, reduction in zip(tensors, reductions, strict=True):
+                if tensor.is_sparse:
+                    add_sparse(tensor, self._size_here, partial(self._gather_uneven, call))
+                    continue
                 receives = root is None or root == self._rank_here
-                with _Flat(tensor, write=receives) as flat:
+                with Flat(tensor, write=receives) as flat:
+                    call.begin(flat.dtype, flat.numel(), root=-1 if root is None else root, detail=(reduction.name,))
                     own = reduction.before(flat)
-                    self._transport.all_reduce(own, reduction.combine, what, root=root)
+                    self._transport.all_reduce(own, reduction.combine, call.what, root=root)
                     if receives:
                         reduction.after(own)
                         if own is not flat:
@@ -262,51 +316,109 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(tensors, name, do)
 
+    def _gather_uneven(self, call: _Call, own: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """All ranks' flat tensors, of these lengths."""
+        outputs = [torch.empty(numel, dtype=own.dtype) for numel in numels]
+        call.begin_parts(outputs)
+        self._transport.all_gather(outputs, own, call.what)
+        return outputs
+
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction, what: str) -> None:
         self._transport.reduce_scatter(output, [reduction.before(part) for part in parts], reduction.combine, what)
         reduction.after(output)
 
-    def _receive(self, tensors: list[Tensor], source: int, tag: int, what: str) -> None:
-        for tensor in tensors:
-            with _Flat(tensor) as flat:
-                self._transport.receive(source, tag, flat, what)
+    def _receive(self, tensors: list[Tensor], sources: list[int], tag: int, what: str) -> Handle:
+        self._require_open("recv")
+        if len(tensors) != 1:
+            raise ValueError(f"a receive of {len(tensors)} tensors: one message has one")
+        _require_layout("recv", tensors[0])
+        if not sources:
+            raise ValueError("a receive from any rank: there is no other rank in the group")
+        handle, flat = Handle(tensors, what), Flat(tensors[0])
+        finish = after_the_device(tensors, flat.write_back)
+
+        def done(source: int, error: Exception | None) -> None:
+            handle.source = source
+            try:
+                if error is None:
+                    finish()
+            except Exception as failed:  # noqa: BLE001 - passed to those who wait for the message
+                error = failed
+            handle.end(None if error is None else of_torch(error))
+
+        self._transport.post(sources, tag, flat.flat, what, done)
+        return handle
+
+    def _message(self, name: str, peer: int, tag: int) -> str:
+        if not 0 <= peer < self._size_here or peer == self._rank_here:
+            raise ValueError(
+                f"{name} rank {peer} by rank {self._rank_here} of a group of {self._size_here}: give another rank's number"
+            )
+        return f"{name} {self._names[peer]} (tag {tag})"
+
+    def _equal_parts(self, flat: Tensor) -> list[Tensor]:
+        """A part for each rank."""
+        numel = flat.numel() // self._size_here
+        return [flat[numel * rank : numel * (rank + 1)] for rank in range(self._size_here)]
+
+    def _require_parts(self, name: str, parts: Sequence[Tensor], own: Tensor, *, of_rank: int | None = None) -> None:
+        """Raise `ValueError` unless there is a part for each rank: all of ``own``'s size, or only that of ``of_rank``."""
+        if len(parts) != self._size_here:
+            raise ValueError(f"{name} with {len(parts)} tensors over {self._size_here} ranks: give one for each rank")
+        _require_dtype(name, [own, *parts])
+        for rank, part in enumerate(parts):
+            if part.numel() != own.numel() and of_rank in (None, rank):
+                raise ValueError(f"{name}: rank {rank}'s part has {part.numel()} elements, and this rank's tensor {own.numel()}")
+
+    def _require_splits(self, side: str, tensor: Tensor, splits: Sequence[int]) -> None:
+        rows = tensor.size(0) if tensor.dim() else 0
+        if not splits:
+            if rows % self._size_here:
+                raise ValueError(f"all_to_all_single: {rows} rows of the {side} cannot be divided by {self._size_here} ranks")
+        elif len(splits) != self._size_here or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all_single: {side} splits {list(splits)} for {self._size_here} ranks and {rows} rows: give one for each "
+                "rank, which together are all rows"
+            )
 
     def _split(self, flat: Tensor, tensor: Tensor, splits: list[int]) -> list[Tensor]:
         """The parts for each rank: equal, or with ``splits`` rows."""
         if not splits:
-            return list(flat.chunk(self._size_here)) if flat.numel() else [flat] * self._size_here
+            return self._equal_parts(flat)
         row = tensor[0].numel() if tensor.size(0) else 0
         return list(torch.split(flat, [row * each for each in splits]))
 
-    def _submit(
-        self,
-        tensors: Sequence[Tensor],
-        name: str,
-        do: Callable[[str], None],
-        *,
-        lane: Lane | None = None,
-        reads: Sequence[Tensor] = (),
-    ) -> Handle:
-        if self._closed:
-            raise RuntimeError(f"{name}: the process group was destroyed")
+    def _submit(self, tensors: Sequence[Tensor], name: str, do: Callable[[_Call], None], *, reads: Sequence[Tensor] = ()) -> Handle:
+        self._require_open(name)
+        for tensor in (*tensors, *reads):
+            _require_layout(name, tensor, sparse=name.startswith("all_reduce"))
         self._count += 1
         what = f"{name} (operation {self._count} of group {self._group_text()})"
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                raise TypeError(f"{name} of a tensor with layout {tensor.layout}: the zmq backend carries dense ones")
-        return (lane or self._lane).submit(tensors, what, lambda: do(what), reads=reads)
+        call = _Call(self._transport, name, self._count, what, _described(tensors, reads) if _in_detail() else "")
+        if not _profiler_enabled():
+            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads)
+            if len(tensors) == 1 and tensors[0].numel() == 1:
+                self._kept.append(handle)
+            return handle
+        with torch.profiler.record_function(f"zmq:{name}") as span:
+            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads)
+            span._call_end_callbacks_on_future(handle.get_future())
+        return handle
+
+    def _require_open(self, name: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{name}: the process group was destroyed")
 
     def _group_text(self) -> str:
         return ", ".join(self._names) if self._size_here <= 4 else f"{self._names[0]} ... {self._names[-1]}"
 
-    def _lane_of(self, direction: str, peer: int) -> Lane:
+    def _lane_of(self, to: int) -> Lane:
         with self._opening:
-            key = (direction, peer)
-            if key not in self._lanes:
-                self._lanes[key] = Lane(f"zmqtrain-c10d-{direction}-{peer}")
-            return self._lanes[key]
+            if to not in self._lanes:
+                self._lanes[to] = Lane(f"zmqtrain-c10d-send-{to}")
+            return self._lanes[to]
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: Exception | None) -> None:
         if self._closed:
             return
         self._closed = True
@@ -320,34 +432,46 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._transport.close(error)
 
 
-class _Flat:
-    """A tensor as flat memory of the host, contiguous; what is written there goes back into the tensor at the end."""
+class _Call:
+    """A collective that is being carried out: what this rank tells the others of it."""
 
-    def __init__(self, tensor: Tensor, *, write: bool = True) -> None:
-        self._tensor, self._write = tensor.detach(), write
-        self._copied = tensor.device.type != "cpu" or not tensor.is_contiguous()
-        self._flat = (self._tensor.cpu() if tensor.device.type != "cpu" else self._tensor).contiguous().view(-1)
+    def __init__(self, transport: Transport, name: str, number: int, what: str, more: str) -> None:
+        self._transport, self._name, self._number, self.what, self._more = transport, name, number, what, more
 
-    def __enter__(self) -> Tensor:
-        return self._flat
+    def begin(self, dtype: torch.dtype | None = None, numel: int = -1, *, root: int = -1, detail: tuple[object, ...] = ()) -> None:
+        """Before each use of the transport. The arguments are those of `Descriptor`."""
+        self._transport.begin(Descriptor(self._name, self._number, dtype, numel, root, checksum(*detail)), self._more)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._copied and self._write and kind is None:
-            self._tensor.copy_(self._flat.view(self._tensor.shape))
+    def begin_parts(self, parts: Sequence[Tensor], *, detail: tuple[object, ...] = ()) -> None:
+        """The same for parts whose lengths all ranks know."""
+        numels = [part.numel() for part in parts]
+        self.begin(parts[0].dtype, numels[0] if len(set(numels)) == 1 else -1, detail=(*numels, *detail))
 
 
-class _Flats:
-    """Several tensors so."""
+def _require_layout(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
+    if tensor.layout is not torch.strided and not (sparse and tensor.layout is torch.sparse_coo):
+        raise TypeError(
+            f"{name} of a tensor with layout {tensor.layout}: the zmq backend supports dense tensors, and sums of sparse_coo"
+        )
 
-    def __init__(self, tensors: Sequence[Tensor], *, write: bool = True) -> None:
-        self._flats = [_Flat(tensor, write=write) for tensor in tensors]
 
-    def __enter__(self) -> list[Tensor]:
-        return [flat.__enter__() for flat in self._flats]
+def _require_dtype(name: str, tensors: Sequence[Tensor]) -> None:
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    if len(dtypes) > 1:
+        raise TypeError(f"{name} of tensors of {' and '.join(map(str, dtypes))}: all must have one dtype")
 
-    def __exit__(self, *what: object) -> None:
-        for flat in self._flats:
-            flat.__exit__(*what)
+
+def _in_detail() -> bool:
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
+def _described(tensors: Sequence[Tensor], reads: Sequence[Tensor]) -> str:
+    """Shapes, and the line of the program that called."""
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in (*tensors, *reads))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(ours)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
+    return f"This rank has tensors of shapes {shapes or 'none'}, and called at {where}"
 
 
 def _operation(opts: Any) -> dist.ReduceOp:

@@ -1,4 +1,4 @@
-"""Makes torch know the backend."""
+"""Registers the backend with torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from zmqtrain.c10d.process_group import ZmqProcessGroup
 from zmqtrain.c10d.rendezvous import rendezvous
 
-#: What to write in ``init_process_group(backend=...)``.
+#: The name for ``init_process_group(backend=...)``.
 BACKEND = "zmq"
 
 
 def create(options: _DistributedBackendOptions, _backend_options: object) -> ZmqProcessGroup:
-    """A process group, once all its ranks are there. Called by torch."""
+    """A process group, once all its ranks have arrived. Called by torch."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     names = [f"rank {rank}" for rank in ranks]
     transport = rendezvous(options.store, options.group_rank, names, options.timeout)

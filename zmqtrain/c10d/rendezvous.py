@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.one_host import OneHost
@@ -22,18 +22,20 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 
 SETTING = "timeout= of init_process_group() or new_group()"
-#: The address that ranks of other hosts find this one at; if not set, that of the interface which leads to ``MASTER_ADDR``.
+#: The variable with the address at which other hosts find this rank; by default, that of the interface towards ``MASTER_ADDR``.
 ADDRESS = "ZMQTRAIN_HOST"
 
 
 def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> Transport:
-    """Meet the other ranks. Raises `PeerTimeoutError` naming a rank that does not come, and `UsageError` where this cannot be.
+    """Meet the other ranks. Raises `PeerTimeoutError` that names a missing rank, and `UsageError` if the backend cannot work here.
 
-    ``host``: ranks that give the same share memory; found out if not given.
+    ``host``: ranks that pass the same value share memory; by default found automatically.
     """
     missing = shared_memory_missing()
     if missing is not None:
-        raise UsageError(f'the "zmq" backend needs shared memory, and {missing}')
+        raise UsageError(f'the "zmq" backend needs shared memory, but {missing}')
+    # A program may destroy its group and make another one in the same store, where what the first one wrote is still to be found.
+    store = PrefixStore(f"group-{store.add(f'made/{rank}', 1)}", store)
     store.set(f"host/{rank}", host or this_host())
     ranks_of: dict[str, list[int]] = {}
     for other, name in enumerate(names):
@@ -71,7 +73,7 @@ async def _open(name: str, settings: NetSettings) -> Node:
 
 
 def settings_here(token: str, timeout_s: float) -> NetSettings:
-    """Where this rank listens, and where others find it: not the same where addresses are translated on the way (NAT)."""
+    """Where this rank listens, and where others find it, which differ if addresses are translated on the way (NAT)."""
     address = listening_address()
     bind = os.environ.get(BIND) or (address if _is_own(address) else _everywhere())
     return NetSettings(
@@ -84,7 +86,7 @@ def settings_here(token: str, timeout_s: float) -> NetSettings:
 
 
 def listening_address() -> str:
-    """The address that other hosts find this rank at."""
+    """The address at which other hosts find this rank."""
     given = os.environ.get(ADDRESS)
     if given:
         return given
@@ -95,7 +97,7 @@ def listening_address() -> str:
     for family, kind, protocol, _, target in found:
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.connect(target)  # sends nothing: it only asks for the way
+                probe.connect(target)  # sends nothing: it only looks up the route
             except OSError:
                 continue
             return str(probe.getsockname()[0]).partition("%")[0]
@@ -103,7 +105,7 @@ def listening_address() -> str:
 
 
 def _is_own(address: str) -> bool:
-    """Whether this machine can listen at the address. Names are for others: ZeroMQ binds no names."""
+    """Whether this machine can listen at the address. Names do not count: ZeroMQ does not bind to names."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             socket.inet_pton(probe.family, address)
@@ -120,13 +122,13 @@ def _everywhere() -> str:
 def _get(store: Store, key: str, name: str, timeout: timedelta) -> str:
     try:
         store.wait([key], timeout)
-    except RuntimeError as error:  # torch's stores raise DistStoreError, which is one
+    except RuntimeError as error:  # torch's stores raise DistStoreError, a subclass
         raise PeerTimeoutError(name, "it to join the process group", timeout.total_seconds(), SETTING) from error
     content: bytes = store.get(key)
     return content.decode()
 
 
 def this_host() -> str:
-    """What processes have in common that can share memory: the machine, and its process numbers."""
+    """An identifier that is equal for processes that can share memory: the machine, and its process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

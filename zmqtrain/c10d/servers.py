@@ -1,10 +1,10 @@
 """Model servers between groups of ranks, for programs with DistributedDataParallel: a communication hook.
 
-Each rank's process holds a shard of the model as a server, beside its work as a worker; both are the coroutines of a launched job,
-in a thread of the process.
+Each rank's process holds a shard of the model as a server, beside its work as a worker. Both are the coroutines of a launched job,
+and run in a thread of the process.
 """
 
-# No annotations as text here: DistributedDataParallel compares those of its hooks with its own types.
+# Annotations must not be strings here: DistributedDataParallel compares those of its hooks with its own types.
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ from zmqtrain.waiting import in_time
 
 
 class ModelServers:
-    """What `ddp_comm_hook` needs to know: groups of ranks that are synchronous inside, and meet at model servers (Omnivore's
+    """The state of `ddp_comm_hook`: groups of ranks that are synchronous inside, and use model servers between them (Omnivore's
     compute groups, Hadjis et al. 2016).
 
     ::
@@ -64,22 +64,23 @@ class ModelServers:
         bucket_bytes: int = 4 << 20,
         timeout_s: float = 600.0,
     ) -> None:
-        """All ranks make one, at the same place of the program.
+        """All ranks make one, at the same point of the program.
 
         Args:
             model: its parameters become rank 0's.
             optimizer: over the model's parameters.
-            group_size: ranks that follow each other form a group; those of a host (``LOCAL_WORLD_SIZE``) if not given.
+            group_size: the number of consecutive ranks in a group; by default those of a host (``LOCAL_WORLD_SIZE``).
             staleness: whether groups wait for each other at each step (sync), never (async), or when they are a given number of
-            steps apart. bucket_bytes: gradients leave in buckets of about this size.
+                steps apart.
+            bucket_bytes: gradients are sent in buckets of about this size.
             timeout_s: how long anything may wait for another rank.
 
-        Raises `ValueError` where the world cannot be divided so, and `TaskError` for an optimizer that servers cannot run.
+        Raises `ValueError` if the world cannot be divided in this way, and `TaskError` for an optimizer that servers cannot run.
         """
         world, self._rank = dist.get_world_size(), dist.get_rank()
         size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if world % size:
-            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: give group_size")
+            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: pass another group_size")
         groups = tuple(tuple(f"worker/{first + place}" for place in range(size)) for first in range(0, world, size))
         group, position = divmod(self._rank, size)
         self.within: Any = None
@@ -123,7 +124,7 @@ class ModelServers:
         self._replica.take()
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Hand a bucket's gradients over; they stay as they are. Never blocks."""
+        """Hand over a copy of a bucket's gradients, which stay unchanged. Never blocks."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._replica.add(parameter, gradient)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -131,15 +132,16 @@ class ModelServers:
         return done
 
     def step(self) -> None:
-        """In place of ``optimizer.step()``: wait for the parameters that answer this step's gradients, and take them.
+        """Call it in place of ``optimizer.step()``: waits for the parameters that result from this step's gradients, and takes
+        them.
 
-        Raises what broke the exchange: `PeerLostError` naming a rank that is gone, `PeerTimeoutError`, ...
+        Raises the error that broke the exchange: `PeerLostError` that names a lost rank, `PeerTimeoutError`, ...
         """
         self._network.call(self._replica.finish_step())
         self._replica.take()
 
     def close(self) -> None:
-        """Training is over: waits until all ranks have come here, since they need this one's server until then."""
+        """Training is over: waits until all ranks have called this, since they need this rank's server until then."""
         try:
             self._network.call(self._finish())
         except BaseException as error:
@@ -157,7 +159,7 @@ class ModelServers:
             self._end(error)
 
     def _share_memory(self) -> tuple[Arena | None, Arena | None]:
-        """The worker's and the server's slot of a region that the ranks of each host share."""
+        """The worker's and the server's slot in a region that the ranks of each host share."""
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, None if shared_memory_missing() else this_host())
         here = [rank for rank, host in enumerate(hosts) if host is not None and host == hosts[self._rank]]
@@ -178,7 +180,7 @@ class ModelServers:
         ]
 
     async def _serve(self, addresses: Sequence[tuple[str, str]]) -> None:
-        """This rank's server, for all workers; its worker knows all servers."""
+        """Run this rank's server, for all workers; its worker gets the addresses of all servers."""
         for node in self._nodes:
             for rank, (worker, server) in enumerate(addresses):
                 for peer, address in ((f"worker/{rank}", worker), (f"server/{rank}", server)):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from zmqtrain.c10d.one_host import OneHost
+from zmqtrain.c10d.descriptor import Descriptor, require_equal
+from zmqtrain.c10d.errors import MismatchError
+from zmqtrain.c10d.one_host import OneHost, require_splits
 from zmqtrain.c10d.transport import Transport
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
-from zmqtrain.errors import PeerLostError, PeerTimeoutError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.host.channel import Done
 from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.window import as_bytes
 from zmqtrain.net.endpoint import PeerId, Tag
@@ -25,6 +29,11 @@ from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
+#: Bytes in which a rank says what it calls, or why the ranks of its host refuse it.
+_CALL_BYTES = 1024
+_REFUSED = b"!"
+#: How long a message that does not fit waits for the reason, in seconds.
+COMPARE_S = 2.0
 
 
 class NetworkThread:
@@ -38,7 +47,7 @@ class NetworkThread:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work`` on the loop; block until it is done."""
+        """Await ``work`` on the loop; block until it is done. Returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
@@ -52,8 +61,8 @@ class NetworkThread:
 class SeveralHosts:
     """Implements `zmqtrain.c10d.transport.Transport` over hosts.
 
-    Sums are made within each host first. Then rank i of each host deals with slice i, with its counterparts there: so what a host
-    has summed leaves it once, by all its ranks at the same time. Everything else goes from rank to rank.
+    Sums are made within each host first. Then rank i of each host handles slice i, with its counterparts on the other hosts: so a
+    host's sum is sent once, by all its ranks at the same time. Everything else is sent from rank to rank.
     """
 
     def __init__(
@@ -68,15 +77,20 @@ class SeveralHosts:
         timeout_s: float,
         setting: str,
     ) -> None:
-        """``here``: the ranks of this host; ``hosts``: the ranks of each host; ``peers`` of all ranks on the network."""
+        """``here``: the ranks of this host; ``hosts``: the ranks of each host; ``peers``: the names of all ranks on the network."""
         self._network, self._node, self._here = network, node, here
         self._rank, self._peers, self._hosts = rank, tuple(peers), hosts
         self._timeout_s, self._setting = timeout_s, setting
         self._own = next(ranks for ranks in hosts if rank in ranks)
         self._slices = min(map(len, hosts))
         self._count = itertools.count()
+        self._calls = itertools.count()
         self._column: Group | None = None
-        self._everybody = network.call(self._make_groups())
+        self._counterparts = _counterparts(hosts, rank)
+        self._begun: bytes | None = None  # the descriptor that the ranks of other hosts have not confirmed yet
+        self._more = ""
+        self._surplus: dict[int, deque[tuple[int, Tensor]]] = {}  # rank -> messages that came while another rank's was taken
+        self._all_ranks = network.call(self._make_groups())
 
     async def _make_groups(self) -> Group:
         place = self._own.index(self._rank)
@@ -84,7 +98,28 @@ class SeveralHosts:
             members = tuple(self._peers[ranks[place]] for ranks in self._hosts)
             name = f"slice/{place}"
             self._column = Group(self._node, members, members.index(self._node.peer), name, timeout_s=self._timeout_s)
-        return Group(self._node, self._peers, self._rank, "everybody", timeout_s=self._timeout_s)
+        return Group(self._node, self._peers, self._rank, "all ranks", timeout_s=self._timeout_s)
+
+    @property
+    def goes_on(self) -> tuple[type[Exception], ...]:
+        """None: where ranks of another host disagree, parts of the operation are on their way."""
+        return ()
+
+    def begin(self, descriptor: Descriptor, more: str) -> None:
+        """Compare within the host; the next use of the network compares with other hosts."""
+        packed = descriptor.pack()
+        self._begun, self._more = packed, more
+
+        def check(packed: list[bytes]) -> None:
+            try:
+                require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
+            except MismatchError as error:  # ranks of other hosts wait for this one
+                self._begun = _REFUSED + str(error).encode()[: _CALL_BYTES - len(_REFUSED)]
+                self._call(_nothing(), "what the ranks of other hosts call")
+                raise
+
+        self._here.check(packed, check)
+        self._here.barrier("what the ranks of this host call")
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         tag = self._tag()
@@ -97,13 +132,15 @@ class SeveralHosts:
                 self._call(all_reduce(self._column, TensorPayload.of(parts[place]), tag), what)
             else:
                 self._combine(parts[place], place, combine, tag, what)
+        else:
+            self._call(_nothing(), what)
         # Ranks of a host beyond the number of slices have none.
         nothing = result.new_empty(0)
         gathered = [parts[index] if index < self._slices else nothing for index in range(len(self._own))]
         self._here.all_gather(gathered, gathered[place].clone(), what)
 
     def broadcast(self, flat: Tensor, root: int, what: str) -> None:
-        self._call(broadcast(self._everybody, TensorPayload.of(as_bytes(flat)), self._tag(), root=root), what)
+        self._call(broadcast(self._all_ranks, TensorPayload.of(as_bytes(flat)), self._tag(), root=root), what)
 
     def all_gather(self, outputs: Sequence[Tensor], own: Tensor, what: str) -> None:
         self._exchange(dict.fromkeys(range(len(self._peers)), own), dict(enumerate(outputs)), self._tag(), what)
@@ -120,22 +157,64 @@ class SeveralHosts:
         sum_into([output], sources, combine=combine)
 
     def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor], what: str) -> None:
+        own = torch.tensor([each.numel() * each.element_size() for each in (*parts, *outputs)], dtype=torch.int64)
+        lengths = torch.empty(len(self._peers), len(own), dtype=torch.int64)
+        self._exchange(dict.fromkeys(range(len(self._peers)), own), dict(enumerate(lengths)), self._tag(), what)
+        require_splits(lengths, self._peers, what)
         self._exchange(dict(enumerate(parts)), dict(enumerate(outputs)), self._tag(), what)
 
     def barrier(self, what: str) -> None:
-        self._call(barrier(self._everybody, self._tag()), what)
+        self._call(barrier(self._all_ranks, self._tag()), what)
 
     def send(self, to: int, tag: int, flat: Tensor, what: str) -> None:
         self._call(self._send(to, ("message", tag), flat), what)
 
-    def receive(self, source: int, tag: int, flat: Tensor, what: str) -> None:
-        into = TensorPayload.of(as_bytes(flat))
-        self._call(self._node.receive(self._peers[source], ("message", tag), into=into), what)
+    def post(self, sources: Sequence[int], tag: int, flat: Tensor, what: str, done: Done) -> None:
+        async def receive() -> None:
+            error: Exception | None = None
+            source = sources[0]
+            try:
+                async with in_time("any rank" if len(sources) > 1 else self._peers[source], what, self._timeout_s, self._setting):
+                    source = await self._receive(sources, tag, as_bytes(flat))
+            except (Exception, asyncio.CancelledError) as failed:  # noqa: BLE001 - passed to those who wait
+                told = self._told(first_error(failed), what)
+                error = told if isinstance(told, Exception) else PeerLostError(self._peers[self._rank], "the group was destroyed")
+            done(source, error)
 
-    def waiting(self, source: int) -> bool:
-        raise NotImplementedError("receiving from any rank is for groups of one host: name the rank")
+        asyncio.run_coroutine_threadsafe(receive(), self._network.loop)
 
-    def close(self, error: BaseException | None = None) -> None:
+    async def _receive(self, sources: Sequence[int], tag: int, flat: Tensor) -> int:
+        """Receive a message of one of these ranks. Returns whose it was."""
+        for source in sources:
+            for place, (found, content) in enumerate(self._surplus.get(source, ())):
+                if found == tag:
+                    del self._surplus[source][place]
+                    flat.copy_(content)
+                    return source
+        if len(sources) == 1:
+            await self._node.receive(self._peers[sources[0]], ("message", tag), into=TensorPayload.of(flat))
+            return sources[0]
+        contents = {source: torch.empty_like(flat) for source in sources}
+        waits = {
+            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=TensorPayload.of(content))): each
+            for each, content in contents.items()
+        }
+        try:
+            arrived, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        came = [source for wait, source in waits.items() if not wait.cancelled() and wait.exception() is None]
+        if not came:
+            raise next(iter(arrived)).exception() or PeerLostError("any rank", "it has left")
+        first, *others = came
+        for source in others:
+            self._surplus.setdefault(source, deque()).append((tag, contents[source]))
+        flat.copy_(contents[first])
+        return first
+
+    def close(self, error: Exception | None = None) -> None:
         try:
             if error is None:
                 self._network.call(self._node.finish(timeout=self._timeout_s))
@@ -145,7 +224,7 @@ class SeveralHosts:
             self._here.close(error)
 
     def _combine(self, part: Tensor, place: int, combine: Combine, tag: Tag, what: str) -> None:
-        """The slice's combination over all hosts, in their order."""
+        """Combine the slice over all hosts, in their order."""
         counterparts = [ranks[place] for ranks in self._hosts]
         sources = {rank: torch.empty_like(part) for rank in counterparts}
         self._exchange(dict.fromkeys(counterparts, part), sources, tag, what)
@@ -172,21 +251,47 @@ class SeveralHosts:
         await sent.wait_released()
 
     def _tag(self) -> Tag:
-        """One an operation, the same on all ranks: all of them take one, also who has nothing to send."""
+        """One per operation, the same on all ranks: all ranks take one, even those that have nothing to send."""
         return ("operation", next(self._count))
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         async def limited() -> T:
-            async with in_time("a rank of another host", what, self._timeout_s, self._setting):
-                return await work
+            async with in_time("a rank of another host", what, self._timeout_s, self._setting), asyncio.TaskGroup() as tasks:
+                compared = None if begun is None else tasks.create_task(self._compare(begun))
+                try:
+                    return await work
+                except (ExceptionGroup, ProtocolError, ValueError):
+                    if compared is not None:  # what the ranks call says more than the message that did not fit
+                        await asyncio.wait([compared], timeout=COMPARE_S)
+                    raise
 
+        begun, self._begun = self._begun, None
         try:
             return self._network.call(limited())
         except (BaseExceptionGroup, TimeoutError, PeerLostError) as error:
             raise self._told(first_error(error), what) from None
 
+    async def _compare(self, begun: bytes) -> None:
+        """Raise `MismatchError` if the ranks of other hosts have begun another operation."""
+        if not self._counterparts:
+            return
+        tag = ("call", next(self._calls))
+        own = torch.frombuffer(bytearray(begun.ljust(_CALL_BYTES, b"\0")), dtype=torch.uint8)
+        theirs = {rank: torch.empty(_CALL_BYTES, dtype=torch.uint8) for rank in self._counterparts}
+        await self._exchange_others(dict.fromkeys(self._counterparts, own), theirs, tag)
+        found = {rank: bytes(content.numpy()) for rank, content in theirs.items()}
+        if begun.startswith(_REFUSED):
+            return  # this rank has its error
+        for rank, content in found.items():
+            if content.startswith(_REFUSED):
+                text = content.removeprefix(_REFUSED).rstrip(b"\0").decode(errors="replace")
+                raise MismatchError(f"{text} (seen by {self._peers[rank]})")
+        ranks = [self._rank, *found]
+        packed = [begun, *(found[rank][: len(begun)] for rank in ranks[1:])]
+        require_equal(packed, [self._peers[rank] for rank in ranks], more=self._more)
+
     def _told(self, error: BaseException, what: str) -> BaseException:
-        """In the group's words."""
+        """The error in terms of the process group."""
         if isinstance(error, PeerLostError):
             return PeerLostError(error.peer, error.reason, waiting_for=what)
         if isinstance(error, TimeoutError):
@@ -195,5 +300,20 @@ class SeveralHosts:
         return error
 
 
-#: Checked here, so that a missing method shows when types are checked.
+async def _nothing() -> None:
+    """Only the comparison of calls goes over the network."""
+
+
+def _counterparts(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """The ranks of other hosts with which this one compares its calls: at least one of each host, and both have one another."""
+    own = next(ranks for ranks in hosts if rank in ranks)
+    place, found = own.index(rank), []
+    for ranks in hosts:
+        if ranks is not own:
+            period = min(len(own), len(ranks))
+            found += [other for index, other in enumerate(ranks) if index % period == place % period]
+    return found
+
+
+# Checked here, so that a missing method is found by the type checker.
 _IS_TRANSPORT: type[Transport] = SeveralHosts

@@ -1,7 +1,7 @@
 """The transport interface of a process group.
 
-All methods block, and are called in one thread, by all ranks in the same order, unless said otherwise. Tensors are flat and on the
-CPU. ``what`` is the operation's name for errors.
+All methods block, and are called in one thread, by all ranks in the same order, unless stated otherwise; before each of them,
+`begin` says what the rank is about to do. Tensors are flat, and on the CPU. ``what`` is the operation's name, for errors.
 """
 
 from __future__ import annotations
@@ -11,23 +11,36 @@ from typing import Protocol
 
 from torch import Tensor
 
+from zmqtrain.c10d.descriptor import Descriptor
+from zmqtrain.host.channel import Done
 from zmqtrain.host.sums import Combine
 
 
 class Transport(Protocol):
     """Carries tensors between the ranks of one group."""
 
+    @property
+    def goes_on(self) -> tuple[type[Exception], ...]:
+        """Errors after which all ranks are still at the same point, and can go on with other operations."""
+        ...
+
+    def begin(self, descriptor: Descriptor, more: str) -> None:
+        """What the next operation is. It raises `MismatchError`, on all ranks, if another rank has begun a different one.
+
+        ``more``: what else is known of this rank's call, for the error.
+        """
+
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
-        """``flat`` becomes the combination over all ranks; of ``root`` only, if given."""
+        """``flat`` becomes the combination over all ranks; only on ``root``, if given."""
 
     def broadcast(self, flat: Tensor, root: int, what: str) -> None:
         """``flat`` becomes that of ``root``."""
 
     def all_gather(self, outputs: Sequence[Tensor], own: Tensor, what: str) -> None:
-        """``outputs[r]`` becomes rank r's ``own``; lengths may differ, and all know them."""
+        """``outputs[r]`` becomes rank r's ``own``; lengths may differ, and all ranks know them."""
 
     def gather(self, outputs: Sequence[Tensor] | None, own: Tensor, root: int, what: str) -> None:
-        """The same at ``root`` only."""
+        """Like `all_gather`, on ``root`` only."""
 
     def scatter(self, output: Tensor, parts: Sequence[Tensor] | None, root: int, what: str) -> None:
         """``output`` becomes ``parts[rank]`` of ``root``."""
@@ -46,12 +59,8 @@ class Transport(Protocol):
     def send(self, to: int, tag: int, flat: Tensor, what: str) -> None:
         """Send bytes; returns when ``flat`` may be written again."""
 
-    def receive(self, source: int, tag: int, flat: Tensor, what: str) -> None:
-        """Receive what was sent with this tag."""
+    def post(self, sources: Sequence[int], tag: int, flat: Tensor, what: str, done: Done) -> None:
+        """Receive the next message with this tag of one of these ranks, without blocking. ``done`` is called in any thread."""
 
-    def waiting(self, source: int) -> bool:
-        """Whether something of ``source`` is there to be received."""
-        ...
-
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: Exception | None = None) -> None:
         """Close this rank's transport; waits here raise ``error``."""

@@ -1,10 +1,12 @@
-"""Operations under way, and the threads that they run in."""
+"""Pending operations, and the threads in which they run."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +14,33 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zmqtrain.c10d.errors import BrokenGroupError, WaitTimeoutError, of_torch
 from zmqtrain.train.device.accelerator import accelerator_of
+
+#: Threads that call what a program has attached to futures. More than one, since a callback may wait for other operations, and for
+#: futures of theirs; each is started only when all others are busy.
+MOST_CALLBACKS = 64
+
+
+class _Callbacks:
+    """The threads, which a forked process does not inherit."""
+
+    def __init__(self) -> None:
+        self._pool = self._new()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._pool.submit(work)
+
+    def _forked(self) -> None:
+        self._pool = self._new()
+
+    @staticmethod
+    def _new() -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MOST_CALLBACKS, thread_name_prefix="zmqtrain-c10d-callbacks")
+
+
+_CALLBACKS = _Callbacks()
 
 
 class Handle(Work):
@@ -23,17 +51,17 @@ class Handle(Work):
         super().__init__()
         self.what = what
         self._tensors = list(tensors)
-        elsewhere = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=sorted(elsewhere, key=str))
+        self._future: torch.futures.Future[Any] | None = None
+        self._asking = threading.Lock()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.source = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation has ended. Raises what went wrong, and `TimeoutError` after ``timeout``."""
+        """Block until the operation has ended. Raises its error, and `TimeoutError` after ``timeout``."""
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"{self.what} has not ended within {seconds:g} s")
+            raise WaitTimeoutError(self.what, seconds or 0.0)
         if self._error is not None:
             raise self._error
         return True
@@ -60,22 +88,34 @@ class Handle(Work):
         return self.source
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completes with the list of result tensors."""
-        return self._future
+        """Completes with the list of result tensors. Callbacks run in threads of their own, and may wait for other operations."""
+        with self._asking:
+            if self._future is None:
+                elsewhere = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+                self._future = torch.futures.Future(devices=sorted(elsewhere, key=str))
+                if self._ended.is_set():
+                    self._complete()
+            return self._future
 
     def end(self, error: BaseException | None) -> None:
         """The operation has ended."""
-        self._error = error
-        self._ended.set()
-        if error is None:
+        with self._asking:
+            self._error = error
+            self._ended.set()
+            if self._future is not None:
+                _CALLBACKS.submit(self._complete)
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        if self._error is None:
             self._future.set_result(self._tensors)
-        elif isinstance(error, Exception):
-            self._future.set_exception(error)
+        elif isinstance(self._error, Exception):
+            self._future.set_exception(self._error)
 
 
-def _after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Callable[[], None]:
-    """``do`` for another thread, whose stream is not the caller's: it begins when what the caller has queued has run, and when it
-    returns what it has queued itself has run, too."""
+def after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``do`` for another thread, whose stream is not the caller's: it starts when the work that the caller has queued has run,
+    and when it returns, its own queued work has run, too."""
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
     accelerator = None if device is None else accelerator_of(device)
     if device is None or accelerator is None:
@@ -95,42 +135,46 @@ def _after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Call
 class Lane:
     """A thread that carries operations out one after another."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, goes_on: tuple[type[Exception], ...] = ()) -> None:
+        """``goes_on``: errors after which the next operations are carried out; after all others they raise `BrokenGroupError`."""
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._goes_on = goes_on
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, tensors: Sequence[Tensor], what: str, do: Callable[[], None], *, reads: Sequence[Tensor] = ()) -> Handle:
-        """Do it after what was submitted before, and after what the caller has queued on a device so far. Never blocks.
+        """Do it after everything submitted before, and after the work that the caller has queued on a device so far. Never blocks.
 
-        ``tensors``: the result. ``reads``: what else lies on the device.
+        ``tensors``: the result. ``reads``: other tensors on the device that it reads.
         """
         handle = Handle(tensors, what)
-        self._queue.put((handle, _after_the_device([*tensors, *reads], do)))
+        self._queue.put((handle, after_the_device([*tensors, *reads], do)))
         return handle
 
     def close(self) -> None:
-        """End after what was submitted."""
+        """End after everything submitted so far."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end. Returns whether it has come."""
+        """Wait for the end. Returns whether the thread has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        torch.set_grad_enabled(False)  # it is a thread's own
+        torch.set_grad_enabled(False)  # a setting of each thread
         while (job := self._queue.get()) is not None:
             handle, do = job
             try:
-                # Once an operation has failed ranks are not at the same place any more.
+                # After a failed operation the ranks are no longer at the same point.
                 if self._error is not None:
-                    raise self._error
+                    raise BrokenGroupError(handle.what, self._error)
                 do()
-            except Exception as error:  # noqa: BLE001 - whoever waits for the operation is told
-                self._error = error
-                handle.end(error)
+            except Exception as error:  # noqa: BLE001 - passed to those who wait for the operation
+                told = of_torch(error)
+                if self._error is None and not isinstance(told, self._goes_on):
+                    self._error = told
+                handle.end(told)
             else:
                 handle.end(None)
-            del job, handle, do  # they hold tensors
+            del job, handle, do  # they hold references to tensors

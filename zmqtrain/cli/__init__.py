@@ -1,1 +1,1 @@
-"""The zmqtrain command and what a person sees of it."""
+"""The zmqtrain command and what it prints."""

@@ -1,4 +1,4 @@
-"""``zmqtrain agent [FILE]``: be one host of a run."""
+"""``zmqtrain agent [FILE]``: take part in a run as one host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.launcher.agent import main as start_agent
 from zmqtrain.launcher.environment.node import main as start_node
 from zmqtrain.launcher.environment.node import needed_token
-from zmqtrain.launcher.environment.place import DEFAULT_PORT, NODE_RANK, Place, read_place
+from zmqtrain.launcher.environment.place import DEFAULT_PORT, NODE_RANK, NodePlace, read_place
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.membership.environment import PEER
 
@@ -26,12 +26,13 @@ def run_agent_command(
     run_dir: Path | None = None,
     settings: Sequence[str] = (),
 ) -> int:
-    """Become the agent that the environment describes. With a ``file`` the first node is launcher and agent in one, and the options
-    are as for `zmqtrain.cli.launch.run_launch`. Returns the exit code.
+    """Run the agent that the environment describes and return the exit code.
 
-    Raises `UsageError` where the environment lacks something, and whatever keeps the node from the run.
+    With a ``file``, the first node is both launcher and agent; the options are those of `zmqtrain.cli.launch.run_launch`.
+
+    Raises `UsageError` if the environment lacks a variable, and the errors that keep the node from joining the run.
     """
-    if os.environ.get(PEER):  # an engine has started it, and said all
+    if os.environ.get(PEER):  # an engine has started this agent and set all variables
         return start_agent()
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
@@ -42,8 +43,8 @@ def run_agent_command(
     if place.rank is None:
         raise UsageError(
             f"which node is this? With FILE all nodes run the same command, and number 0 launches: set {NODE_RANK} (Slurm, "
-            "SkyPilot, Kubeflow and torch.distributed have variables for it). Or run zmqtrain launch FILE somewhere, and "
-            "zmqtrain agent without FILE on all nodes"
+            "SkyPilot, Kubeflow and torch.distributed have variables for it). Or run zmqtrain launch FILE on one machine, and "
+            "zmqtrain agent without FILE on all nodes."
         )
     if place.rank == 0:
         return _launch(file, script, place, data=data, resume=resume, run_dir=run_dir, settings=settings)
@@ -54,7 +55,7 @@ def run_agent_command(
 def _launch(
     file: Path,
     script: Sequence[str],
-    place: Place,
+    place: NodePlace,
     *,
     data: str | None,
     resume: str | None,
@@ -65,8 +66,8 @@ def _launch(
     from zmqtrain.cli.launch_options import LaunchOptions
     from zmqtrain.launcher.environment.engine import EnvironmentEngine
 
-    needed_token(os.environ)  # else nobody could have the same
-    # The environment says where all come to; the file's port is for files that are launched by hand.
+    needed_token(os.environ)  # otherwise the nodes could not have the same token
+    # The environment says where all nodes meet; the file's port is for launches by hand.
     port = [] if place.port is None else [f"job.port={place.port}"]
     options = LaunchOptions(
         data=data,

@@ -1,4 +1,4 @@
-"""``zmqtrain attach RUN``: see a run that goes on elsewhere: in another terminal, or detached."""
+"""``zmqtrain attach RUN``: show a run that was launched in another terminal, or detached."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zmqtrain.observe.run_directory import find_run
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import place
 
-#: How often the run's files are looked at.
+#: Seconds between two looks at the run's files.
 LOOK_S = 0.2
 
 
 class Follower:
-    """Hands what a run adds to its files to a view."""
+    """Passes everything that a run adds to its files to a view."""
 
     def __init__(self, path: Path, view: View) -> None:
         """Follow the run from now on, without its earlier output."""
@@ -56,7 +56,7 @@ class Follower:
         with file.open("rb") as stream:
             stream.seek(start)
             data = stream.read()
-        whole = data[: data.rfind(b"\n") + 1]  # the rest of a line may not be written yet
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may not be complete yet
         self._seen[file] = start + len(whole)
         return whole.decode(errors="replace").splitlines()
 
@@ -64,7 +64,7 @@ class Follower:
 def run_attach(name: str, *, json_lines: bool = False) -> int:
     """Show a run until it ends, or until Ctrl-C, which leaves the run alone. Returns the run's exit code, or 0.
 
-    Raises `UsageError` where there is no such run, and `HostLostError` where it has lost its launcher.
+    Raises `UsageError` if there is no such run, and `HostLostError` if its launcher is gone.
     """
     path = find_run(name)
     launcher = launcher_of(path)
@@ -76,7 +76,7 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
     if not json_lines:
         run_status(str(path))
     follower = Follower(path, view)
-    view.begin(f"attached to {path}: Ctrl-C leaves it, zmqtrain stop {path} stops it")
+    view.begin(f"attached to {path}: Ctrl-C detaches, zmqtrain stop {path} stops the run")
     try:
         while _lives(launcher):
             follower.look()
@@ -84,30 +84,35 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
         follower.look()
     except KeyboardInterrupt:
         view.end()
-        print(f"left; the run goes on ({path})", file=sys.stderr)
+        print(f"detached; the run continues ({path})", file=sys.stderr)
         return 0
     view.end()
     return _without_launcher(path)
 
 
 def _without_launcher(path: Path) -> int:
-    """How a run has ended, or what there is of one that has lost its launcher."""
+    """The result of a run that has ended. Raises `HostLostError`, with the state of its agents, if it has lost its launcher."""
     summary = path / "summary.json"
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
         print(f"{values['status']} after {values['seconds']:.1f} s, {values['steps']} steps: {path}")
         return int(values["exit_code"])
-    lines = [f"the launcher of {path} is gone, and the run with it"]
+    lines = [f"the launcher of {path} has ended without finishing the run"]
     timeout = load_topology(path / "topology.toml").job.timeout
     for host, state in asyncio.run(inspect_hosts(path)).items():
         if isinstance(state, SshError):
             lines.append(f"  {state}")
         elif state["agent"] == "running":
-            lines.append(f"  {host}: its agent is still there; it ends within {timeout:g} s after it last heard of the launcher")
+            lines.append(
+                f"  {host}: its agent is still running; it ends at most {timeout:g} s after its last contact with the launcher"
+            )
         else:
             code = f" (exit code {state['exit']})" if "exit" in state else ""
             lines.append(f"  {host}: its agent has ended{code}")
-    lines.append(f"zmqtrain stop {path} clears up; zmqtrain launch FILE --resume {path} goes on from its last checkpoint, if any")
+    lines.append(
+        f"zmqtrain stop {path} ends what is left; zmqtrain launch FILE --resume {path} continues from the "
+        "last checkpoint, if there is one"
+    )
     raise HostLostError("\n".join(lines))
 
 

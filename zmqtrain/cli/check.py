@@ -1,7 +1,7 @@
-"""``zmqtrain check FILE``: what a launch of the file would do, and what stands in its way.
+"""``zmqtrain check FILE``: what a launch of the file would do, and what would prevent it.
 
-Where hosts are other machines it also looks at them, by a process on each that the file's engine starts and ends. Where all of them
-are this machine it imports the task, and calls its function, as a worker would.
+If hosts are other machines, it checks them, too, with a process on each that the file's engine starts and ends. If all hosts are
+this machine, it imports the task and calls its function, as a worker would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zmqtrain.train.device.profile import Profile
 from zmqtrain.versions import PACKAGES, versions
 
 FAULTY = 2
-#: Where these have a fault, importing the task would say the same again.
+#: If one of these checks fails, importing the task would only repeat the error.
 _NEEDED = ("task", "data")
 
 
@@ -38,10 +38,11 @@ def run_check(
     emulate: bool = False,
     load: bool | None = None,
 ) -> int:
-    """Check a topology file and print what was found. The exit code is 0, or 2 if anything would keep it from running.
+    """Check a topology file and print what was found. The exit code is 0, or 2 if anything would prevent the run.
 
-    ``data``: what ``--data`` would say at the launch. ``file_only``: look at no other machine. ``emulate``: look at the hosts as
-    ``launch --emulate`` would put them on this machine. ``load``: import the task here; ``None``: where all hosts are this machine.
+    ``data``: the value of ``--data`` at the launch. ``file_only``: check no other machine. ``emulate``: check the hosts as
+    ``launch --emulate`` would place them on this machine. ``load``: import the task here; ``None``: only if all hosts are this
+    machine.
     """
     try:
         topology = load_topology(path)
@@ -74,7 +75,7 @@ def run_check(
 
 
 def _with_room(topology: Topology, *, emulate: bool, ask: bool) -> tuple[Topology, list[Finding]]:
-    """The topology with the slots that its hosts leave out, as far as they can be asked."""
+    """The topology with the slots that the file leaves out filled in, for the hosts that can be asked."""
     from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
     from zmqtrain.net.loop import run
 
@@ -83,17 +84,17 @@ def _with_room(topology: Topology, *, emulate: bool, ask: bool) -> tuple[Topolog
     if emulate:
         return with_room_here(topology), []
     if not ask:
-        return topology, [Finding("slots", True, "hosts are asked at the launch where the file does not say them")]
+        return topology, [Finding("slots", True, "slots that the file does not give are asked from the hosts at launch")]
     notes: list[str] = []
     try:
         topology = run(with_room(topology, notes.append))
     except (HostsError, HostLostError) as error:
-        return topology, [Finding("slots", False, f"hosts cannot be asked for their processors: {error}")]
+        return topology, [Finding("slots", False, f"the hosts could not be asked for their processors: {error}")]
     return topology, [Finding("slots", True, note) for note in notes]
 
 
 def _look(topology: Topology, data: str | None, findings: list[Finding], *, emulate: bool) -> PreflightReport | None:
-    """A look at the hosts, where there is anything to see. Adds what is wrong with looking itself."""
+    """Check the hosts, if there is anything to check. Adds a finding if the check itself fails."""
     from zmqtrain.net.loop import run
 
     try:
@@ -103,7 +104,7 @@ def _look(topology: Topology, data: str | None, findings: list[Finding], *, emul
             if not isinstance(engine, RemoteEngine):
                 return None
             if isinstance(engine, GatheringEngine):
-                findings.append(Finding("hosts", True, "they are looked at when they come, at the launch"))
+                findings.append(Finding("hosts", True, "they are checked when they join, at launch"))
                 return None
         path = data_path_of(data, topology)
         work = inspect_hosts(
@@ -121,7 +122,7 @@ def _look(topology: Topology, data: str | None, findings: list[Finding], *, emul
 
 
 def _model_bytes(topology: Topology) -> int:
-    """Bytes of the model's parameters, where a profile tells; else 0."""
+    """Bytes of the model's parameters if a profile gives them, otherwise 0."""
     if topology.compute.profile is None:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What `zmqtrain check` has found, as rows for machines and tables for people."""
+"""The results of `zmqtrain check`, as JSON rows and as tables."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zmqtrain.topology.toml_writer import write_value
 from zmqtrain.topology.units import format_rate
 from zmqtrain.versions import PACKAGES, versions
 
-#: Of a table that people see; there may be thousands of hosts and roles.
+#: The most rows of a printed table; there may be thousands of hosts and roles.
 MOST_ROWS = 40
-#: Ways between more hosts are listed.
+#: Links between up to this many hosts are printed as a matrix, those between more hosts as a list.
 LARGEST_MATRIX = 8
 _DETAILS = ("to", "sides", "one_way", "factor", "lasts")
 
 
 def _planned(fault: Fault) -> dict[str, Any]:
-    """One of ``[[faults]]`` as a row."""
+    """The row of one entry of ``[[faults]]``."""
     details = [
         f"{name} = {write_value(value)}" for name, value in fault.model_dump(mode="json").items() if name in _DETAILS and value
     ]
@@ -40,7 +40,7 @@ def _planned(fault: Fault) -> dict[str, Any]:
 def rows_of(
     topology: Topology, placement: Placement | None, look: PreflightReport | None, findings: Sequence[Finding]
 ) -> Iterator[dict[str, Any]]:
-    """All that is known, each row with its kind as ``row``."""
+    """All results as rows; ``row`` is the kind of each row."""
     for host in topology.hosts:
         roles = placement.of_host(host.name) if placement else ()
         workers = sum(role.kind == "worker" for role in roles)
@@ -105,7 +105,7 @@ _TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "machine",
-        "What hosts have",
+        "Hosts",
         (
             ("host", "host"),
             ("clock ahead by", "clock"),
@@ -120,7 +120,7 @@ _TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def _cell(key: str, value: Any) -> str:
-    """A row's value, for people."""
+    """A row's value as the text of a cell."""
     if value in (None, "", []) or (key in ("group", "position") and value == -1):
         return "-"
     if isinstance(value, list):
@@ -129,7 +129,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
-    """Everything, for people: what is wrong, and what to do, comes last."""
+    """Print all rows as tables; problems, and what to do about them, come last."""
     console = Console()
     for kind, title, columns in _TABLES:
         table = Table(box=None, header_style="dim")
@@ -153,7 +153,7 @@ def print_tables(rows: list[dict[str, Any]], ok: bool, file: str) -> None:
     _print_remedies(console, [row for row in checks if row["remedy"]])
     warned = sum(row["warning"] for row in checks)
     ready = f"is ready to launch, with {warned} warning{'s' * (warned > 1)}" if warned else "is ready to launch"
-    verdict = f"[{'yellow' if warned else 'green'}]{ready}[/]" if ok else "[red]would not run: mend the faults above[/]"
+    verdict = f"[{'yellow' if warned else 'green'}]{ready}[/]" if ok else "[red]cannot be launched: fix the problems above[/]"
     console.print(f"{escape(file)} {verdict}", soft_wrap=True, highlight=False)
 
 
@@ -165,13 +165,13 @@ def _print_ways(console: Console, ways: list[dict[str, Any]]) -> None:
         return
     table = Table(box=None, header_style="dim")
     if len(names) <= LARGEST_MATRIX:
-        console.print("From each host to each other: bandwidth, and round trip", style="bold", highlight=False)
+        console.print("Links from each host to each other: bandwidth and round-trip time", style="bold", highlight=False)
         for heading in ("from", *(f"to {name}" for name in names)):
             table.add_column(escape(heading), no_wrap=True)
         for source in names:
             table.add_row(escape(source), *(cells.get((source, target), "-") for target in names))
     else:
-        console.print("Ways between hosts: bandwidth, and round trip", style="bold", highlight=False)
+        console.print("Links between hosts: bandwidth and round-trip time", style="bold", highlight=False)
         table.add_column("from")
         table.add_column("to")
         table.add_column("")
@@ -192,11 +192,11 @@ def _way(row: dict[str, Any]) -> str:
 
 
 def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
-    """Print problems and possible improvements, with what to do about them."""
+    """Print problems and possible improvements, with what to do about each."""
     if not checks:
         return
     table = Table(box=None, header_style="dim")
-    for heading in ("", "host", "what is wrong", "what to do"):
+    for heading in ("", "host", "problem", "what to do"):
         table.add_column(heading, overflow="fold")
     for row in sorted(checks, key=lambda row: (bool(row["ok"]), not row["warning"])):
         mark = ("[yellow]warning[/]" if row["warning"] else "[yellow]note[/]") if row["ok"] else "[red]FAULT[/]"
@@ -207,7 +207,7 @@ def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:
 
 
 def print_faults(error: TopologyError, json: bool) -> None:
-    """Print the faults of the file itself."""
+    """Print the errors of the file itself."""
     if json:
         faults = error.faults if isinstance(error, TopologyFaultsError) else ()
         for fault in faults:

@@ -1,4 +1,4 @@
-"""``--emulate`` and what goes with it, for all commands that launch."""
+"""``--emulate`` and its options, for all commands that launch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def emulation_of(topology: Topology, emulate: bool, shaping: str | None, dilatio
     """The emulation that the options ask for, or ``None``. Raises `UsageError`."""
     if not emulate:
         if shaping is not None or dilation is not None:
-            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is for emulation: add --emulate")
+            raise UsageError(f"--{'dilation' if shaping is None else 'shaping'} is only for emulated runs: add --emulate")
         return None
     kind = next((known for known in KINDS if known == (shaping or "auto")), None)
     if kind is None:
-        raise UsageError(f"--shaping {shaping}: it is one of {', '.join(KINDS)}")
+        raise UsageError(f"--shaping {shaping}: must be one of {', '.join(KINDS)}")
     emulation = Emulation(kind, Dilation.beginning_now(topology.network.dilation))
     emulation.check(topology)
     return emulation

@@ -12,7 +12,7 @@ from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
-from zmqtrain.embed.script_settings import check_length, check_script
+from zmqtrain.embed.script_settings import check_script
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import Emulation
@@ -40,7 +40,7 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
     topology = load_with(file, options.all_settings())
     emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)
     if (options.template is not None or options.dry_run) and not options.submit:
-        raise UsageError(f"--{'dry-run' if options.dry_run else 'template'} is for batch scripts: add --submit")
+        raise UsageError(f"--{'dry-run' if options.dry_run else 'template'} is only for batch scripts: add --submit")
     if topology.engine.kind == "slurm" and emulation is None and not options.submit:
         topology = in_allocation(topology, require_allocation())
     if lacks_room(topology) and options.own_engine is None:
@@ -48,7 +48,6 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
     _check_program(file, topology, script)
     if script:
         check_script(topology, resume=options.resume)
-        check_length(topology)
     if options.submit:
         return run_submit(topology, file, script, options)
     if topology.compute.auto_groups:
@@ -59,15 +58,21 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
 def _launch_tuned(
     file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions
 ) -> int:
-    """Find the number of groups, and train with it."""
-    from zmqtrain.cli.tune_launch import launch_tuned
+    """Find the best number of groups, and train with it."""
+    from zmqtrain.cli.tune_tables import Shown
+    from zmqtrain.experiment.launch import launch_tuned
 
     if script or options.detach:
-        raise UsageError('groups = "auto" needs a task, and to stay in the foreground: name the number of groups otherwise')
+        raise UsageError(
+            'groups = "auto" needs a task and a launch in the foreground: set [compute] groups to a number, or '
+            "remove the script, --detach or --submit"
+        )
     begun = _begun(options)
     resume = options.resume if begun is None else str(begun)
     data = _data_path(topology, options)
-    return launch_tuned(file, topology, emulation, json_lines=options.json_lines, data=data, resume=resume, run_dir=options.run_dir)
+    json_lines = options.json_lines
+    shown = Shown(json_lines=json_lines)
+    return launch_tuned(file, topology, emulation, shown, json_lines=json_lines, data=data, resume=resume, run_dir=options.run_dir)
 
 
 def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions) -> int:
@@ -79,9 +84,9 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
         engine = make_engine(topology.engine.kind)
     placement = place_before(topology) if isinstance(engine, GatheringEngine) else place(topology)
     if topology.job.task is not None:
-        find_task(topology.job.task, (".", *topology.job.python_path))  # here and now, rather than in every worker
+        find_task(topology.job.task, (".", *topology.job.python_path))  # fail here and now, rather than in every worker
     if options.go_on and options.run_dir is None:
-        raise UsageError("--continue goes on with the run in a directory: name it with --run-dir")
+        raise UsageError("--continue needs the directory of the run to continue: add --run-dir DIR")
     begun = _begun(options)
     resume_from = _resume_from(begun, options.resume, topology.job.name)
     directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
@@ -107,12 +112,12 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
 
 
 def _data_path(topology: Topology, options: LaunchOptions) -> str | None:
-    """Where tasks find their data, as hosts are told it."""
+    """Where tasks find their data, in the form that is sent to hosts."""
     return _absolute(data_path_of(options.data, topology), here=topology.engine.kind == "local" or options.emulate)
 
 
 def _begun(options: LaunchOptions) -> Path | None:
-    """The run to go on with in its own directory, where it was begun."""
+    """The run to continue in its own directory, if it has begun."""
     folder = options.run_dir
     return folder if options.go_on and folder is not None and (folder / "topology.toml").exists() else None
 
@@ -122,9 +127,9 @@ def _tell(text: str) -> None:
 
 
 def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> None:
-    """There must be one thing to run: a task, or a script of the user's own."""
+    """Check that there is exactly one program to run: a task, or the user's script."""
     if script and topology.job.task is not None:
-        raise UsageError(f"{file} names a task and the command names the script {script[0]}: leave one of them out")
+        raise UsageError(f"{file} names a task, and the command line names the script {script[0]}: remove one of them")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
         raise UsageError(f'{file} names no task: add task = "file.py:function" to [job], or give a script to run')
     if script and not Path(script[0]).is_file():
@@ -132,7 +137,7 @@ def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> Non
 
 
 def _go_detached(run: Path, go: Callable[[], int], events_before: int, *, json_lines: bool) -> int:
-    """Until all roles have joined; the launcher goes on alone."""
+    """Wait until all roles have joined; after that the launcher continues alone."""
     code = run_detached(
         run,
         go,
@@ -149,23 +154,23 @@ def _go_detached(run: Path, go: Callable[[], int], events_before: int, *, json_l
 
 
 def _has_joined(path: Path, before: int) -> bool:
-    """Whether all roles have joined. Their joining comes first in the file, beyond what was there ``before``, so it is short while
-    one asks."""
+    """Whether all roles have joined. The joins are the first events after the ``before`` that were there, so the file is still
+    short."""
     with (path / "events.jsonl").open("rb") as events:
         events.seek(before)
         return any(b'"running"' in line for line in events)
 
 
 def _absolute(path: str | None, *, here: bool) -> str | None:
-    """A path of data as hosts are told it. Whether it exists is for the task to say, since on other hosts it may. ``here``: all
-    hosts are this machine; elsewhere a relative path begins at each host's own folder."""
+    """A path of data in the form that is sent to hosts. It need not exist here, since it may exist on other hosts. ``here``: all
+    hosts are this machine; on other machines a relative path begins at the host's own folder."""
     if path is None:
         return None
     return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())
 
 
 def _resume_from(begun: Path | None, resume: str | None, name: str) -> Path | None:
-    """Where the checkpoint is: of the run that was begun, if it has one; else where ``--resume`` says."""
+    """The checkpoint to resume from: that of the run that has begun, if it has one; otherwise the one that ``--resume`` names."""
     if begun is not None and find_checkpoints(begun / "checkpoints"):
         return begun
     return None if resume is None else _resume(resume, name)

@@ -1,4 +1,4 @@
-"""What a person asks of ``zmqtrain launch`` beside the topology file."""
+"""The options of ``zmqtrain launch``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LaunchOptions:
     json_lines: bool = False
     """Print JSON lines instead of tables."""
     data: str | None = None
-    """Where tasks find their data, instead of what the file says."""
+    """Where tasks find their data, instead of the file's setting."""
     resume: str | None = None
-    """The checkpoint to go on from: a folder, a run, or ``latest``."""
+    """The checkpoint to continue from: a folder, a run, or ``latest``."""
     run_dir: Path | None = None
     """The run directory; by default a new one in ``runs/``."""
     settings: Sequence[str] = ()
@@ -28,24 +28,24 @@ class LaunchOptions:
     shaping: str | None = None
     """With ``emulate``: how the network is shaped."""
     dilation: float | None = None
-    """With ``emulate``: how many times as slow the run is, instead of what the file says."""
+    """With ``emulate``: how many times more slowly the run takes place, instead of the file's setting."""
     detach: bool = False
-    """Return 0 as soon as all roles have joined; the launcher goes on without this process and its terminal."""
+    """Return 0 as soon as all roles have joined; the launcher continues without this process and its terminal."""
     go_on: bool = False
-    """Where there is a run in ``run_dir`` already, it is the one to go on with."""
+    """Continue the run in ``run_dir``, if there is one."""
     engine: str | None = None
-    """The name of what starts the agents, instead of the file's."""
+    """The name of the engine, instead of the file's."""
     submit: bool = False
-    """Let Slurm launch it, by a batch script."""
+    """Submit a batch script to Slurm that launches the run."""
     template: Path | None = None
     """With ``submit``: the batch script's template."""
     dry_run: bool = False
-    """With ``submit``: print the batch script instead."""
+    """With ``submit``: print the batch script instead of submitting it."""
     own_engine: Engine | None = None
-    """What starts the agents, where that is not for the file to say."""
+    """The engine, if the caller provides it instead of the file."""
 
     def all_settings(self) -> list[str]:
-        """The changes to the file, those included that have options of their own."""
+        """All changes to the file, including those that have options of their own."""
         dilation = [] if self.dilation is None else [f"network.dilation={self.dilation!r}"]
         engine = [] if self.engine is None else [f"engine.kind={self.engine}"]
         return [*self.settings, *dilation, *engine]

@@ -1,4 +1,4 @@
-"""The ``zmqtrain`` command. Each command imports what it needs when it runs, so that ``--help`` is there at once."""
+"""The ``zmqtrain`` command. Each command imports what it needs when it runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -55,15 +55,19 @@ def launch(
         bool,
         typer.Option("--continue", help="Continue the run in --run-dir from its newest checkpoint, or start it."),
     ] = False,
-    engine: Annotated[str | None, typer.Option(help="What starts the agents, instead of the file's \\[engine] kind.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="The engine that starts the agents, instead of the file's \\[engine] kind.")
+    ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="With --engine slurm: submit a batch script that launches.")] = False,
-    template: Annotated[Path | None, typer.Option(help="With --submit: the batch script's template, instead of ours.")] = None,
+    template: Annotated[
+        Path | None, typer.Option(help="With --submit: the batch script's template, instead of zmqtrain's own.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --submit: print the batch script.")] = False,
 ) -> None:
     """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
     Arguments after the script are the script's. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed,
-    64 to 127 other permanent failures, 128 and above worth another try.
+    64 to 127 other permanent failures, 128 and above failures that may be temporary.
     """
     from zmqtrain.cli.launch import run_launch
     from zmqtrain.cli.launch_options import LaunchOptions
@@ -102,7 +106,7 @@ def check(
 ) -> None:
     """Show what a launch of FILE would do, and what would prevent it.
 
-    Where hosts are other machines it looks at them, too: names, ports, bandwidth and round trips, clocks, versions, room, keys.
+    If hosts are other machines, it checks them, too: names, ports, bandwidth and round trips, clocks, versions, free space, keys.
     """
     from zmqtrain.cli.check import run_check
 
@@ -165,13 +169,16 @@ def plan(
             "--measure", help="Also run the plan on the simulated network, and show predicted, counted and measured costs."
         ),
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also compare the model, divided so, with the ordinary one, on a few samples.")
+    ] = False,
     data: Data = None,
     settings: Settings = None,
 ) -> None:
     """Choose how to divide each layer over FILE's compute group (by model, domain or batch, and on which grid), and show why.
 
-    Computed from a cost model: nothing is trained, and run only with --measure. FILE needs a task, a profile, or a table of layers
-    (plan.layers).
+    Computed from a cost model: nothing is trained, and run only with --measure and --verify. FILE needs a task, a profile, or a
+    table of layers (plan.layers).
     """
     from zmqtrain.cli.plan import run_plan
 
@@ -185,6 +192,7 @@ def plan(
         given=price,
         save=save,
         measure=measure,
+        verify=verify,
         data=data,
         settings=settings or (),
     )
@@ -201,7 +209,9 @@ def tune(
     dilation: Annotated[float | None, typer.Option(help="With --emulate: run this many times more slowly.")] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="omnivore (default), default, sync, async, bayesian, or all. May be repeated, for one table of several."),
+        typer.Option(
+            help="omnivore (default), default, sync, async, bayesian, or all. May be repeated to compare several in one table."
+        ),
     ] = None,
     curves: Annotated[
         bool,
@@ -362,17 +372,16 @@ def agent(
         Path | None,
         typer.Argument(metavar="[FILE]", help="The topology file, if all nodes run this command: the first node launches it."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="As for launch.")] = None,
-    resume: Annotated[str | None, typer.Option(help="As for launch.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="As for launch.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="As for launch.")] = None,
+    data: Annotated[str | None, typer.Option(help="As in zmqtrain launch.")] = None,
+    resume: Annotated[str | None, typer.Option(help="As in zmqtrain launch.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="As in zmqtrain launch.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="As in zmqtrain launch.")] = None,
 ) -> None:
     """Take part in a run as one of its hosts. The environment says where the launcher is, and which host this is.
 
     It knows the variables of Slurm, Kubeflow, SkyPilot, Kubernetes JobSets and torch.distributed; ZMQTRAIN_COORDINATOR (HOST:PORT),
-    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES go before them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has the run's
-    secret.
-    With FILE, and perhaps a script and its arguments, the node with the number 0 is the launcher, too.
+    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES take precedence over them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has
+    the run's secret. With FILE, and perhaps a script and its arguments, node 0 is the launcher, too.
     """
     from zmqtrain.cli.agent import run_agent_command
 
@@ -394,7 +403,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the command; faults of ours come out as one message, without a traceback."""
+    """Run the command. Errors of zmqtrain are printed as one message, without a traceback."""
     from zmqtrain.errors import ZmqTrainError
 
     try:

@@ -1,4 +1,4 @@
-"""``--set job.steps=10``: values on the command line that go before the topology file's."""
+"""``--set job.steps=10``: values on the command line that override the topology file's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.topology.faults import Fault, TopologyFaultsError, dotted
+from zmqtrain.topology.faults import FileFault, TopologyFaultsError, dotted
 from zmqtrain.topology.load import load_topology, parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.toml_lines import find_lines
@@ -17,14 +17,14 @@ from zmqtrain.topology.toml_writer import write_toml
 
 
 def load_with(path: Path, settings: Sequence[str]) -> Topology:
-    """The topology in a file with ``settings`` (``section.key=value``) put over it. Raises `TopologyError` and `UsageError`.
+    """Load the topology in a file with ``settings`` (``section.key=value``) applied to it. Raises `TopologyError` and `UsageError`.
 
-    A value is TOML where it can be read as such, else a text. A fault quotes the setting that it is about; one that is about
-    something else has the line of the file.
+    A value is read as TOML if possible, otherwise as a string. An error quotes the setting that caused it; all other errors give
+    the line of the file.
     """
     if not settings:
         return load_topology(path)
-    load_topology(path)  # faults of the file itself come with its own lines
+    load_topology(path)  # errors of the file itself give their lines
     text = path.read_text(encoding="utf-8")
     document = tomllib.loads(text)
     document.setdefault("job", {})
@@ -40,8 +40,8 @@ def load_with(path: Path, settings: Sequence[str]) -> Topology:
         raise TopologyFaultsError([_placed(fault, settings, lines) for fault in error.faults]) from error
 
 
-def _placed(fault: Fault, settings: Sequence[str], lines: Mapping[str, int]) -> Fault:
-    """A fault of the resulting topology, which is not in any file: attribute it to the last setting that caused it, else to the
+def _placed(fault: FileFault, settings: Sequence[str], lines: Mapping[str, int]) -> FileFault:
+    """Attribute an error of the resulting topology, which is not in any file: to the last setting that caused it, or else to the
     file."""
     for setting in reversed(settings):
         key = dotted(tuple(int(part) if part.isdigit() else part for part in setting.partition("=")[0].split(".")))
@@ -52,7 +52,7 @@ def _placed(fault: Fault, settings: Sequence[str], lines: Mapping[str, int]) -> 
 
 
 def _within(path: str, other: str) -> bool:
-    """Whether a dotted path is another one, or lies in it."""
+    """Whether a dotted path equals ``other`` or lies within it."""
     return path == other or path.startswith((f"{other}.", f"{other}["))
 
 
@@ -64,7 +64,7 @@ def _put(document: dict[str, Any], path: Sequence[str], value: Any, setting: str
         elif isinstance(table, dict):
             table = table.setdefault(part, {})
     if not isinstance(table, dict):
-        raise UsageError(f"--set {setting}: {'.'.join(path[:-1])} is no table of the topology file")
+        raise UsageError(f"--set {setting}: {'.'.join(path[:-1])} is not a table of the topology file")
     table[path[-1]] = value
     if path[0] == "job" and path[-1] in ("steps", "epochs", "until"):  # the new length of training replaces the old
         for other in {"steps", "epochs", "until"} - {path[-1]}:

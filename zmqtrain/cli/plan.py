@@ -1,4 +1,4 @@
-"""``zmqtrain plan FILE``: how a compute group's layers would best be divided, what that costs, and why."""
+"""``zmqtrain plan FILE``: the best way to divide a compute group's layers, what it costs, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.divided import read_plan
+from zmqtrain.cli.divided import read_plan, with_plan
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
@@ -36,15 +36,17 @@ def run_plan(
     given: Path | None = None,
     save: Path | None = None,
     measure: bool = False,
+    verify: bool = False,
     data: str | None = None,
     settings: Sequence[str] = (),
 ) -> int:
     """Plan for a topology file and print the plan. Returns the exit code.
 
-    ``batches``, ``processes``: numbers with commas between, instead of the file's. ``given``: a plan to price instead of planning.
+    ``batches``, ``processes``: numbers separated by commas, instead of the file's. ``given``: a plan to price instead of planning.
     ``save``: where to write the plan, as JSON. ``measure``: whether to run it in the simulated world, too.
+    ``verify``: whether to compare the task's model, divided so, with the ordinary one.
 
-    Raises `UsageError` where something cannot be, `TaskError` where the task's own code fails.
+    Raises `UsageError` if an option cannot be used, and `TaskError` if the task's own code fails.
     """
     topology = load_with(file, settings)
     sizes = _numbers(processes, "--processes") or list(topology.plan.processes) or [topology.compute.group_size]
@@ -56,6 +58,8 @@ def run_plan(
             raise UsageError(f"{option} {target} cannot be written: there is no folder {target.absolute().parent}")
     if (given is not None or save is not None or measure) and len(sizes) * len(samples) > 1:
         raise UsageError("a plan is for one group size and one batch: give one of each with --processes and --batch")
+    if verify and (sweep_it or sizes != [topology.compute.group_size] or len(samples) > 1 or topology.job.task is None):
+        raise UsageError("--verify compares the model of [job] task, divided over the file's own group size, and with one batch")
     source = source_of(topology, data)
     tables = None if json_lines else Tables()
     problems = [problem_of(topology, source.stages, processes=size, batch=batch) for size in sizes for batch in samples]
@@ -69,6 +73,8 @@ def run_plan(
         _groups(topology, source, tables)
     if measure and planned:
         _measure(topology, planned[0], data, tables)
+    if verify:
+        _verify(topology, planned[0], data, tables)
     if save is not None and planned:
         _write(save, json.dumps(planned[0].plan.values(), indent=1) + "\n", "--save")
     if plot is not None:
@@ -113,6 +119,17 @@ def _measure(topology: Topology, planned: Planned, data: str | None, tables: Tab
         tables.measured(rows[:-1], rows[-1])
 
 
+def _verify(topology: Topology, planned: Planned, data: str | None, tables: Tables | None) -> None:
+    """Raises `DifferentModelError` if the divided model is another one."""
+    from zmqtrain.cli.plan_verify import verify_plan
+
+    row = verify_plan(with_plan(topology, planned.plan), data)
+    if tables is None:
+        print(dumps(row))
+    else:
+        tables.verified(row)
+
+
 def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Sequence[int], tables: Tables | None) -> None:
     def make(processes: int, batch: int) -> Problem:
         return problem_of(topology, source.stages, processes=processes, batch=batch)
@@ -129,7 +146,7 @@ def _sweep(topology: Topology, source: Source, sizes: Sequence[int], batches: Se
 
 
 def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
-    """Print how fast the file's workers would be in other numbers of groups."""
+    """Print how fast the file's workers would be with other numbers of groups."""
     rows: list[dict[str, Any]] = []
     for name, model in variants(topology, source.layers).items():
         rows += efficiency_rows(name, efficiencies(model))
@@ -148,7 +165,7 @@ def _numbers(text: str | None, option: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if any(number < 1 or number > 2**31 for number in numbers):
-        raise UsageError(f"{option} {text}: write numbers from 1 with commas between, like 8,32,128")
+        raise UsageError(f"{option} {text}: write whole numbers from 1 on, separated by commas, like 8,32,128")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""A plan as rows of plain values: what `zmqtrain plan --json` prints a line each, and the tables show."""
+"""A plan as rows of plain values: `zmqtrain plan --json` prints one row per line, and the tables show them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zmqtrain.plan.sweep import Point
 
 
 def link_row(what: str, problem: Problem, network: str) -> dict[str, Any]:
-    """What all that follows is computed from."""
+    """The row with the figures from which the other rows are computed."""
     by = problem.pricing
     return {
         "row": "input",
@@ -35,7 +35,7 @@ def link_row(what: str, problem: Problem, network: str) -> dict[str, Any]:
 
 
 def layer_rows(planned: Planned) -> Iterator[dict[str, Any]]:
-    """Each layer's placement, its costs, the alternatives to it, and what would flip it."""
+    """A row for each layer: its placement and costs, the alternatives, and what would change the choice."""
     problem, placed = planned.problem, planned.placed
     for index, layer in enumerate(planned.price.layers):
         among = alternatives(problem, placed, index)
@@ -74,7 +74,7 @@ def _flip(found: Flip | None) -> dict[str, Any] | None:
 
 
 def total_rows(planned: Planned, name: str) -> list[dict[str, Any]]:
-    """The plan's totals beside those of pure batch and pure model."""
+    """The plan's totals, and those of dividing only the batch or only the model."""
     problem = planned.problem
     rows = [_total(problem, name, planned.price, None)]
     rows += [_total(problem, each.name, each.price, each.obstacle) for each in pure(problem)]
@@ -107,7 +107,7 @@ def _total(problem: Problem, name: str, price: PlanPrice, obstacle: str | None) 
 
 
 def sweep_row(point: Point) -> dict[str, Any]:
-    """One point of a sweep."""
+    """The row of one point of a sweep."""
     price = point.planned.price if point.planned else None
     return {
         "row": "sweep",
@@ -125,7 +125,7 @@ def sweep_row(point: Point) -> dict[str, Any]:
 
 
 def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[str, Any]]:
-    """Hardware efficiency of each number of groups, counted as in a topology file: those on the same slots are several."""
+    """Hardware efficiency for each number of groups. Groups that share slots are counted separately, as in a topology file."""
     if not found:
         return
     best, saturates = min(each.seconds for each in found), saturation(found)

@@ -1,4 +1,4 @@
-"""A plan as people see it."""
+"""A plan as printed tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TERMS = (
     *(("all-gather", "all_gather"), ("dX", "dx"), ("dW", "dw")),
     *(("halo", "halo"), ("redist.", "redistribute"), ("stat.", "statistics")),
 )
-#: Layers of a table; there may be hundreds.
+#: The most layers in a table; there may be hundreds.
 MOST_LAYERS = 60
-#: Columns of text: a narrower terminal breaks lines itself, which is easier to read than folded cells.
+#: Columns of text: a narrower terminal breaks the lines itself, which is easier to read than folded cells.
 LEAST_WIDTH = 200
 _SCALINGS = {
     "strong": "Strong scaling: more processes for the same batch",
@@ -30,7 +30,7 @@ _VARIANTS = {
     "as it is": "asynchronous, as the file has it",
     "unmerged": "without an FC server",
     "merged": "with the fully connected phase on a server of its own",
-    "pipelined": "the same, while others' batches are at that server",
+    "pipelined": "the same, while the FC server works on other groups' batches",
 }
 
 
@@ -41,30 +41,38 @@ class Tables:
         self._console = Console(width=max(LEAST_WIDTH, Console().width))
 
     def head(self, row: dict[str, Any]) -> None:
-        """Print what is planned for."""
-        ours = f"what this runtime sends, {row['per_host']} of the group's processes on each host"
+        """Print what the plan is for."""
+        ours = f"what this runtime sends, with {row['per_host']} of the group's processes on each host"
         by = "the paper's equations" if row["pricing"] == "paper" else ours
-        overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(row["overlap"], f"{row['overlap']:.0%} of compute overlaps")
-        speed = f"{row['flops'] / 1e9:g} GFLOP/s a process where no time is known" if row["flops"] else "communication alone"
+        overlap = {0.0: "no overlap", 1.0: "perfect overlap"}.get(
+            row["overlap"], f"{row['overlap']:.0%} of compute hides communication"
+        )
+        speed = (
+            f"{row['flops'] / 1e9:g} GFLOP/s per process for layers without a profiled time"
+            if row["flops"]
+            else "communication alone"
+        )
         self._print(f"[bold]{escape(row['layers'])}[/]: {row['weights']:,} weights")
-        network = f"{rounded_time(row['alpha_s'])} a message, {rounded_rate(row['bandwidth'])} ({escape(row['network'])})"
-        limit = f"; at most {rounded_size(row['memory'])} a process" if row["memory"] else ""
+        network = f"{rounded_time(row['alpha_s'])} per message, {rounded_rate(row['bandwidth'])} ({escape(row['network'])})"
+        limit = f"; at most {rounded_size(row['memory'])} per process" if row["memory"] else ""
         self._print(f"priced by {by}: {network}; {overlap}; {speed}{limit}")
 
     def plan(
         self, problem: Problem, layers: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]], *, given: bool, why: bool
     ) -> None:
-        """Layers and totals; the alternatives to each layer where ``why``."""
+        """Print layers and totals, and with ``why`` the alternatives to each layer."""
         verb = "The given plan" if given else "Plan"
         self._print(f"\n[bold]{verb} for {problem.processes} processes and a batch of {problem.batch}[/]")
         self._layers(problem, layers)
         if why:
-            self._print("\nWhat each layer would cost otherwise, its neighbours as planned and without overlap")
+            self._print("\nWhat each layer would cost with another choice (its neighbours as planned, without overlap)")
             self._alternatives(layers)
         self._totals(totals)
 
     def _layers(self, problem: Problem, layers: Sequence[dict[str, Any]]) -> None:
-        table = table_of("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would flip it")
+        table = table_of(
+            "layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would change the choice"
+        )
         for row in layers[:MOST_LAYERS]:
             terms = [_term(row["terms"], key) for _, key in TERMS]
             flip = _flip(row["flip"], row["batch"], 8 / problem.link.byte_s)
@@ -101,15 +109,15 @@ class Tables:
         table = table_of("", *headings, ">memory", ">gain", "")
         for row in totals:
             times = [_time(row[f"{key}_s"]) for key in ("latency", "volume", "exposed", "compute", "step", "step_without_overlap")]
-            note = f"cannot be: {row['obstacle']}" if row["obstacle"] else ""
+            note = f"not possible: {row['obstacle']}" if row["obstacle"] else ""
             cells = (row["plan"], f"{row['messages']:,.0f}", rounded_size(row["bytes"]), *times, rounded_size(row["memory_bytes"]))
             table.add_row(*map(escape, cells), f"{row['gain']:.2f}x", f"[dim]{escape(note)}[/]")
-        self._print("\nA step of one process, beside pure batch and pure model")
+        self._print("\nA step of one process, compared with dividing only the batch or only the model")
         self._console.print(table)
 
     def measured(self, rows: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
         """Print predicted, counted and measured costs."""
-        self._print("\n[bold]Predicted, counted and measured[/]: of the process that sends most; steps in the simulated world")
+        self._print("\n[bold]Predicted, counted and measured[/]: for the process that sends most; steps in the simulated world")
         headings = (">messages", ">counted", ">bytes", ">counted", ">waited")
         table = table_of("layer", "choice", "grid", "what", "pass", *headings, "")
         names, layer = {key: name for name, key in TERMS}, ""
@@ -127,6 +135,12 @@ class Tables:
             table.add_row(what, _time(total[f"predicted_{what}_s"]), _time(total[f"measured_{what}_s"]))
         self._console.print(table)
 
+    def verified(self, row: dict[str, Any]) -> None:
+        """Print that the divided model is the ordinary one."""
+        what = "outputs, loss, gradients, buffers and the optimizer's step"
+        self._print(f"\n[bold]Verified[/] on {row['samples']} samples in {row['precision']}, divided over {row['grid']}: {what} "
+                    "are the ordinary model's")  # fmt: skip
+
     def sweep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Steps over processes and batches."""
         for scaling, title in _SCALINGS.items():
@@ -142,11 +156,11 @@ class Tables:
             self._console.print(table)
 
     def groups(self, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Hardware efficiency of the numbers of groups, a table for each variant."""
+        """Print the hardware efficiency for each number of groups, one table for each variant."""
         for name in dict.fromkeys(row["variant"] for row in rows):
             mine = [row for row in rows if row["variant"] == name]
             table = table_of(
-                *(">groups", ">workers each", ">an update", ">beside the best"),
+                *(">groups", ">workers each", ">an update", ">relative to best"),
                 *(">a group's step", ">computes", ">network", ">others"),
                 *(">staleness", ">implicit momentum", "limited by", ""),
             )
@@ -161,7 +175,7 @@ class Tables:
                     f"{row['staleness']:g}",
                     f"{row['implicit_momentum']:.2f}",
                     row["bottleneck"],
-                    "g*: more are no faster" if row["saturation"] else "",
+                    "g*: more groups are not faster" if row["saturation"] else "",
                 )
             self._print(f"\n[bold]{_who(mine[0])}, each with batches of {batch}: {_VARIANTS.get(name, name)}[/]")
             self._console.print(table)
@@ -176,7 +190,7 @@ class Tables:
 
 
 def _who(row: dict[str, Any]) -> str:
-    """Whom a table of groups is about, by any of its rows."""
+    """The subject of a table of groups, from any of its rows."""
     pipeline = row["pipeline"]
     slots = row["groups"] // pipeline * row["group_size"]
     if pipeline == 1:
@@ -194,10 +208,10 @@ def _time(seconds: float | None) -> str:
 
 def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
     if flip is None:
-        return "no other way"
+        return "no alternative"
     parts = []
     if flip["batch"] is not None:
         parts.append(f"B {'>=' if flip['batch'] > batch else '<='} {flip['batch']:,}")
     if flip["bandwidth"] is not None:
         parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {rounded_rate(flip['bandwidth'])}")
-    return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next)"
+    return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next best)"

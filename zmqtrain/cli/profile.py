@@ -1,4 +1,4 @@
-"""``zmqtrain profile``: what a task's model, this machine and the network between hosts can do, measured."""
+"""``zmqtrain profile``: measure a task's model, this machine and the network between hosts."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def run_profile(
 ) -> int:
     """Measure, print, and write a profile to ``out``. Returns the exit code.
 
-    ``target``: a topology file, or a task as ``[job] task`` names it. ``links``: the network between the file's hosts, rather than
-    its model; where ``out`` is a profile already, they are added to it. Raises `UsageError` before anything is measured where
-    something cannot be, `TaskError` where the task's own code fails.
+    ``target``: a topology file, or a task as ``[job] task`` names it. ``links``: measure the network between the file's hosts
+    instead of its model; if ``out`` is already a profile, the links are added to it. Raises `UsageError`, before anything is
+    measured, if something cannot be measured, and `TaskError` if the task's own code fails.
     """
     topology = _topology(target, settings)
     if out is not None and not out.absolute().parent.is_dir():
@@ -68,11 +68,11 @@ def run_profile(
 
 
 def _topology(target: str, settings: Sequence[str]) -> Topology:
-    """The file's, or one that has the task and nothing else."""
+    """The topology of the file, or one that has only the task."""
     if target.endswith(".toml"):
         return load_with(Path(target), settings)
     if settings:
-        raise UsageError("--set replaces values of a topology file: give one instead of a task")
+        raise UsageError("--set overrides values of a topology file: give a file instead of a task")
     source = target.rpartition(":")[0] or target
     name = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
     name = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
@@ -111,7 +111,7 @@ def _measured(
     given = target.endswith(".toml")
     asked = Asked(
         batches=sizes,
-        # Of a topology file the layers' times are of a worker's part: that is what its modelled devices compute.
+        # For a topology file, layers are timed with a worker's part of the batch, since that is what modelled devices compute.
         batch=batch or (max(1, compute.batch_size // compute.columns) if given else 0),
         threads=threads or compute.threads,
         processors=max(1, min(topology.hosts[0].slots, processors())),
@@ -131,7 +131,7 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
     from zmqtrain.train.device.profile import Profile
 
     if not target.endswith(".toml"):
-        raise UsageError("--links measures between the hosts of a topology file: give one instead of a task")
+        raise UsageError("--links measures between the hosts of a topology file: give a file instead of a task")
     emulation = emulation_of(topology, emulate, shaping, None)
     profile = Profile.load(out) if out is not None and out.is_file() else None
     work = measure_links(
@@ -142,7 +142,10 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
         measured = profile.known()
         _write(out, replace(profile, measured=replace(measured, hosts=found.hosts, links=found.links)))
     elif out is not None:
-        raise UsageError(f"--out {out}: links are added to a profile, and there is none: make it first, without --links")
+        raise UsageError(
+            f"--out {out}: links are added to an existing profile, but this file does not exist: make the "
+            "profile first, without --links"
+        )
     if json_lines:
         for row in found.rows():
             print(dumps(row))
@@ -152,7 +155,7 @@ def _links(topology: Topology, target: str, out: Path | None, *, emulate: bool, 
 
 
 def _with_links_of(profile: Profile, out: Path) -> Profile:
-    """Links and hosts that were measured before stay, where the file is a profile of this task."""
+    """Keep the links and hosts of the old file, if it is a profile of this task."""
     from zmqtrain.train.device.profile import Profile
 
     try:
@@ -172,7 +175,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     except ValueError:
         numbers = (0,)
     if list(numbers) != sorted(set(numbers)) or numbers[0] < 1 or numbers[-1] > 2**24:
-        raise UsageError(f"--batches {text}: write growing numbers from 1 with commas between, like 8,32,128")
+        raise UsageError(f"--batches {text}: write increasing numbers from 1 on, separated by commas, like 8,32,128")
     return numbers
 
 

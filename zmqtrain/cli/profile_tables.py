@@ -1,4 +1,4 @@
-"""A measured profile as rows for machines, and as tables for people."""
+"""A measured profile as JSON rows and as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LISTS = ("sizes", "thread_counts", "layouts", "hosts", "links")
 
 
 def rows(profile: Profile) -> Iterator[dict[str, Any]]:
-    """As JSON lines: the machine, the layers, the step at each number of samples, and what else was tried."""
+    """The rows of a profile: the machine, the layers, the step for each number of samples, and what else was tried."""
     measured = asdict(profile.known())
     facts = {key: value for key, value in measured.items() if key not in _LISTS}
     yield {
@@ -72,14 +72,14 @@ def print_links(links: Links, file: str | None) -> None:
     """Print measured links as tables."""
     console = _console()
     for host in links.hosts:
-        _print(console, f"{escape(host.name)}: {host.flops / 1e9:,.0f} GFLOP/s in products of matrices")
+        _print(console, f"{escape(host.name)}: {host.flops / 1e9:,.0f} GFLOP/s in matrix products")
     _links(console, links.links)
     if file is not None:
         _print(console, f"added to {escape(file)}")
 
 
 def advised(measured: Measured) -> str | None:
-    """The layout that is faster than the one that the job has, if it is worth it."""
+    """Advice to change the memory layout, if another one is clearly faster than the job's."""
     rates = {layout.layout: layout.samples_per_s for layout in measured.layouts}
     if rates.get("last", 0.0) > 1.05 * rates.get("first", 0.0) and not measured.channels_last:
         return f"channels_last = true in \\[compute] would make steps {rates['last'] / rates['first']:.2f} times as fast"
@@ -94,12 +94,12 @@ def _peak(measured: Measured) -> str:
         text += f", {measured.peak_flops_one_thread / 1e9:,.0f} with one"
     slower = ""
     if measured.sgemm_flops < 0.95 * measured.peak_flops:
-        slower = f" (torch.mm: {measured.sgemm_flops / 1e9:,.0f}; convolutions are of another library)"
-    return f"a large product of matrices: {text}{slower}"
+        slower = f" (torch.mm: {measured.sgemm_flops / 1e9:,.0f}; convolutions use another library)"
+    return f"a large matrix product: {text}{slower}"
 
 
 def _layers(console: Console, profile: Profile) -> None:
-    _print(console, f"\n[bold]Layers[/], {profile.batch_size} samples: medians, and half the distance between quartiles")
+    _print(console, f"\n[bold]Layers[/], {profile.batch_size} samples: medians ± half the interquartile range")
     table = table_of("layer", "kind", "phase", ">parameters", ">forward", ">backward", ">of the peak", overflow="ellipsis")
     for layer in profile.layers:
         table.add_row(

@@ -1,4 +1,4 @@
-"""``zmqtrain render``: what a scheduler is given, for a topology."""
+"""``zmqtrain render``: the manifest of a topology for a scheduler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from zmqtrain.world import random_bits
 
 
 def run_render(kind: str, file: Path, *, settings: Sequence[str] = ()) -> int:
-    """Print the manifest of a topology file. Raises `UsageError` for an unknown kind, or a file that does not say enough."""
+    """Print the manifest of a topology file. Raises `UsageError` for an unknown kind, or for a file that lacks a setting."""
     if kind != "kubernetes":
-        raise UsageError(f"render {kind}: it is kubernetes, a JobSet (for Slurm see zmqtrain launch --engine slurm)")
+        raise UsageError(
+            f"render {kind}: the kind must be kubernetes, which writes a JobSet (for Slurm use zmqtrain launch "
+            "--engine slurm --submit)"
+        )
     sys.stdout.write(
         kubernetes(load_with(file, settings), token=f"{random_bits(256):064x}", command=f"zmqtrain render {kind} {file}")
     )
@@ -25,9 +28,9 @@ def run_render(kind: str, file: Path, *, settings: Sequence[str] = ()) -> int:
 
 
 def kubernetes(topology: Topology, *, token: str, command: str) -> str:
-    """The manifest as a text. ``command``: what has made it."""
+    """The manifest as text. ``command``: the command that made it, for a comment."""
     head = [
         f"# {command} | kubectl apply -f -",
-        "# Needs the JobSet controller (https://jobset.sigs.k8s.io). The Secret is new whenever this is rendered.",
+        "# Needs the JobSet controller (https://jobset.sigs.k8s.io). The Secret is new each time this is rendered.",
     ]
     return "\n".join(head) + "\n" + write_yaml(*manifests(topology, token=token))

@@ -1,4 +1,4 @@
-"""``zmqtrain report RUN``: one page about a run, or several beside each other."""
+"""``zmqtrain report RUN``: one page about a run, or about several runs for comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: 
     try:
         target.write_text(page(runs), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {target}: {error}. Choose another place with --output") from error
+        raise UsageError(f"cannot write {target}: {error}. Choose another file with --output") from error
     for run in runs:
         for note in run["notes"]:
             print(f"{run['name']}: {note}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``zmqtrain status``, ``stop`` and ``logs``: look after a run from another terminal."""
+"""``zmqtrain status``, ``stop`` and ``logs``: follow and control a run from another terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name, training_of
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 
-#: A job that was cancelled is looked at so often, so many seconds apart: Slurm's KillWait is half a minute where nobody changed it.
+#: How often, and how many seconds apart, a cancelled job is checked: Slurm's default KillWait is half a minute.
 LOOK_S, MOST_LOOKS = 1.0, 300
 #: States of a Slurm job in which it may compute, now or later.
 _LIVE = {"pending", "configuring", "running", "completing", "suspended", "stopped", "requeued", "requeue_hold", "signaling"}
 
 
 def run_status(name: str, *, json_lines: bool = False) -> int:
-    """Say how a run is, or was. Raises `UsageError` where there is no such run."""
+    """Print the state of a run. Raises `UsageError` if there is no such run."""
     path = find_run(name)
     process = launcher_of(path)
     summary = path / "summary.json"
@@ -36,7 +36,7 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
     elif (last := _last_step(training_of(path))) is not None:
         status |= last
     if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:
-        # The launcher is in the job, on another machine; a job that was preempted is there again.
+        # The launcher runs in the job, on another machine; a job that was preempted runs again.
         status |= {"status": state_of(job) or status["status"], "job": job}
     if json_lines:
         print(json.dumps(status))
@@ -46,10 +46,10 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
 
 
 def run_stop(name: str, *, checkpoint: bool = False) -> int:
-    """Stop a run as Ctrl-C would; where its launcher is gone, stop what is left of it on its hosts.
+    """Stop a run as Ctrl-C would; if its launcher is gone, stop what is left of the run on its hosts.
 
-    Raises `UsageError` where there is nothing of it, `HostLostError` where hosts cannot be reached, and `CheckpointError` where a
-    ``checkpoint`` of the step at which it stopped was asked for and not kept.
+    Raises `UsageError` if nothing of it is running, `HostLostError` if hosts cannot be reached, and `CheckpointError` if a
+    ``checkpoint`` of the last step was asked for and not kept.
     """
     path = find_run(name)
     if (job := job_of(path)) is not None:
@@ -68,14 +68,16 @@ def _stop_launcher(path: Path) -> None:
         _wait_for_end(process)
     hosts = asyncio.run(stop_hosts(path))
     if process is None and not hosts:
-        raise UsageError(f"{path} does not run on this machine, and has nothing left on others")
+        raise UsageError(f"{path} is not running on this machine, and has nothing left on other hosts")
     missed = [str(result) for result in hosts.values() if isinstance(result, SshError)]
     for host, result in hosts.items():
         if not isinstance(result, SshError):
-            print(f"{host}: stopped, and nothing is left there")
+            print(f"{host}: stopped; nothing is left running there")
     if missed:
         lines = "\n  ".join(missed)
-        raise HostLostError(f"these hosts could not be cleared; run this again when they can be reached:\n  {lines}")
+        raise HostLostError(
+            f"the run could not be stopped on these hosts; run this command again when they can be reached:\n  {lines}"
+        )
 
 
 def _wait_for_end(process: psutil.Process) -> None:
@@ -88,38 +90,38 @@ def _wait_for_end(process: psutil.Process) -> None:
 
 
 def _require_checkpoint(path: Path) -> None:
-    """Say which checkpoint was kept of a run that has been stopped."""
+    """Print which checkpoint was kept of a run that has been stopped. Raises `CheckpointError` if it is not of the last step."""
     training = training_of(path)
     kept, last = find_checkpoints(training / "checkpoints"), _last_step(training)
     step = 0 if last is None else int(str(last["steps"]))
     newest = int(kept[-1].name.removeprefix("step-")) if kept else None
     if newest is None or newest < step:
-        found = "there is none" if newest is None else f"the newest is of step {newest}"
-        raise CheckpointError(f"{path} has stopped after step {step}, and no checkpoint of that was kept: {found}")
-    print(f"stopped after step {step}, and kept {kept[-1]}")
+        found = "there are none" if newest is None else f"the newest one is from step {newest}"
+        raise CheckpointError(f"{path} has stopped after step {step}, but no checkpoint of that step was kept: {found}")
+    print(f"stopped after step {step}; the checkpoint is {kept[-1]}")
 
 
 def _stop_job(path: Path, job: str) -> None:
     """End a run that was submitted to Slurm, and wait until its nodes are free."""
     if (state := state_of(job)) is None or state not in _LIVE:
-        raise UsageError(f"{path} does not run any more: Slurm job {job} is {state or 'unknown here'}")
+        raise UsageError(f"{path} is not running any more: Slurm job {job} is {state or 'unknown here'}")
     cancel(job)
     for _ in range(MOST_LOOKS):
         if state_of(job) not in _LIVE:
             print(f"Slurm job {job}: cancelled")
             return
         time.sleep(LOOK_S)
-    raise HostLostError(f"Slurm job {job} is cancelled, but still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
+    raise HostLostError(f"Slurm job {job} was cancelled, but is still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
 
 
 def run_logs(name: str, role: str | None = None) -> int:
-    """Print what roles have printed: all of them, or one (``worker/3``). Raises `UsageError`."""
+    """Print the output of all roles, or of one (``worker/3``). Raises `UsageError`."""
     path = training_of(find_run(name))
     files = sorted((path / "logs").glob("*.log"))
     if role is not None:
         files = [file for file in files if file.stem == log_name(role)]
         if not files:
-            raise UsageError(f"{path} has no log of {role}: it has printed nothing, or there is no such role")
+            raise UsageError(f"{path} has no log of {role}: the role has printed nothing, or there is no such role")
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -128,7 +130,7 @@ def run_logs(name: str, role: str | None = None) -> int:
 
 
 def launcher_of(path: Path) -> psutil.Process | None:
-    """The process that runs this run, if it still does."""
+    """The launcher process of this run, if it is still running."""
     try:
         number, created = (path / "pid").read_text(encoding="utf-8").split()
         process = psutil.Process(int(number))
@@ -138,12 +140,12 @@ def launcher_of(path: Path) -> psutil.Process | None:
 
 
 def _last_step(path: Path) -> dict[str, object] | None:
-    """What the last step event says, read from the end of the file."""
+    """The values of the last step event, read from the end of the file."""
     with (path / "events.jsonl").open("rb") as file:
         start = max(0, os.fstat(file.fileno()).st_size - 65536)
         file.seek(start)
         lines = file.read().splitlines()
-        for line in reversed(lines[1:] if start else lines):  # the first one may be half a line
+        for line in reversed(lines[1:] if start else lines):  # the first line may be incomplete
             try:
                 event = json.loads(line)
             except ValueError:

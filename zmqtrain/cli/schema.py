@@ -8,7 +8,7 @@ from zmqtrain.topology.schema import Topology
 
 
 def run_schema() -> int:
-    """Print it; the exit code is 0."""
+    """Print the schema and return the exit code 0."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Topology.model_json_schema()}
     print(json.dumps(schema, indent=2))
     return 0

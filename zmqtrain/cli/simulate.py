@@ -31,7 +31,7 @@ from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 
 SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
-#: Exit code when something broke that must always hold.
+#: Exit code if an invariant was broken.
 BROKEN = InvariantError.exit_code
 
 
@@ -51,11 +51,13 @@ def run_simulate(
     topology = load_with(file, settings)
     source = next((known for known in SOURCES if known == faults), None)
     if source is None:
-        raise UsageError(f"--faults {faults}: it is one of {', '.join(SOURCES)}; a schedule stands in the file, as [[faults]]")
+        raise UsageError(
+            f"--faults {faults}: must be one of {', '.join(SOURCES)}; write a schedule of faults in the file, as [[faults]]"
+        )
     if topology.job.task is None and topology.compute.device != "modelled":
         raise UsageError(
-            f'{file} names no task: add task = "file.py:function" to [job], or model the device: [compute] device = "modelled" and '
-            'profile = "resnet50"'
+            f'{file} names no task: add task = "file.py:function" to [job], or set [compute] device = '
+            '"modelled" and profile = "resnet50"'
         )
     if topology.compute.auto_groups:
         raise UsageError(f'{file} has groups = "auto": zmqtrain tune {file} --simulate finds the number')
@@ -82,7 +84,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     description = RunDescription(topology, placement, os.getcwd(), data_path)
     groups = {role.peer: role.group for role in placement.workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
-    # People watch in their own time.
+    # Progress is shown by real time, not by virtual time.
     record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic)
     options = Options(
         faults=schedule,
@@ -121,7 +123,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
 
 
 def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
-    """Try all; Ctrl-C ends that, and what was found until then is told."""
+    """Try all seeds. Ctrl-C ends the search, and the results so far are printed."""
     began = time.monotonic()
     endings: Counter[str] = Counter()
     broken: list[Trial] = []
@@ -144,11 +146,14 @@ def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSou
         told = ", ".join(f"{count} {status}" for status, count in endings.most_common()) or "none"
         print(
             f"{'interrupted after ' if interrupted else ''}{endings.total()} seeds in {time.monotonic() - began:.1f} s: {told}; "
-            f"{len(broken)} broke what must always hold"
+            f"{len(broken)} broke an invariant"
         )
     if broken:
         first = broken[0].seed
-        print(f"zmqtrain: seed {first} replays by: zmqtrain simulate {file} --seed {first} --faults {source}", file=sys.stderr)
+        print(
+            f"zmqtrain: seed {first} can be replayed with: zmqtrain simulate {file} --seed {first} --faults {source}",
+            file=sys.stderr,
+        )
         return BROKEN
     return INTERRUPTED if interrupted else 0
 

@@ -1,4 +1,4 @@
-"""``zmqtrain launch FILE --engine slurm --submit``: let Slurm launch it, when there are nodes."""
+"""``zmqtrain launch FILE --engine slurm --submit``: let Slurm launch the run when nodes are free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_submit(topology: Topology, file: Path, script: Sequence[str], options: L
     Raises `UsageError` (and its children) before anything is submitted."""
     if topology.engine.kind != "slurm":
         raise UsageError(f'--submit is for Slurm, but [engine] kind = "{topology.engine.kind}": add --engine slurm')
-    place(topology)  # faults show now, rather than when the job begins
+    place(topology)  # errors show now, rather than when the job begins
     text = read_template(options.template)
 
     def rendered(directory: Path) -> str:
@@ -42,7 +42,7 @@ def run_submit(topology: Topology, file: Path, script: Sequence[str], options: L
     if options.dry_run:
         print(rendered(run_dir or Path("runs") / f"{topology.job.name}-NNN"), end="")
         return 0
-    rendered(run_dir or Path("runs"))  # a template that cannot be used leaves nothing behind
+    rendered(run_dir or Path("runs"))  # before the directory is made, so that a bad template leaves nothing behind
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
     directory.close()
@@ -51,10 +51,10 @@ def run_submit(topology: Topology, file: Path, script: Sequence[str], options: L
         print(dumps({"run": str(directory.path), "status": "submitted", "job": job}))
     else:
         print(f"submitted as job {job}; run directory {directory.path}", file=sys.stdout)
-        print(f"zmqtrain status {directory.path} says how it is, zmqtrain stop {directory.path} ends it")
+        print(f"zmqtrain status {directory.path} shows its state, zmqtrain stop {directory.path} ends it")
     return 0
 
 
 def _whole(resume: str) -> str:
-    """A path that means the same to the job; names of runs do so anyway."""
+    """An absolute path, which means the same to the job; names of runs stay as they are."""
     return str(Path(resume).absolute()) if Path(resume).exists() else resume

@@ -8,7 +8,8 @@ from rich.table import Table
 
 
 def table_of(*headings: str, overflow: Literal["fold", "ellipsis"] = "fold") -> Table:
-    """One with these headings and no lines; ``>`` before a heading: its column is of numbers. ``overflow``: of what is too long."""
+    """A table with these headings and no rows. ``>`` before a heading aligns its column to the right, for numbers. ``overflow``:
+    what to do with text that is too long."""
     made = Table(box=None, header_style="dim")
     for heading in headings:
         made.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", overflow=overflow)

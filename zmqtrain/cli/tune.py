@@ -12,10 +12,7 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import UsageError
 from zmqtrain.experiment.search import TuningRun
-from zmqtrain.experiment.tuning import require_losses
-from zmqtrain.plan.regroup import regrouped
-from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import place
+from zmqtrain.experiment.tuning import require_trials
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.tune.baselines import StrategyName
 
@@ -24,7 +21,7 @@ NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What the command line asks for, beside the file."""
+    """The options of ``zmqtrain tune``."""
 
     simulate: bool = False
     emulate: bool = False
@@ -44,19 +41,20 @@ def run_tune(
     run_dir: Path | None = None,
     settings: Sequence[str] = (),
 ) -> int:
-    """Tune the job of a topology file. Returns the exit code. Raises `UsageError`, `TaskError` and what a trial fails by."""
+    """Tune the job of a topology file. Returns the exit code. Raises `UsageError`, `TaskError` and the error by which a trial
+    fails."""
     topology = load_with(file, settings if how.dilation is None else [*settings, f"network.dilation={how.dilation!r}"])
     if topology.job.task is None:
         raise UsageError(f'{file} names no task: a search needs losses; add task = "file.py:function" to [job]')
     if how.simulate and how.emulate:
-        raise UsageError("--simulate and --emulate are two worlds: choose one")
+        raise UsageError("--simulate and --emulate cannot be combined: remove one of them")
     if how.curves and topology.tune.target_loss is None:
         raise UsageError("--curves needs a target: set [tune] target_loss")
-    require_losses(file, topology)
-    find_task(topology.job.task, (".", *topology.job.python_path))
-    place(regrouped(topology, 1))
+    require_trials(file, topology)
     if how.simulate and any(fault.at is None for fault in topology.faults):
-        raise UsageError('[faults] of a tuning come at a time: each trial has steps of its own, so give "at" instead of "step"')
+        raise UsageError(
+            '[[faults]] cannot have a "step" in a search, since each trial counts its own steps: give "at" (a time) instead'
+        )
     emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
     data_path = data_path_of(data, topology)
     search = TuningRun(
@@ -65,7 +63,7 @@ def run_tune(
         data=data_path,
         simulate=how.simulate,
         emulation=emulation,
-        # Where everything is modelled the planner knows all times.
+        # If everything is modelled, the planner knows all times.
         measured=not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None,
     )
     shown = Shown(json_lines=json_lines)
@@ -81,5 +79,5 @@ def names_of(given: Sequence[str]) -> tuple[StrategyName, ...]:
     known = {name: name for name in NAMES}
     for name in given:
         if name not in known:
-            raise UsageError(f"--strategy {name}: it is one of {', '.join(NAMES)}, or all")
+            raise UsageError(f"--strategy {name}: must be one of {', '.join(NAMES)}, or all")
     return tuple(known[name] for name in NAMES if name in given)

@@ -1,4 +1,4 @@
-"""A search as people see it, or as JSON lines."""
+"""A search as printed lines and tables, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zmqtrain.tune.trial import Decision, Outcome, Trial
 
 
 class Shown:
-    """Prints what happens, as it happens."""
+    """Prints the progress of a search."""
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines
@@ -27,23 +27,23 @@ class Shown:
         self._status: Status | None = None
 
     def begin(self, topology: Topology, space: Space, folder: Path) -> None:
-        """Print what is searched."""
+        """Print what is searched and where its files are."""
         row = {"row": "space", "update_s": {str(groups): space.update_s[groups] for groups in space.groups}, "folder": str(folder)}
         if self._json:
             return self._line(row)
         speeds = ", ".join(f"{groups}: {rounded_time(space.update_s[groups])}" for groups in space.groups)
         self._print(f"{topology.job.name}: {topology.compute.workers} workers as {', '.join(map(str, space.groups))} groups")
-        return self._print(f"predicted time of an update by groups: {speeds}; everything about it: {folder}")
+        return self._print(f"predicted time of an update by groups: {speeds}; all results: {folder}")
 
     def begins(self, trial: Trial) -> None:
-        """A trial begins. On a terminal a line says so, until it is over: starting its processes takes a while."""
+        """Show on a terminal that a trial runs, until it is over: starting its processes takes a while."""
         if not self._json and self._console.is_terminal:
-            narrow = Console()  # as the terminal is, so that the line can be taken away again
+            narrow = Console()  # fit the terminal, so that the line can be removed again
             self._status = narrow.status(f"trial {trial.number}: {trial.phase}, {trial.setting}, {trial.updates} updates")
             self._status.start()
 
     def ends(self) -> None:
-        """It is over, one way or another."""
+        """Remove the line about the running trial."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -57,7 +57,7 @@ class Shown:
         told = f"g {setting.groups:<3d} momentum {setting.momentum:<5.3g} lr {setting.lr:<8.3g}"
         staleness = "" if outcome.staleness is None else f"  staleness {outcome.staleness:.1f}"
         took = f"{outcome.updates:6d} updates in {rounded_time(outcome.seconds):>9s}"
-        around = f"  ({rounded_time(outcome.spent_s)} with starting and ending)" if outcome.around_s > outcome.seconds else ""
+        around = f"  ({rounded_time(outcome.spent_s)} including start and end)" if outcome.around_s > outcome.seconds else ""
         return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}{around}")
 
     def decision(self, name: str, decision: Decision) -> None:
@@ -94,7 +94,7 @@ class Shown:
         for row in rows:
             if row["around_s"] > row["search_s"] / 2:
                 spent = f"{rounded_time(row['around_s'])} of the {rounded_time(row['search_s'])} searched"
-                self._print(f"{row['strategy']}: {spent} went into starting and ending runs, which counts less the longer a job is")
+                self._print(f"{row['strategy']}: {spent} went into starting and ending runs, which matters less for longer jobs")
 
     def curves(self, rows: Sequence[dict[str, Any]]) -> None:
         """The trade-off over groups."""

@@ -1,4 +1,4 @@
-"""One collective under way at one rank: pieces go out and come in, and it ends as a whole, well or with one clear error."""
+"""One running collective on one rank: it sends and receives pieces, and ends as a whole, well or with one clear error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zmqtrain.net.endpoint import Sent, Tag
 from zmqtrain.waiting import first_error
 from zmqtrain.wire.payload import Payload
 
-#: The last bytes that a call sends are copied: at the end it would take longer to wait until the receiver has acknowledged them
-#: (a round trip, and the time for which an endpoint collects acknowledgements). What was sent earlier is acknowledged by then.
+#: The last bytes that a call sends are copied, since waiting for their acknowledgement at the end (a round trip, and the time for
+#: which an endpoint collects acknowledgements) would take longer. Earlier ones have been acknowledged by then.
 COPY_BYTES = 512 * 1024
-#: After a piece of this size other tasks have their turn.
+#: After a piece of this many bytes other tasks get a turn.
 YIELD_BYTES = 64 * 1024
 
 
 class Call:
     """Sends and receives the pieces of one collective. Made by `collective`.
 
-    Sending and receiving never wait for each other: what is posted is sent by a task of its own. Were a rank to wait for byte
+    Sending and receiving never wait for each other: a separate task sends what is posted. If a rank waited for byte
     credit before it receives, ranks that wait for each other's credit would wait for ever.
     """
 
@@ -57,7 +57,7 @@ class Call:
         self._posted.set()
 
     async def receive(self, source: int, part: Payload, *, add: bool = False) -> None:
-        """Write the next message of a rank into ``part``, or add it."""
+        """Write the next message of rank ``source`` into ``part``, or add it."""
         peer = self.group.members[source]
         self.waiting_for_rank = source
         received = await self._endpoint.receive(peer, self._tag)
@@ -66,22 +66,22 @@ class Call:
             part.add_(received)
         else:
             part.copy_(received)
-        del received  # it holds the sender's memory or credit, and must not while we wait below
+        del received  # it holds the sender's memory or credit, and must not do so during the wait below
         if self.group.timeout_s is not None and self.group.lost is None:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.group.timeout_s)
         if part.nbytes >= YIELD_BYTES:
-            # A receive that finds its message does not suspend, so the sender would wait until none is left.
+            # A receive that finds its message does not suspend, so sending would have to wait until none is left.
             await asyncio.sleep(0)
 
     def _check(self, peer: str, received: Payload, part: Payload) -> None:
         if received.numel != part.numel or received.dtype != part.dtype:
             raise ProtocolError(
-                f"{peer} sent {received.numel} {received.dtype} where {part.numel} {part.dtype} were due in {self.what}: all "
+                f"{peer} sent {received.numel} {received.dtype}, but {part.numel} {part.dtype} were expected in {self.what}: all "
                 "members must call it with the same size, dtype, algorithm and chunk size"
             )
 
     async def send_posted(self) -> None:
-        """Send what is posted until `finish`."""
+        """Send what is posted, until `finish`."""
         while self._outbox or not self._complete:
             if not self._outbox:
                 self._posted.clear()
@@ -100,7 +100,7 @@ class Call:
         self._posted.set()
 
     async def wait_released(self) -> None:
-        """Until the caller may write to everything that was posted."""
+        """Wait until the caller may write to everything that was posted."""
         while self._lent:
             sent = self._lent.popleft()
             if not sent.released:
@@ -109,11 +109,11 @@ class Call:
 
 @asynccontextmanager
 async def collective(group: Group, name: str, tag: Tag, priority: int = 0, *, to_send: int = 0) -> AsyncIterator[Call]:
-    """The frame of every collective: on a normal end all that was posted is delivered or copied, and its memory is free again.
-    ``to_send`` bytes will be posted in all.
+    """The context of every collective: at a normal end everything posted was delivered or copied, and its memory is free again.
+    ``to_send``: the total number of bytes that will be posted.
 
     Raises `PeerLostError` that names the first lost member, whichever rank noticed, and `PeerTimeoutError` after
-    ``group.timeout_s`` without progress. On an error or a cancellation the payload's content is undefined.
+    ``group.timeout_s`` without progress. After an error or a cancellation the payload's content is undefined.
     """
     what = f"{name} {'/'.join(str(word) for word in group.tag(tag))}"
     if group.lost is not None:
@@ -141,11 +141,11 @@ async def collective(group: Group, name: str, tag: Tag, priority: int = 0, *, to
 
 
 async def carry_out(call: Call, schedule: Schedule, payload: Payload, piece: int) -> None:
-    """Walk through a schedule in place, in pieces of ``piece`` elements: one is added while the next is received, and is sent on
+    """Carry out a schedule in place, in pieces of ``piece`` elements: one is added while the next is received, and is sent on
     as soon as it is complete."""
     for step, following in zip([Step(), *schedule], [*schedule, Step()], strict=True):
         ready = deque(pieces(following.out, piece))
-        # Both in ascending order, so all that lies below the end of what came is complete. A run in two spans is not.
+        # Both are in ascending order, so everything below the end of what has arrived is complete. Not so for a run of two spans.
         pipelined = len(step.into) == 1 and len(following.out) == 1
         for start, stop in pieces(step.into, piece):
             assert step.source is not None
@@ -157,7 +157,8 @@ async def carry_out(call: Call, schedule: Schedule, payload: Payload, piece: int
 
 
 def pieces(spans: Sequence[Span], piece: int) -> Iterator[Span]:
-    """Cut at the multiples of ``piece``, so that spans which overlap are cut at the same places. Nothing for empty spans."""
+    """Divide spans at the multiples of ``piece``, so that overlapping spans are divided at the same places. Nothing for empty
+    spans."""
     for start, stop in spans:
         while start < stop:
             end = min(stop, (start // piece + 1) * piece)

@@ -1,20 +1,20 @@
 """Which algorithm a collective uses, by size and number of ranks.
 
-The alpha-beta model: a message of n bytes takes alpha + n * beta, and to add or copy them n * gamma. For p ranks, with
+The alpha-beta model: a message of n bytes takes alpha + n * beta, and adding or copying them takes n * gamma. For p ranks, with
 r = 2^floor(log2 p)::
 
     all-reduce      ring      2 (p-1) alpha      + 2 (p-1)/p n beta
-                    halving   2 log2 r alpha     + 2 (r-1)/r n beta     (+ 2 alpha + 2 n beta where p is no power of two)
+                    halving   2 log2 r alpha     + 2 (r-1)/r n beta     (+ 2 alpha + 2 n beta if p is not a power of two)
                     doubling    log2 r alpha     + log2 r n beta        (the same); adds and copies log2 r n, the others (p-1)/p n
     reduce-scatter  ring        (p-1) alpha      + (p-1)/p n beta
-                    halving     log2 r alpha     + (r-1)/r n beta       (+ 2 alpha + (1 + 1/p) n beta where p is no power of two)
+                    halving     log2 r alpha     + (r-1)/r n beta       (+ 2 alpha + (1 + 1/p) n beta if p is not a power of two)
     all-gather      ring        (p-1) alpha      + (p-1)/p n beta
                     bruck       ceil(log2 p) alpha + (p-1)/p n beta
 
 By this model a ring never beats halving (powers of two) or Bruck. On a real network it does for large payloads: each rank has
-one sender and one receiver, all links carry equally much at any time, and the pieces stream through all hops, while the other
-algorithms begin an exchange with another partner at each step. ``DISTANT`` is the factor on beta of those that are no rings.
-All ranks see the same sizes and constants, so all choose alike; for that reason nothing is measured at run time.
+one sender and one receiver, all links carry the same amount at any time, and the pieces stream through all hops, while the other
+algorithms start an exchange with a new partner in each step. ``DISTANT`` is the factor on beta for algorithms that are not rings.
+All ranks see the same sizes and constants, so all make the same choice; for that reason nothing is measured at run time.
 
 Measured on one host of 2 processors (ms; `python -m benchmarks collectives` measures the choice)::
 
@@ -34,15 +34,15 @@ AllReduceAlgorithm: TypeAlias = Literal["ring", "halving", "doubling"]
 ReduceScatterAlgorithm: TypeAlias = Literal["ring", "halving"]
 AllGatherAlgorithm: TypeAlias = Literal["ring", "bruck"]
 
-#: Seconds a message takes, whatever its size: half a round trip of two Python processes over ZeroMQ on one host.
+#: Seconds per message of any size: half a round trip of two Python processes over ZeroMQ on one host.
 ALPHA_S = 150e-6
-#: Seconds a byte takes: 1.5 GB/s, as measured over loopback and as a 10 Gbit/s link does nearly.
+#: Seconds per byte: 1.5 GB/s, as measured over loopback, and nearly that of a 10 Gbit/s link.
 BETA_S = 0.7e-9
-#: Seconds it takes to add or copy a byte in memory.
+#: Seconds to add or copy a byte in memory.
 GAMMA_S = 0.2e-9
-#: How much longer a byte takes where the partner changes from step to step.
+#: The factor on the time of a byte if the partner changes from step to step.
 DISTANT = 1.05
-#: A piece costs about ALPHA_S / 3 to hand over, so smaller ones do not pay; several a part let adding overlap with receiving.
+#: Handing over a piece costs about ALPHA_S / 3, so smaller ones do not pay; several per part let adding overlap with receiving.
 MIN_PIECE_BYTES = 256 * 1024
 
 
@@ -70,14 +70,15 @@ def choose_reduce_scatter(nbytes: int, size: int) -> ReduceScatterAlgorithm:
 
 
 def choose_all_gather(nbytes: int, size: int) -> AllGatherAlgorithm:
-    """The fastest all-gather of ``nbytes`` in all over ``size`` ranks."""
+    """The fastest all-gather over ``size`` ranks of ``nbytes`` in total."""
     ring = (size - 1) * (ALPHA_S + nbytes / size * BETA_S)
     bruck = (size - 1).bit_length() * ALPHA_S + (size - 1) / size * nbytes * BETA_S * _distant(size)
     return "ring" if ring <= bruck else "bruck"
 
 
 def piece_bytes(part_bytes: int, chunk_bytes: int) -> int:
-    """How large the pieces of a part are: at least four where the part is large enough, and never over the endpoint's chunk."""
+    """The size of the pieces of a part: at least four pieces if the part is large enough, and never more than the endpoint's
+    chunk."""
     return min(chunk_bytes, max(MIN_PIECE_BYTES, part_bytes // 4))
 
 

@@ -8,9 +8,9 @@ import itertools
 from zmqtrain.errors import PeerLostError
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 
-#: A message of at most the endpoint's chunk is one frame and is received without a copy; so pieces are never larger.
+#: A message of at most the endpoint's chunk is one frame and is received without a copy, so pieces are never larger.
 CHUNK_BYTES = 1 << 20
-#: Once a member is lost, collectives that do not wait for it have this long to finish with what is on its way already.
+#: Once a member is lost, collectives that do not wait for it have this many seconds to finish with what is already on its way.
 LOSS_GRACE_S = 1.0
 
 
@@ -24,12 +24,13 @@ def bounds(numel: int, size: int) -> tuple[tuple[int, int], ...]:
 class Group:
     """Some peers in a fixed order, and this process's place among them. Long-lived: make one for each set of peers.
 
-    All members must give the same ``members``, ``name`` and ``chunk_bytes``. ``name`` begins the tag of every message, so it must
-    be unique among the groups of an endpoint. Once a member is lost every collective of the group raises `PeerLostError` naming
-    it, also on the ranks that never talk to it; a group with a restarted member is a new group. A member that has finished and
-    closed (`Endpoint.finish`) is not lost: only who waits for its part, which it would have had to send before, hears of it.
+    All members must pass the same ``members``, ``name`` and ``chunk_bytes``. ``name`` begins the tag of every message, so it must
+    be unique among the groups of an endpoint. Once a member is lost, every collective of the group raises `PeerLostError` that
+    names it, also on ranks that never exchange messages with it; a group with a restarted member is a new group. A member that has
+    finished and closed (`Endpoint.finish`) is not lost: only a wait for its part, which it would have had to send before, raises an
+    error.
 
-    ``timeout_s`` bounds how long a collective may wait without any progress (``None``: until a peer is lost).
+    ``timeout_s`` limits how long a collective may wait without any progress (``None``: until a peer is lost).
     """
 
     __slots__ = ("_parts", "_running", "chunk_bytes", "endpoint", "loss_grace_s", "lost", "members", "name", "rank", "timeout_s")
@@ -63,14 +64,14 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """The number of members."""
         return len(self.members)
 
     def __repr__(self) -> str:
         return f"<Group {self.name} rank {self.rank} of {self.size}>"
 
     def part(self, ranks: tuple[int, ...]) -> Group:
-        """The group of some of its members, this process among them; the same one for the same ranks."""
+        """The group of some of its members, this process among them; the same object for the same ranks."""
         if len(ranks) == self.size:
             return self
         if ranks not in self._parts:
@@ -86,23 +87,23 @@ class Group:
         return self._parts[ranks]
 
     def tag(self, tag: Tag) -> Tag:
-        """The tag on the wire of a collective of this group."""
+        """The tag in messages of a collective of this group."""
         return (self.name, *tag)
 
     def enter(self, limit: asyncio.Timeout) -> None:
-        """A collective begins: its ``limit`` runs out soon after a member is lost."""
+        """A collective begins: its ``limit`` expires soon after a member is lost."""
         self._running.add(limit)
 
     def leave(self, limit: asyncio.Timeout) -> None:
-        """Note that a collective has ended."""
+        """A collective has ended."""
         self._running.discard(limit)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         if self.lost is not None or peer not in self.members:
             return
-        # The first loss is the one to name: those that follow are mostly peers that gave up because of it.
+        # The first loss is the one to name: later ones are mostly peers that gave up because of it.
         self.lost = PeerLostError(peer, reason, waiting_for=f"a collective of {self.name}")
         deadline = asyncio.get_running_loop().time() + self.loss_grace_s
         for limit in self._running:
-            if not limit.expired():  # its time has run out already, and its collective is about to raise
+            if not limit.expired():  # otherwise its collective is about to raise
                 limit.reschedule(deadline)

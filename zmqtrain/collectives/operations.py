@@ -1,10 +1,10 @@
 """The collectives: every member of the group awaits the same call, and the payload is changed in place.
 
-Promises of all of them. Every rank ends with identical bits, and the order of additions is fixed by sizes and ranks, not by
-timing. On return everything this rank sent is delivered or copied, and the memory is the caller's again. Beyond the payload they
-need only what the endpoint's byte credit lets the peers send ahead. Many may run at once; ``tag`` must be unique among those of
-the group. They raise `PeerLostError` naming the first lost member, on every rank; after an error or a cancellation the content of
-the payload is undefined. They work with any `Payload`, also with phantoms.
+All of them guarantee the following. Every rank ends with identical bits, and the order of additions is fixed by sizes and ranks,
+not by timing. On return everything this rank sent was delivered or copied, and the memory is the caller's again. Beyond the payload
+they need only the memory that the endpoint's byte credit lets peers fill ahead. Many may run at once; ``tag`` must be unique among
+those of the group. They raise `PeerLostError` that names the first lost member, on every rank; after an error or a cancellation the
+content of the payload is undefined. They work with any `Payload`, including phantoms.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ALL_GATHER: dict[AllGatherAlgorithm, Callable[[int, int, int], Schedule]] = {
 async def all_reduce(
     group: Group, payload: Payload, tag: Tag, *, algorithm: AllReduceAlgorithm | None = None, priority: int = 0
 ) -> None:
-    """The payload becomes the sum of all members' payloads. ``doubling`` copies what it sends: for small payloads."""
+    """The payload becomes the sum of all members' payloads. ``doubling`` copies what it sends, so it suits small payloads."""
     schedule = _ALL_REDUCE[algorithm or choose_all_reduce(payload.nbytes, group.size)]
     await _run("all_reduce", group, payload, tag, priority, schedule)
 
@@ -78,7 +78,7 @@ async def all_gather(
 
 
 async def broadcast(group: Group, payload: Payload, tag: Tag, *, root: int = 0, priority: int = 0) -> None:
-    """The payload of rank ``root`` reaches all members, down a binomial tree; each piece goes on as soon as it is there."""
+    """The payload of rank ``root`` reaches all members, down a binomial tree; each piece is sent on as soon as it has arrived."""
     if group.size == 1 or not payload.numel:
         return
     parent, children = binomial_tree(group.size, group.rank, root)

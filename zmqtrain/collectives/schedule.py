@@ -1,13 +1,13 @@
-"""Who sends which elements to whom, step by step. Pure functions of sizes and ranks; `call.py` carries them out.
+"""Which rank sends which elements to which other rank, step by step. Pure functions of sizes and ranks; `call.py` executes them.
 
 Rules that every schedule keeps (``tests/collectives/test_schedule.py`` checks them by following the messages):
 
-* Step s of one rank matches step s of its partners: equal spans, so that pieces of equal size meet in one order.
-* The additions to an element happen in one order, whatever the timing, and its final sum is computed by one rank and copied to
-  the others; in `doubling`, where all compute it, each computes the same tree of commutative additions. So all ranks get
-  identical bits.
-* Memory that was sent is overwritten only by a message that could not exist had the sent one not arrived (the sum that comes back
-  holds what was sent). So the memory of a message on its way never changes. `Step.copied` marks the one exception.
+* Step s of one rank matches step s of its partners: the spans are equal, so pieces of equal size meet in the same order.
+* The additions to an element happen in one order, whatever the timing. One rank computes its final sum, which is copied to the
+  others; in `doubling` all ranks compute it, with the same tree of commutative additions. So all ranks get identical bits.
+* Memory that was sent is overwritten only by a message that could not exist if the sent one had not arrived (the sum that comes
+back
+  contains what was sent). So the memory of a message on its way never changes. `Step.copied` marks the one exception.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Step:
     source: int | None = None
     into: tuple[Span, ...] = ()
     add: bool = False
-    """Whether what is received is added, or else takes the place of what is there."""
+    """Whether received elements are added; otherwise they replace the existing ones."""
 
     @property
     def copied(self) -> bool:
@@ -43,7 +43,7 @@ Schedule: TypeAlias = Sequence[Step]
 
 
 def ring_reduce_scatter(numel: int, size: int, rank: int) -> list[Step]:
-    """Part ``rank`` ends up summed at ``rank``: each part travels once around the ring and gathers all ranks' contributions.
+    """Part ``rank`` is finally summed on ``rank``: each part travels once around the ring and collects all ranks' contributions.
 
     Part c starts at rank c + 1, so it is summed in the order c + 1, c + 2, ..., c. Each rank sends (p-1)/p of the elements.
     """
@@ -75,9 +75,9 @@ def ring_all_gather(numel: int, size: int, rank: int) -> list[Step]:
 
 
 def ring_all_reduce(numel: int, size: int, rank: int) -> list[Step]:
-    """Both rings in turn: every rank sends 2(p-1)/p of the elements, which is the least there can be.
+    """Both rings in succession: every rank sends 2(p-1)/p of the elements, which is the minimum.
 
-    What a rank sent of part c while it was summed is overwritten by the final part c only, which holds that contribution.
+    What a rank sent of part c while it was summed is overwritten only by the final part c, which contains that contribution.
     """
     return ring_reduce_scatter(numel, size, rank) + ring_all_gather(numel, size, rank)
 
@@ -85,7 +85,7 @@ def ring_all_reduce(numel: int, size: int, rank: int) -> list[Step]:
 def bruck_all_gather(numel: int, size: int, rank: int) -> list[Step]:
     """All-gather in ceil(log2 p) steps for any p (Bruck et al. 1997): in step k a rank passes on the 2^k parts that it has.
 
-    They lie where they belong from the start, so nothing is rotated at the end: a run that passes the last part goes on at the
+    Parts are in their final place from the start, so nothing is rotated at the end: a run beyond the last part continues at the
     first.
     """
     parts = bounds(numel, size)
@@ -107,7 +107,7 @@ def bruck_all_gather(numel: int, size: int, rank: int) -> list[Step]:
 
 def halving_all_reduce(numel: int, size: int, rank: int) -> list[Step]:
     """Reduce-scatter by recursive halving, all-gather by recursive doubling (Rabenseifner): as many bytes as the ring in
-    2 log2 p steps. Ranks beyond a power of two hand their elements to a neighbour first and get the sums back at the end."""
+    2 log2 p steps. Ranks beyond a power of two first pass their elements to a neighbour, and get the sums back at the end."""
     fold = _Fold(size, rank)
     if fold.virtual is None:
         return [Step(to=fold.partner, out=((0, numel),)), Step(source=fold.partner, into=((0, numel),))]
@@ -118,9 +118,9 @@ def halving_all_reduce(numel: int, size: int, rank: int) -> list[Step]:
 
 
 def halving_reduce_scatter(numel: int, size: int, rank: int) -> list[Step]:
-    """Reduce-scatter in about log2 p steps for any p; part ``rank`` ends up summed at ``rank``.
+    """Reduce-scatter in about log2 p steps for any p; part ``rank`` is finally summed on ``rank``.
 
-    A rank that takes part for its neighbour, too, sums both parts (they lie side by side) and sends the neighbour its own.
+    A rank that represents its neighbour, too, sums both parts (which are adjacent) and sends the neighbour its own.
     """
     fold = _Fold(size, rank)
     parts = bounds(numel, size)
@@ -131,7 +131,8 @@ def halving_reduce_scatter(numel: int, size: int, rank: int) -> list[Step]:
 
 
 def doubling_all_reduce(numel: int, size: int, rank: int) -> list[Step]:
-    """Partners exchange and add all they have, in log2 p steps: the fewest steps, but log2 p times the bytes. For the small."""
+    """Partners exchange and add everything they have, in log2 p steps: the fewest steps, but log2 p times the bytes. For small
+    payloads."""
     fold = _Fold(size, rank)
     everything = ((0, numel),)
     if fold.virtual is None:
@@ -159,13 +160,13 @@ def binomial_tree(size: int, rank: int, root: int) -> tuple[int | None, list[int
 
 
 def dissemination(size: int, rank: int) -> list[tuple[int, int]]:
-    """Whom to tell and whom to hear in each of the ceil(log2 p) rounds of a barrier."""
+    """The ranks to notify and to wait for in each of the ceil(log2 p) rounds of a barrier."""
     distances = [1 << step for step in range((size - 1).bit_length())]
     return [((rank + distance) % size, (rank - distance) % size) for distance in distances]
 
 
 class _Fold:
-    """The largest power of two of ``size`` ranks. Of the first 2 * extra ranks the even ones stay out, the odd ones stand in."""
+    """The largest power of two in ``size`` ranks. Of the first 2 * extra ranks the odd ones represent the even ones."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = 1 << (size.bit_length() - 1)
@@ -179,7 +180,7 @@ class _Fold:
         return 2 * virtual + 1 if virtual < self.extra else virtual + self.extra
 
     def first_part(self, virtual: int) -> int:
-        """The first of the parts that this rank sums: it has two where it stands in for a neighbour."""
+        """The first of the parts that this rank sums: two, if it represents a neighbour."""
         return 2 * virtual if virtual < self.extra else virtual + self.extra
 
     def before(self, numel: int) -> list[Step]:
@@ -190,7 +191,7 @@ class _Fold:
 
 
 def _halving(cuts: Sequence[int], fold: _Fold) -> list[Step]:
-    """Virtual rank v ends up with the sum of elements ``cuts[v]`` to ``cuts[v + 1]``."""
+    """Virtual rank v ends with the sum of elements ``cuts[v]`` to ``cuts[v + 1]``."""
     assert fold.virtual is not None
     steps: list[Step] = []
     low, high = 0, fold.size
@@ -207,7 +208,7 @@ def _halving(cuts: Sequence[int], fold: _Fold) -> list[Step]:
 
 
 def _run(parts: Sequence[Span], first: int, count: int) -> tuple[Span, ...]:
-    """``count`` parts from ``first`` on, going on at part 0 after the last: one span or two."""
+    """``count`` parts from ``first`` on, continuing at part 0 after the last: one span or two."""
     size = len(parts)
     if first + count <= size:
         return ((parts[first][0], parts[first + count - 1][1]),)

@@ -1,4 +1,4 @@
-"""A thread that calls functions one after another, for an event loop that must not wait for them itself."""
+"""A thread that calls functions one after another, for an event loop that must not block."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Background(Protocol):
     """Calls functions one after another, beside the event loop."""
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``function`` after what was submitted before. Cancelling the future does not stop a call that runs already."""
+        """Call ``function`` after everything submitted before it. Cancelling the future does not stop a call that has begun."""
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """End after what was submitted; wait for that at most ``timeout_s``."""
+        """End after everything submitted so far; wait for that at most ``timeout_s``."""
 
 
 class Condition(Protocol):
-    """What a thread waits at until another has changed something (`threading.Condition`). Used as a context manager."""
+    """A condition (`threading.Condition`) at which a thread waits for a change by another. Used as a context manager."""
 
     def __enter__(self) -> bool: ...
 
@@ -40,8 +40,8 @@ class Condition(Protocol):
 class BackgroundThread:
     """A daemon thread with a queue of functions.
 
-    Not a ThreadPoolExecutor, since the interpreter joins its threads at exit: a step that waits for a lost peer would hold the
-    process back.
+    Not a ThreadPoolExecutor, since the interpreter joins its threads at exit: a step that waits for a lost peer would keep the
+    process from ending.
     """
 
     def __init__(self, name: str, first: Callable[[], None] | None = None) -> None:
@@ -56,16 +56,16 @@ class BackgroundThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # it holds the last call's tensors
+            del job  # it holds references to the last call's tensors
         self._ended.set()
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``function`` after what was submitted before. Cancelling the future does not stop a call that runs already."""
+        """Call ``function`` after everything submitted before it. Cancelling the future does not stop a call that has begun."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
 
         def settle(setter: Callable[[Any], None], value: object) -> None:
-            if not outcome.done():  # else the waiter was cancelled
+            if not outcome.done():  # otherwise the waiter was cancelled
                 setter(value)
 
         def report(setter: Callable[[Any], None], value: object) -> None:
@@ -86,15 +86,15 @@ class BackgroundThread:
         return outcome
 
     async def close(self, timeout_s: float) -> None:
-        """End after what was submitted; wait for that at most ``timeout_s``."""
+        """End after everything submitted so far; wait for that at most ``timeout_s``."""
         self._jobs.put(None)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while not self._ended.is_set() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - ends in a thread
+        while not self._ended.is_set() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - the event is set in a thread
             await asyncio.sleep(0.002)
 
 
 class AtOnce:
-    """Calls functions at once (`Background`): in simulation what they do takes no virtual time."""
+    """Calls functions immediately (`Background`): in a simulation their work takes no virtual time."""
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()

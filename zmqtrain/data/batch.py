@@ -1,4 +1,4 @@
-"""A batch, and how the model and the loss get what is in it.
+"""A batch, and how its content reaches the model and the loss.
 
 =========================================  ===========================  =========================
 a batch, as collated                       the model is called          the loss gets, as target
@@ -24,9 +24,9 @@ from torch import nn
 from zmqtrain.data.nested import mapped, moved, rows
 from zmqtrain.errors import TaskError, UsageError
 
-#: Of a mapping's keys, the one whose value is what the loss compares with.
+#: The keys of a mapping that hold the target; a mapping must have exactly one of them.
 TARGETS = ("labels", "label", "targets", "target")
-#: ``forward(model, batch)``: the model's output, for batches that say nothing of themselves.
+#: ``forward(model, batch)``: the model's output, for batches that do not show how the model is called.
 Forward: TypeAlias = Callable[[Any, Any], Any]
 #: Begins to copy a tensor to a device's memory, beside the device's arithmetic. What it returns at once gives the copy, where it is
 #: used.
@@ -35,17 +35,17 @@ Move: TypeAlias = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some samples: ``output(model)`` is compared with ``target``."""
+    """Some samples, and how the model is called with them. The loss compares ``output(model)`` with ``target``."""
 
     inputs: tuple[Any, ...]
     target: Any
     samples: int
     arriving: Callable[[], Batch] | None = field(default=None, repr=False, compare=False)
-    """Gives the same batch in the device's memory, if it is on its way there."""
+    """Returns the same batch in the device's memory, if it is being copied there."""
     named: Mapping[str, Any] = field(default_factory=dict)
     """The inputs that are passed by name."""
     forward: Forward | None = field(default=None, repr=False, compare=False)
-    """How the model is called with the target, which is then the whole batch."""
+    """Calls the model with the target, which is then the whole batch."""
 
     def output(self, model: nn.Module) -> Any:
         """The model's output for these samples."""
@@ -54,28 +54,29 @@ class Batch:
         return model(*self.inputs, **self.named)
 
     def arguments(self, model: nn.Module) -> tuple[Any, ...]:
-        """What the model's forward is called with, by position, where only that will do.
+        """The positional arguments of the model's forward, for callers that need them by position.
 
-        Raises `UsageError` where it is not known: `Task.forward` calls it, or it takes some by name alone."""
+        Raises `UsageError` if they are not known: `Task.forward` calls the model, or it takes some arguments by name only."""
         if self.forward is None:
             with suppress(TypeError, ValueError):
                 bound = inspect.signature(model.forward).bind(*self.inputs, **self.named)
                 if not bound.kwargs:
                     return bound.args
         raise UsageError(
-            "what the model is called with must be known by position here: let batches be (input, ..., target), or mappings of the "
+            "the model's arguments must be known by position here: let batches be (input, ..., target), or mappings of the "
             "first arguments of the model's forward, and labels"
         )
 
     def split(self, parts: int) -> list[Batch]:
-        """Even runs of samples, as views; fewer where there are fewer samples. Raises `TaskError` where it cannot be cut."""
+        """Divide the batch evenly into ``parts`` parts, as views; fewer if it has fewer samples. Raises `TaskError` if it cannot be
+        divided."""
         if parts == 1 or self.samples < 2:
             return [self]
         cuts = np.array_split(np.arange(self.samples), min(parts, self.samples))
         return [self._cut(slice(int(cut[0]), int(cut[-1]) + 1), len(cut)) for cut in cuts]
 
     def part(self, which: slice) -> Batch:
-        """Some of the samples, as views. Raises `TaskError` where it cannot be cut."""
+        """The samples of a slice, as views. Raises `TaskError` if the batch cannot be divided."""
         start, stop, _ = which.indices(self.samples)
         return self if (start, stop) == (0, self.samples) else self._cut(which, stop - start)
 
@@ -84,7 +85,7 @@ class Batch:
             return rows(part, which, self.samples)
 
         named = {name: cut(value) for name, value in self.named.items()}
-        if self.forward is not None and type(self.target) in (tuple, list):  # its entries are fields, however many they are
+        if self.forward is not None and type(self.target) in (tuple, list):  # its entries are fields, whatever their number
             target = type(self.target)(cut(each) for each in self.target)
         else:
             target = cut(self.target)
@@ -96,18 +97,18 @@ class Batch:
         return batch if device.type == "cpu" else batch.mapped(lambda part: moved(part, device))
 
     def mapped(self, function: Callable[[Any], Any]) -> Batch:
-        """With ``function`` of all that is in it: of inputs, target and named inputs together."""
+        """A copy with ``function`` applied to each part: inputs, target and named inputs."""
         inputs, target, named = function((self.inputs, self.target, dict(self.named)))
         return replace(self, inputs=inputs, target=target, named=named, arriving=None)
 
     def with_inputs(self, function: Callable[[Any], Any]) -> Batch:
-        """Return a copy with ``function`` applied to the inputs alone."""
+        """A copy with ``function`` applied to the inputs alone."""
         if self.forward is not None:
             return replace(self, target=function(self.target))
         return replace(self, inputs=function(self.inputs), named=function(dict(self.named)))
 
     def on_its_way(self, move: Move) -> Batch:
-        """The batch, with a copy begun."""
+        """The batch, with a copy to the device begun by ``move``."""
         begun: list[Callable[[], torch.Tensor]] = []
 
         def begin(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ class Batch:
 
 
 def batch_of(collated: Any, samples: int, forward: Forward | None = None) -> Batch:
-    """Make a `Batch` of ``samples`` collated samples, by the table above. Raises `TaskError` where no row of the table fits."""
+    """Make a `Batch` of ``samples`` collated samples, by the table above. Raises `TaskError` if no row of the table fits."""
     if forward is not None:
         return Batch((), collated, samples, forward=forward)
     if isinstance(collated, Mapping):
@@ -131,14 +132,14 @@ def batch_of(collated: Any, samples: int, forward: Forward | None = None) -> Bat
     if not isinstance(collated, tuple | list) or len(collated) < 2:
         raise TaskError(
             f"a batch of the task's data is a {type(collated).__name__}; it must be (input, target), or a mapping with labels: let "
-            "data[i] return such a pair, or give Task.forward(model, batch), after which the loss gets the whole batch"
+            "data[i] return such a pair, or define Task.forward(model, batch); the loss then gets the whole batch"
         )
     fields: tuple[str, ...] = getattr(collated, "_fields", ())
     wrong = [name for name in fields[:-1] if name in TARGETS]
     if wrong and fields[-1] not in TARGETS:
         raise TaskError(
-            f"a batch of the task's data is a {type(collated).__name__} whose last field is {fields[-1]!r}, which would be the "
-            f"target, though it has {wrong[0]!r}: put that last, or give Task.forward(model, batch)"
+            f"a batch of the task's data is a {type(collated).__name__} whose last field, which should be the target, is "
+            f"{fields[-1]!r}, although it has {wrong[0]!r}: put that field last, or define Task.forward(model, batch)"
         )
     return Batch(tuple(collated[:-1]), collated[-1], samples)
 
@@ -149,11 +150,11 @@ def _of_mapping(collated: Mapping[Any, Any], samples: int) -> Batch:
         keys = ", ".join(map(repr, collated))
         several = f"has {' and '.join(map(repr, found))}" if found else f"has none of {', '.join(TARGETS)}"
         raise TaskError(
-            f"a batch of the task's data is a mapping of {keys}, which {several}: it is not certain what the loss compares with. "
-            "Give Task.forward, such as `lambda model, batch: model(batch['x'])`; the loss gets the whole batch then"
+            f"a batch of the task's data is a mapping of {keys}, which {several}, so the target is not known. Define "
+            "Task.forward, such as `lambda model, batch: model(batch['x'])`; the loss then gets the whole batch"
         )
     strange = [key for key in collated if not isinstance(key, str)]
     if strange:
-        raise TaskError(f"a batch of the task's data is a mapping with the key {strange[0]!r}, which cannot name an input")
+        raise TaskError(f"a batch of the task's data is a mapping with the key {strange[0]!r}, which is not a valid argument name")
     named = {str(key): value for key, value in collated.items() if key != found[0]}
     return Batch((), collated[found[0]], samples, named=named)

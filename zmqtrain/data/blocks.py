@@ -1,8 +1,9 @@
-"""Batches of samples as they travel: made of a dataset, taken apart into payloads, put together again, and cut."""
+"""Batches of samples that are sent between workers: read from a dataset, converted to and from payloads, and divided."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.data.draws import drawn_from
 from zmqtrain.data.partition import Indices
 from zmqtrain.errors import TaskError
 from zmqtrain.wire.payload import Payload
@@ -19,52 +21,55 @@ from zmqtrain.wire.tensor import TensorPayload
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some samples: which, and their content, whose rows are in that order."""
+    """Some samples: their indices and their content, in the same order."""
 
     ids: Indices
     content: Any
 
 
 class Contents(Protocol):
-    """The contents of blocks of samples: how they are read, packed and unpacked."""
+    """How the contents of blocks of samples are read, packed and unpacked."""
 
-    def read(self, ids: Indices) -> Any:
-        """Read samples from the dataset. May be called in any thread."""
+    def read(self, ids: Indices, seed: Sequence[int] | None = None) -> Any:
+        """Read the samples with these indices from the dataset. May be called in any thread. ``seed``: of what the dataset draws
+        from global generators."""
         ...
 
     @property
     def fields(self) -> int:
-        """Payloads of a block."""
+        """The number of payloads of a block."""
         ...
 
     def pack(self, block: Block) -> list[Payload]:
-        """What travels. Memory of the content; do not write to it until it has arrived."""
+        """The payloads to send. They alias the block's content: do not write to it until they have arrived."""
         ...
 
     def unpack(self, payloads: Sequence[Payload]) -> Any:
-        """Rebuild received samples, in memory of their own."""
+        """The content of received payloads, in memory of its own."""
         ...
 
     def gather(self, rows: Sequence[tuple[Any, int]]) -> Any:
-        """New content of single rows of others: (content, row)."""
+        """Make new content from rows of others, given as pairs (content, row)."""
         ...
 
 
 class TensorContents:
-    """Stacked tensors: alone, or in tuples, lists and dicts as collating makes them."""
+    """Stacked tensors: alone, or in tuples, lists and dicts as collating makes them. Their first dimension counts samples."""
 
     def __init__(self, collated: Callable[[Indices], Any]) -> None:
-        """``collated(ids)``: samples of the dataset as a batch, before any transform."""
+        """``collated(ids)`` returns samples of the dataset as a batch, before any transform."""
         self._collated = collated
         self._like: Any = None
 
-    def read(self, ids: Indices) -> Any:
-        content = self._collated(ids)
+    def read(self, ids: Indices, seed: Sequence[int] | None = None) -> Any:
+        with nullcontext() if seed is None else drawn_from(seed):
+            content = self._collated(ids)
         for tensor in _tensors(content):
             if tensor.dim() == 0 or tensor.shape[0] != len(ids):
                 raise TaskError(
-                    f"a batch of {len(ids)} samples holds a tensor of shape {list(tensor.shape)}, which is not stacked by samples, "
-                    'so it cannot travel round the ring: use ring = "indices" in [data]'
+                    f"a batch of {len(ids)} samples holds a tensor of shape {list(tensor.shape)}, whose first dimension does not "
+                    "count "
+                    'samples, so it cannot be sent around the ring: set [data] ring = "indices"'
                 )
         self._like = content
         return content
@@ -90,17 +95,17 @@ class TensorContents:
 
     @property
     def fields(self) -> int:
-        """Tensors of a block."""
+        """The number of tensors of a block."""
         return sum(1 for _ in _tensors(self._template()))
 
     def _template(self) -> Any:
         if self._like is None:
-            self._like = self._collated(np.zeros(1, np.int64))  # of any one sample, only to see how samples are made
+            self._like = self._collated(np.zeros(1, np.int64))  # any one sample shows the structure
         return self._like
 
 
 class PhantomContents:
-    """Blocks of which only the sizes travel."""
+    """Blocks of which only the sizes are sent."""
 
     def __init__(self, sample_bytes: int) -> None:
         self._sample_bytes = sample_bytes
@@ -109,7 +114,7 @@ class PhantomContents:
     def fields(self) -> int:
         return 1
 
-    def read(self, ids: Indices) -> Any:
+    def read(self, ids: Indices, seed: Sequence[int] | None = None) -> Any:
         return None
 
     def pack(self, block: Block) -> list[Payload]:
@@ -123,7 +128,7 @@ class PhantomContents:
 
 
 def _tensors(content: Any) -> Iterator[Tensor]:
-    """All tensors, in a fixed order. Raises `TaskError` for anything else."""
+    """All tensors, in a fixed order. Raises `TaskError` if there is anything else."""
     if isinstance(content, Tensor):
         yield content
     elif isinstance(content, dict):
@@ -134,8 +139,9 @@ def _tensors(content: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
     else:
         raise TaskError(
-            f"a batch holds a {type(content).__name__}, and only tensors travel round the ring (in tuples, lists and dicts): use "
-            'ring = "indices" in [data], or let the data be tensors'
+            f"a batch holds a {type(content).__name__}, but only tensors (in tuples, lists and dicts) can be sent around the ring: "
+            "set "
+            '[data] ring = "indices", or convert the data to tensors'
         )
 
 

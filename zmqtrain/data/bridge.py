@@ -1,8 +1,8 @@
-"""Between an event loop and a thread of plain code: the compute thread of a worker, or the thread that a script runs in.
+"""Connects an event loop with a thread of plain code: the compute thread of a worker, or the thread in which a script runs.
 
-The thread begins coroutines on the loop and waits for what they return. It waits at a condition of its device's, so it does the
-same on virtual time as on real threads. While it waits, a coroutine may have something computed in it (`Bridge.compute`): so all of
-torch's work stays in one thread, with its CUDA stream and its settings::
+The thread starts coroutines on the loop and waits for their results. It waits at a condition of its device, so it works the same
+way on virtual time as with real threads. While it waits, a coroutine may have a function computed in it (`Bridge.compute`). So all
+of torch's work stays in one thread, with its CUDA stream and its settings::
 
     thread                                   loop
     begun = bridge.begin(work, "...")  ───>  work runs
@@ -29,36 +29,36 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Work(Protocol[T_co]):
-    """Something to await once; a coroutine, for example."""
+    """Something that can be awaited once; a coroutine, for example."""
 
     def __await__(self) -> Generator[Any, Any, T_co]: ...
 
     def close(self) -> object:
-        """It is not awaited, or is through."""
+        """Called when it was not awaited, or has ended."""
 
 
 class Bridge:
-    """Made on the event loop, for one thread. `begin`, `call` and `Begun.wait` are called in the thread, `abort` in any, `compute`
-    and `close` on the loop."""
+    """Made on the event loop's thread, for one other thread. `begin`, `call` and `Begun.wait` are called in that thread, `abort` in
+    any thread, `compute` and `close` on the loop's."""
 
     def __init__(self, condition: Condition, clock: Callable[[], float], timeout_s: float) -> None:
         """
         Args:
-            condition: what the thread waits at, of its device.
-            clock: seconds, of its device.
-            timeout_s: longer than all time-outs that the coroutines have themselves: it only matters where the loop itself hangs.
+            condition: the condition of the device, at which the thread waits.
+            clock: the device's clock, in seconds.
+            timeout_s: longer than all time-outs of the coroutines themselves, since it only matters if the loop itself hangs.
         """
         self.loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self.changed, self.clock, self.timeout_s = condition, clock, timeout_s
         self.error: BaseException | None = None
         """The error that was given to `abort`."""
-        self._jobs: deque[Callable[[], None]] = deque()  # to be computed by the thread when it waits
+        self._jobs: deque[Callable[[], None]] = deque()  # functions for the thread to call while it waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def begin(self, work: Work[T], what: str) -> Begun[T]:
-        """Let the loop run ``work``. Call `Begun.wait` next. ``what`` it is for, in words."""
+        """Let the loop run ``work``. Call `Begun.wait` next. ``what``: its purpose in words, for errors."""
         begun: Begun[T] = Begun(self, what)
         try:
             self.loop.call_soon_threadsafe(self._start, work, begun)
@@ -69,9 +69,9 @@ class Bridge:
         return begun
 
     def call(self, work: Work[T], what: str) -> T:
-        """What ``work`` returns. A KeyboardInterrupt cancels it, and so does whatever else ends the wait.
+        """Run ``work`` and return its result. KeyboardInterrupt, and anything else that ends the wait, cancels it.
 
-        Raises what ``work`` raises, what `abort` was given, and `UsageError` on the loop's own thread."""
+        Raises the errors of ``work``, the error given to `abort`, and `UsageError` on the loop's own thread."""
         try:
             self.check_thread(what)
         except UsageError:
@@ -85,16 +85,16 @@ class Bridge:
             raise
 
     def check_thread(self, what: str) -> None:
-        """Raise `UsageError` on the loop's own thread, which must never wait for itself."""
+        """Raise `UsageError` on the loop's own thread, which must never wait for itself. ``what``: the call, for the message."""
         if threading.get_ident() == self._loop_thread:
             raise UsageError(f"{what} waits for the network, so it cannot run on the event loop: use `await session.run(function)`")
 
     async def compute(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns, computed in the thread while it waits: to be awaited by something that it waits for."""
+        """Call ``function`` in the thread, which must be waiting for the caller, and return its result."""
         outcome: asyncio.Future[T] = self.loop.create_future()
 
         def settle(setter: Callable[[Any], None], value: object) -> None:
-            if not outcome.done():  # else its waiter was cancelled
+            if not outcome.done():  # otherwise its waiter was cancelled
                 setter(value)
 
         def job() -> None:
@@ -104,7 +104,7 @@ class Bridge:
                 result = function()
             except Exception as error:  # noqa: BLE001 - handed to the coroutine
                 self.loop.call_soon_threadsafe(settle, outcome.set_exception, error)
-            except BaseException:  # a KeyboardInterrupt is the thread's own
+            except BaseException:  # the thread handles a KeyboardInterrupt itself
                 self.loop.call_soon_threadsafe(outcome.cancel)
                 raise
             else:
@@ -116,14 +116,14 @@ class Bridge:
         return await outcome
 
     def abort(self, error: BaseException) -> None:
-        """Every wait, now and later, raises ``error``, or the error of an earlier call."""
+        """Every wait, now and later, raises ``error``, or the error of the first call."""
         with self.changed:
             if self.error is None:
                 self.error = error
             self.changed.notify_all()
 
     async def close(self) -> None:
-        """Cancel what is under way. Every wait, now and later, raises `ConnectivityError`, or what `abort` was given before."""
+        """Cancel all running work. Every wait, now and later, raises `ConnectivityError`, or the error given to `abort`."""
         self._closed = True
         self.abort(ConnectivityError("this worker has ended"))
         tasks = list(self._tasks)
@@ -139,7 +139,7 @@ class Bridge:
         begun._task = task = self.loop.create_task(self._run(work, begun), name=begun.what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
+        task.add_done_callback(lambda _: work.close())  # matters if it was cancelled before its first step
 
     async def _run(self, work: Work[T], begun: Begun[T]) -> None:
         result: list[T] = []
@@ -149,7 +149,7 @@ class Bridge:
         except asyncio.CancelledError:
             error = self.error or ConnectivityError(f"{begun.what} was cancelled")
             raise
-        except Exception as raised:  # noqa: BLE001 - it is raised where it is waited for
+        except Exception as raised:  # noqa: BLE001 - raised in the thread that waits for it
             error = raised
         except BaseException as raised:
             error = raised
@@ -161,7 +161,7 @@ class Bridge:
 
 
 class Begun(Generic[T]):
-    """Something under way. Made by `Bridge.begin`."""
+    """Work that has been started by `Bridge.begin`."""
 
     def __init__(self, bridge: Bridge, what: str) -> None:
         self._bridge, self.what = bridge, what
@@ -173,13 +173,14 @@ class Begun(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` returns or raises at once."""
+        """Whether `wait` would return or raise at once."""
         return bool(self._result) or self._error is not None or self._bridge.error is not None
 
     def wait(self) -> T:
-        """Block until it is done, and compute meanwhile what `Bridge.compute` asks for. Returns what the coroutine has returned.
+        """Block until the work has ended, and meanwhile call the functions given to `Bridge.compute`. Returns the coroutine's
+        result.
 
-        Raises what the coroutine has raised, what `Bridge.abort` was given, or `PeerTimeoutError` where the loop hangs."""
+        Raises the coroutine's error, the error given to `Bridge.abort`, or `PeerTimeoutError` if the loop hangs."""
         if not self.ended:
             start = self._bridge.clock()
             try:
@@ -192,7 +193,7 @@ class Begun(Generic[T]):
         return self._result[0]
 
     def cancel(self) -> None:
-        """Cancel the operation."""
+        """Cancel the work."""
         with suppress(RuntimeError):  # the loop is closed
             self._bridge.loop.call_soon_threadsafe(self._cancel)
 
@@ -209,4 +210,4 @@ class Begun(Generic[T]):
                 if self.ended:
                     return
                 job = bridge._jobs.popleft()
-            job()  # which may begin and wait in its turn
+            job()  # which may itself begin work and wait for it

@@ -1,4 +1,4 @@
-"""Random numbers while samples are read: from seeds of the batch, wherever it is read."""
+"""Random numbers for reading samples: they follow from a batch's seed, wherever it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
-#: What takes a generator.
+#: Functions that take a generator.
 _DRAWS = frozenset(
     {
         torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial, torch.poisson,
@@ -26,9 +26,9 @@ _DRAWS = frozenset(
 
 
 class OwnDraws(TorchFunctionMode):
-    """In this thread torch draws from a generator of its own, and not from the global one, which is the model's.
+    """While active, torch draws in this thread from a separate generator and not from the global one, which belongs to the model.
 
-    That holds for functions that take a generator, and for ``rand_like`` and its like; not for `torch.nn.functional.dropout`.
+    That holds for functions that take a generator, and for ``rand_like`` and the like, but not for `torch.nn.functional.dropout`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -56,8 +56,8 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
 
 
 class _Alone:
-    """Python's and numpy's generators are the process's, so of several threads that load (workers in one process) one draws at a
-    time."""
+    """A lock: Python's and numpy's generators belong to the process, so of several loading threads (workers in one process) only
+    one draws at a time."""
 
     def __init__(self) -> None:
         self.renew()
@@ -67,15 +67,16 @@ class _Alone:
 
 
 _alone = _Alone()
-os.register_at_fork(after_in_child=_alone.renew)  # whoever held it is not in the child
+os.register_at_fork(after_in_child=_alone.renew)  # the thread that held the lock does not exist in the child
 
 
 @contextmanager
 def drawn_from(seed: Sequence[int], *, restore: bool = False) -> Iterator[None]:
-    """Inside, Python's, numpy's and torch's global generators give what follows from ``seed``, in any thread or loader process.
+    """A context in which Python's, numpy's and torch's global generators follow from ``seed``, in any thread or loader process.
 
-    Torch's global generator itself is left alone in a process that trains: the model draws from it at the same time. Python's and
-    numpy's are seeded, and stay as the block leaves them; with ``restore``, for a thread that has them to itself, as they were.
+    In a process that trains, torch's global generator itself is not touched, since the model draws from it at the same time.
+    Python's and numpy's are seeded, and keep the state they have at the end. With ``restore``, their old state comes back, which is
+    for a thread that alone uses them.
     """
     with _alone.lock:
         yield from _drawing(seed, restore)
@@ -87,7 +88,7 @@ def _drawing(seed: Sequence[int], restore: bool) -> Iterator[None]:
     random.seed(int(state[0]))
     np.random.seed(int(state[1]))
     if get_worker_info() is not None:
-        torch.manual_seed(int(state[2]))  # nobody else draws here
+        torch.manual_seed(int(state[2]))  # nothing else draws in a loader process
     try:
         with OwnDraws(int(state[2])):
             yield

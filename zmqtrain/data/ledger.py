@@ -1,4 +1,4 @@
-"""What becomes of samples: what each kind of source promises, and an account of those that travel round the ring."""
+"""What happens to samples: the promises of each kind of source, and an account of the samples that go around the ring."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
 from zmqtrain.events import EventValue
 
-#: Lost samples that are named; the rest is counted.
+#: This many lost samples are named; the rest are only counted.
 MOST_NAMED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a run can say of its samples before it begins. It stands in the summary."""
+    """What a run can say about its samples before it begins. It is part of the summary."""
 
     source: str
     """dataset, ring, stream or parts of a stream."""
@@ -29,42 +29,46 @@ class Promise:
     def of_dataset(cls, source: Source, partition: Partition) -> Promise:
         """The promise for a map-style dataset."""
         left = partition.samples % partition.step_samples
-        rest = f"; {left} of {partition.samples}, which fill no step, are left out" if left else ""
+        rest = f"; the last {left} of {partition.samples}, which do not fill a step, are left out" if left else ""
         if source.order == "sampler":
             order, each = "the sampler's, seeded by the job", f"as often as the sampler gives it{rest}"
         else:
-            order = "the dataset's" if partition.shuffle == "none" else "another each epoch, from the job's seed"
+            order = "the dataset's" if partition.shuffle == "none" else "a new one each epoch, from the job's seed"
             each = f"once{rest}"
-        return cls("dataset", order, each, "what the uninterrupted run would, augmented by the same random numbers")
+        return cls("dataset", order, each, "those of the uninterrupted run, augmented with the same random numbers")
 
     @classmethod
     def of_ring(cls, *, survives: bool) -> Promise:
         """The promise for a ring. ``survives``: the run continues without lost members."""
-        each = "once while nobody is lost; the ledger says what became of the others" if survives else "once"
-        return cls("ring", "each group's part, which moves on to the next group", each, "the same order")
+        each = "once while no worker is lost; the ledger says what happened to the other samples" if survives else "once"
+        return cls("ring", "each group's part, which then moves on to the next group", each, "the same order")
 
     @classmethod
     def of_stream(cls, source: Source) -> Promise:
         """The promise for a stream, whose length is not known."""
         stateful = hasattr(source.dataset, "state_dict") and hasattr(source.dataset, "load_state_dict")
-        resumed = "what follows on the stream's own state" if stateful else "what follows on all that is read again and passed over"
+        resumed = (
+            "those that follow the stream's saved state"
+            if stateful
+            else "those that follow after the samples up to the checkpoint have been read again and skipped"
+        )
         if source.shard is None:
-            return cls("stream", "the stream's", "once; what fills no step at the end is left out", resumed)
+            return cls("stream", "the stream's", "once; samples at the end that do not fill a step are left out", resumed)
         return cls(
             "parts of a stream",
             "each part's",
-            "as the parts divide the stream; what one part has more than the shortest may be left out",
+            "as the parts divide the stream; what a part has beyond the shortest part may be left out",
             resumed,
         )
 
     def values(self) -> dict[str, EventValue]:
-        """As the values of an event."""
+        """The promise as the values of an event."""
         return dict(asdict(self))
 
 
 @dataclass(slots=True)
 class Ledger:
-    """One peer's account. All numbers since the beginning."""
+    """One peer's account. All numbers count from the beginning of the run."""
 
     held: int = 0
     """Samples that it holds now."""
@@ -72,16 +76,16 @@ class Ledger:
     sent: int = 0
     received: int = 0
     recovered: int = 0
-    """Got from copies that others kept, after a change of the members."""
+    """Received from copies that other peers kept, after a change of the members."""
     read_again: int = 0
     """Samples that were read from the dataset because no member had a copy."""
     repeated: int = 0
-    """Trained once more, since those that were due had been lost on the way."""
+    """Samples trained on once more, since the samples due had been lost on the way."""
     lost: list[int] = field(default_factory=list)
-    """Samples of this peer's share of which there was no copy any more."""
+    """Samples of this peer's share of which no copy was left."""
 
     def values(self) -> dict[str, EventValue]:
-        """As the values of a ``samples`` event."""
+        """The account as the values of a ``samples`` event."""
         return {
             "held": self.held,
             "trained": self.trained,

@@ -1,4 +1,4 @@
-"""A worker's batches, fetched ahead in a thread or in processes; where a device has memory of its own, copied there ahead, too."""
+"""A worker's batches, fetched ahead by a thread or by processes, and copied ahead to a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from zmqtrain.errors import TaskError
 
 Collate = Callable[[list[Any]], Any]
 Transform = Callable[[Any], Any]
-#: Makes a `Batch` of what was collated of so many samples.
+#: Makes a `Batch` from collated samples and their number.
 Make = Callable[[Any, int], Batch]
 
 
 class Reader:
-    """Reads samples of a map-style dataset, and collates and transforms them. In any thread or process, with the same result.
+    """Reads samples of a map-style dataset, and collates and transforms them, with the same result in any thread or process.
 
-    A `TensorDataset` is indexed a batch at a time, and a dataset with ``__getitems__`` asked for a batch at a time. What the code
-    draws from Python's, numpy's and torch's global generators follows from the seed alone.
+    A `TensorDataset` is indexed a batch at a time, and a dataset with ``__getitems__`` is asked for a batch at a time. What the
+    code draws from Python's, numpy's and torch's global generators follows from the request's seed alone.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None = None, transform: Transform | None = None) -> None:
         self.dataset, self._collate, self._transform = dataset, collate, transform
 
     def __call__(self, request: Request) -> Any:
-        """Raises `TaskError` where the dataset, collate or transform raises."""
+        """Returns the transformed batch. Raises `TaskError` if the dataset, collate or transform raises."""
         return self.prepared(request.indices, lambda: self.collated(request.indices), request.seed)
 
     def prepared(self, indices: Indices, collated: Callable[[], Any], seed: Sequence[int] | None) -> Any:
-        """The transformed batch of samples that were collated already, as ``collated()`` gives them."""
+        """Transform a batch of samples that were already collated, as ``collated()`` returns it."""
         try:
             if seed is None or (self._whole and self._transform is None):
                 return self._transformed(collated())
@@ -53,7 +53,7 @@ class Reader:
             raise TaskError(f"making a batch of the task's {what} raised {type(error).__name__}: {error}") from error
 
     def collated(self, indices: Indices) -> Any:
-        """Samples of the dataset, stacked; without the transform."""
+        """The samples with these indices, stacked but not transformed."""
         if self._whole:
             rows = torch.from_numpy(indices.copy())
             return [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
@@ -64,7 +64,7 @@ class Reader:
         return self.together(samples)
 
     def together(self, samples: list[Any]) -> Any:
-        """Samples as a batch, without the transform."""
+        """Collate samples into a batch, without the transform."""
         return (self._collate or default_collate)(samples)
 
     @property
@@ -82,14 +82,15 @@ class Finish:
     make: Make = batch_of
     """Separates inputs from targets."""
     pin: bool = False
-    """Whether to copy to memory that devices can copy from directly."""
+    """Whether to copy the batch to pinned memory, from which devices can copy directly."""
     channels_last: bool = False
-    """Whether images (four dimensions) of the inputs are laid out with channels last."""
+    """Whether images (four dimensions) among the inputs are laid out with channels last."""
     move: Move | None = None
-    """Moves a batch to the device where it is used, as soon as it is made."""
+    """Moves a batch to its device as soon as it is made."""
 
     def __call__(self, read: Any, samples: int) -> Batch:
-        """Raises `TaskError` for a batch that no task can have. In any thread of the worker."""
+        """Returns the finished batch. Raises `TaskError` if it is not a valid batch of a task. May run in any thread of the
+        worker."""
         batch = self.make(read, samples)
         if self.channels_last:
             batch = batch.with_inputs(lambda part: mapped(part, _channels_last))
@@ -99,17 +100,18 @@ class Finish:
 
 
 class Fetch:
-    """Makes batches of a map-style dataset's samples, ready for the device. Runs in any thread."""
+    """Makes batches of a map-style dataset's samples, ready for the device. May run in any thread."""
 
     def __init__(self, reader: Reader, finish: Finish | None = None) -> None:
         self.reader, self.finish = reader, finish or Finish()
 
     def __call__(self, indices: Indices, seed: Sequence[int] | None = None) -> Batch:
-        """Raises `TaskError` where the dataset, collate or transform raises, or a batch is none that a task can have."""
+        """The batch of the samples with these indices. Raises `TaskError` if the dataset, collate or transform raises, or the batch
+        is not valid."""
         return self.finished(indices, lambda: self.reader.collated(indices), seed)
 
     def finished(self, indices: Indices, collated: Callable[[], Any], seed: Sequence[int] | None = None) -> Batch:
-        """The batch of samples that were collated already, as ``collated()`` gives them."""
+        """The batch of samples that were already collated, as ``collated()`` returns them."""
         return self.finish(self.reader.prepared(indices, collated, seed), len(indices))
 
 
@@ -126,9 +128,14 @@ class Loader:
         processes: Processes | None = None,
         epoch_steps: int = 0,
     ) -> None:
-        """``indices(step)``: the worker's samples; ``seed``: distinguishes run and worker; ``thread``: where to fetch, by default
-        a thread of its own. It is closed with the loader. ``processes``: that read for the thread; ``epoch_steps``: of an epoch, at
-        whose end they begin anew if they do not persist."""
+        """
+        Args:
+            indices: ``indices(step)`` returns the worker's samples.
+            seed: distinguishes run and worker.
+            thread: where to fetch, by default a thread of its own; closed with the loader.
+            processes: processes that read for the thread.
+            epoch_steps: the steps of an epoch, after which the processes are started again unless they persist.
+        """
         self._fetch, self._indices, self._seed = fetch, indices, seed
         self._thread: Background = thread or BackgroundThread("zmqtrain-loader")
         self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
@@ -137,7 +144,7 @@ class Loader:
             self._processes = LoaderProcesses(fetch.reader, self._request, processes, epoch_steps)
 
     async def batch(self, step: int, *, ahead: bool = True) -> Batch:
-        """The step's batch. ``ahead``: begin to fetch the next step's."""
+        """The batch of ``step``. ``ahead``: start to fetch the next step's."""
         if self._ahead is not None and self._ahead[0] == step:
             future = self._ahead[1]
         else:
@@ -146,7 +153,7 @@ class Loader:
         self._ahead = None
         batch = await future
         if ahead:
-            if self._processes is not None and self._processes.begins_with(step + 1):  # now, while nothing is computed
+            if self._processes is not None and self._processes.begins_with(step + 1):  # now, since nothing is being computed
                 await self._thread.submit(partial(self._processes.prepare, step + 1))
             self._ahead = (step + 1, self._submit(step + 1))
         return batch
@@ -171,7 +178,7 @@ class Loader:
     async def close(self, timeout_s: float) -> None:
         self._drop()
         if self._processes is not None:
-            self._thread.submit(self._processes.renew)  # in the thread that has started them
+            self._thread.submit(self._processes.renew)  # in the thread that started them
         await self._thread.close(timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Tensors in whatever structure a batch has: tuples, lists, mappings, named tuples and dataclasses of each other."""
+"""Tensors in nested structures: tuples, lists, mappings, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from zmqtrain.errors import TaskError
 
-#: Values that belong to the whole batch where they stand alone, and to a sample each in a list as long as the batch.
+#: A single value of these types belongs to the whole batch; a list of them, as long as the batch, has one for each sample.
 PLAIN = (str, bytes, bool, int, float, complex, np.number, np.bool_, type(None))
 
 
 def mapped(part: Any, function: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """The same structure with ``function`` of each tensor in it, and ``other`` of whatever else stands at its ends."""
+    """The same structure with ``function`` applied to each tensor in it, and ``other`` to every other leaf."""
     if isinstance(part, Tensor):
         return function(part)
     children = _children(part)
@@ -36,15 +36,15 @@ def leaves(part: Any) -> Iterator[Any]:
 
 
 def moved(part: Any, device: torch.device) -> Any:
-    """In the device's memory: tensors, and objects that have a method ``to`` of their own."""
+    """The structure in the device's memory: its tensors, and objects that have a method ``to``."""
     return mapped(part, lambda tensor: tensor.to(device, non_blocking=True), lambda leaf: _to(leaf, device))
 
 
 def rows(part: Any, which: slice, samples: int) -> Any:
-    """Some samples of a structure that holds ``samples``; tensors are views.
+    """Some samples of a structure that holds ``samples`` samples; tensors are views.
 
-    Tensors and arrays are cut in their first dimension, and lists with an entry for each sample. Numbers and texts belong to the
-    whole batch. Raises `TaskError` for anything of which it is not certain what belongs to which sample.
+    Tensors and arrays are divided along their first dimension, and so are lists with one entry per sample. Numbers and strings
+    belong to the whole batch. Raises `TaskError` for anything else, of which it is not known what belongs to which sample.
     """
     if isinstance(part, PLAIN):
         return part
@@ -58,19 +58,19 @@ def rows(part: Any, which: slice, samples: int) -> Any:
     if isinstance(part, tuple | list) and not hasattr(part, "_fields") and len(part) == samples:
         arrays = [leaf for leaf in leaves(part) if isinstance(leaf, Tensor | np.ndarray)]
         if not all(leaf.ndim and leaf.shape[0] == samples for leaf in arrays) or not arrays:
-            return part[which]  # an entry for each sample
+            return part[which]  # one entry per sample
         if samples > 1:
             raise _uncertain(
-                f"a {type(part).__name__} of {samples} entries, each of which may be a sample, or have all of them", samples
+                f"a {type(part).__name__} of {samples} entries, which may be one per sample, or fields of all samples", samples
             )
     return _rebuilt(part, [rows(child, which, samples) for child in children])
 
 
 def _uncertain(what: str, samples: int) -> TaskError:
     return TaskError(
-        f"a batch of {samples} samples is to be cut ([compute] accumulate, or a grid that divides the model), but holds {what}: it "
-        "is not certain what of it belongs to which sample. Let the collate function stack samples in the first dimension, or do "
-        "without accumulate and grid"
+        f"a batch of {samples} samples must be divided ([compute] accumulate, or a grid that divides the model), but it contains "
+        f"{what}: it is not known which part of it belongs to which sample. Let the collate function stack samples in the first "
+        "dimension, or use neither accumulate nor a grid"
     )
 
 
@@ -83,7 +83,7 @@ def _to(leaf: Any, device: torch.device) -> Any:
 
 
 def _children(part: Any) -> list[Any] | None:
-    """What is directly in it; ``None`` for what has no parts, or moves by a method of its own (packed sequences, graphs)."""
+    """The direct children; ``None`` for a leaf, or an object with its own method ``to`` (packed sequences, graphs)."""
     if isinstance(part, Mapping):
         return list(part.values())
     if callable(getattr(part, "to", None)):
@@ -96,7 +96,7 @@ def _children(part: Any) -> list[Any] | None:
 
 
 def _rebuilt(part: Any, children: list[Any]) -> Any:
-    """One like ``part`` with other children."""
+    """An object like ``part`` with other children."""
     if isinstance(part, Mapping):
         return _mapping(part, dict(zip(part, children, strict=True)))
     if isinstance(part, tuple) and hasattr(part, "_fields"):
@@ -110,6 +110,6 @@ def _rebuilt(part: Any, children: list[Any]) -> Any:
 def _mapping(part: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(part) is dict or not isinstance(part, MutableMapping):
         return items
-    alike = copy.copy(part)  # keeps what its class has beside the items
+    alike = copy.copy(part)  # keeps what its class has besides the items
     alike.update(items)
     return alike

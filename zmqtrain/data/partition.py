@@ -1,4 +1,4 @@
-"""Which samples which worker takes at which step: pure, the same on every machine and with every numpy release."""
+"""Which samples each worker takes at each step: pure, and the same on every machine and with every numpy release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Indices = npt.NDArray[np.int64]
 
 
 def even_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Start and stop of one of ``parts`` even parts of ``count``; the first ones are one larger where it does not divide."""
+    """First and last (exclusive) of part number ``part`` of ``count`` in ``parts`` even parts; the first parts may be larger by
+    one."""
     each, more = divmod(count, parts)
     start = part * each + min(part, more)
     return start, start + each + (part < more)
@@ -26,9 +27,9 @@ def even_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
 class Partition:
     """The training samples, divided over steps, groups and the workers of a group.
 
-    Each epoch takes each sample at most once; what does not fill a step of all groups is left out (with ``shuffle = "global"``
-    another few each epoch). The samples of one step of all groups are one run of the epoch's order, so that a synchronous step
-    of g groups equals one process's step on g times the batch.
+    Each epoch takes each sample at most once. Samples that do not fill a step of all groups are left out (with ``shuffle =
+    "global"`` different ones in each epoch). The samples of one step of all groups are contiguous in the epoch's order, so that a
+    synchronous step of g groups equals one process's step on g times the batch.
     """
 
     samples: int
@@ -39,23 +40,23 @@ class Partition:
     seed: int
     shuffle: Literal["global", "none"] = "global"
     order: Callable[[int], Indices] | None = None
-    """All samples of an epoch in their order, where something else than ``shuffle`` says it."""
+    """All samples of an epoch in order, if something other than ``shuffle`` determines it."""
 
     def __post_init__(self) -> None:
         if self.batch_size < self.group_size:
             raise UsageError(
-                f"[compute] batch_size = {self.batch_size} is smaller than group_size = {self.group_size}: some workers would have "
-                "no sample. Raise batch_size or lower group_size"
+                f"[compute] batch_size = {self.batch_size} is smaller than group_size = {self.group_size}, so some workers would "
+                "have no samples. Raise batch_size or lower group_size"
             )
         if self.samples < self.step_samples:
             raise UsageError(
                 f"the training data has {self.samples} samples, but one step of {self.groups} groups with batch_size = "
-                f"{self.batch_size} takes {self.step_samples}. Lower [compute] batch_size or groups, or give more data"
+                f"{self.batch_size} takes {self.step_samples}. Lower [compute] batch_size or groups, or provide more data"
             )
 
     @property
     def step_samples(self) -> int:
-        """Samples of one step of all groups."""
+        """The number of samples of all groups in a step."""
         return self.groups * self.batch_size
 
     @property
@@ -63,12 +64,12 @@ class Partition:
         return self.samples // self.step_samples
 
     def indices(self, step: int, group: int, position: int) -> Indices:
-        """The samples that the worker takes at the step, counted from 0 over all epochs, where all parts are even."""
+        """The samples that the worker takes at ``step``, which counts from 0 over all epochs, if all parts are even."""
         start, stop = even_bounds(self.batch_size, self.group_size, position)
         return self.run(step, group * self.batch_size + start, group * self.batch_size + stop)
 
     def run(self, step: int, start: int, stop: int) -> Indices:
-        """Some of the samples that all groups take at the step: from ``start`` to ``stop`` of `step_samples`."""
+        """Of the samples that all groups take at ``step``, those from ``start`` up to ``stop`` (at most `step_samples`)."""
         epoch, place = divmod(step, self.steps_per_epoch)
         begin = place * self.step_samples
         order = _order(self.samples, self.seed, epoch, self.shuffle) if self.order is None else self.order(epoch)
@@ -82,8 +83,8 @@ def _order(samples: int, seed: int, epoch: int, shuffle: Literal["global", "none
 
 
 def shuffled(samples: int, seed: int, number: int) -> Indices:
-    """All samples in a random order; another one for each seed and number."""
-    # numpy promises the raw stream of a bit generator for all releases, but not what `permutation` makes of it.
+    """All samples in a random order that depends on seed and number."""
+    # numpy guarantees a bit generator's raw stream for all releases, but not the results of `permutation`.
     keys = np.random.Philox(key=seed, counter=[0, 0, number, 0]).random_raw(samples)
     order: Indices = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False

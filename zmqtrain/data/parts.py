@@ -1,4 +1,4 @@
-"""A whole number in parts, as near to given weights as whole parts can be. Pure."""
+"""Divides a whole number into parts, as close to given weights as whole parts can be. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 def parts_of(count: int, weights: Sequence[float], *, least: int = 1) -> tuple[int, ...]:
-    """``count`` in as many parts as there are weights, each at least ``least``: the same on every machine.
+    """Divide ``count`` into one part per weight, each at least ``least``: the same on every machine.
 
-    Each part is its share rounded down, and what is left goes to those that lost most by that, the first of equal ones first.
-    Raises `ValueError` where there is not enough for all, or the weights are none: negative, or all zero.
+    Each part is its exact share rounded down; the rest goes to the parts that lost most by rounding, the first of equals first.
+    Raises `ValueError` if ``count`` is too small, or the weights are invalid: negative, or all zero.
     """
     if count < least * len(weights):
-        raise ValueError(f"{count} cannot be {len(weights)} parts of at least {least}")
+        raise ValueError(f"{count} cannot be divided into {len(weights)} parts of at least {least}")
     if not weights or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f"{list(weights)} are no weights: none may be negative, and one must not be 0")
-    # Those whose share is too small get the least; the others share the rest, which may make another's too small.
+        raise ValueError(f"{list(weights)} are not valid weights: none may be negative, and at least one must not be 0")
+    # Parts whose share is too small get the least; the others share the rest, which may make another one's too small.
     small: set[int] = set()
     while True:
         rest = [place for place in range(len(weights)) if place not in small]
@@ -34,6 +34,6 @@ def parts_of(count: int, weights: Sequence[float], *, least: int = 1) -> tuple[i
 
 
 def bounds_of(parts: Sequence[int], place: int) -> tuple[int, int]:
-    """Start and stop of one of the parts."""
+    """First and last (exclusive) of the part number ``place``."""
     start = sum(parts[:place])
     return start, start + parts[place]

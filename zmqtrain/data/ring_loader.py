@@ -1,13 +1,13 @@
 """A peer's place on the sample ring.
 
-Where the samples themselves travel, the life of a batch is::
+If the samples themselves are sent around, the life of a batch is::
 
-    batch(step)   it was read at the start (first lap), or came from the neighbour a lap after that one had used it
-    used(step)    it goes on to the next neighbour, while the next step computes; a copy stays here for a lap
+    batch(step)   it was read at the start (first lap), or came from the neighbour one lap after that one had used it
+    used(step)    it is sent on to the next neighbour while the next step computes; a copy stays here for one lap
 
-When the members change, all of them stop at the same step, say what they have (copies, too), and each asks for what its new part
-lacks: first the former holder, then the neighbours of a lost one, which have copies of its samples. A sample without copy (in the
-first lap) is read from the dataset, by a member that can.
+When the members change, all of them stop at the same step, announce what they have (copies included), and ask for what their new
+parts lack: first the former holder, then the neighbours of a lost one, which have copies of its samples. A sample without a copy
+(in the first lap) is read from the dataset by a member that can.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 _PARTS, _WANT = "ring.parts", "ring.want"
-#: A copy of what was sent stays a lap, and so many steps: by then the neighbour has it, and has sent it on.
+#: A copy of a sent block is kept for one lap and this many steps: by then the neighbour has received it, and has sent it on.
 SLACK_STEPS = 4
-#: Below everything else that travels.
+#: Lower than the priority of everything else that is sent.
 PRIORITY = -1
-#: Samples that are asked for at once.
+#: The number of samples in one request.
 MOST_AT_ONCE = 4096
 
 
 class RingLoader:
-    """Gives a worker its batches' blocks, and passes them on. All methods on the loop's thread."""
+    """Gives a worker the blocks of its batches, and passes them on. All methods are called on the loop's thread."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class RingLoader:
         endpoint: Endpoint,
         *,
         position: tuple[int, int] = (0, 1),
+        seed: tuple[int, ...] | None = None,
         survives: bool = False,
         late: bool = False,
         travel: bool = True,
@@ -58,42 +59,48 @@ class RingLoader:
         timeout_s: float,
         recorder: Recorder,
     ) -> None:
-        """``position``: this worker's place in its group, and the group's size; the group's batch is divided evenly.
-        ``survives``: whether the others go on where one is lost; ``late``: this one comes to a ring that is under way. ``travel``:
-        whether samples travel; otherwise each batch is read from the dataset."""
-        self._plan, self._contents, self._endpoint = plan, contents, endpoint
+        """
+        Args:
+            position: this worker's part of its group's batch, and the number of parts, which are even.
+            seed: of what the dataset draws, with the step; the same for workers that have the same samples.
+            survives: whether the others continue after the loss of a member.
+            late: this worker joins a ring that is already running.
+            travel: whether samples are sent; otherwise each batch is read from the dataset.
+        """
+        self._plan, self._contents, self._endpoint, self._seed = plan, contents, endpoint, seed
         self._position, self._survives, self._late = position, survives, late
         self._travel, self._thread, self._timeout_s, self._recorder = travel, thread, timeout_s, recorder
         self.ledger = Ledger()
         self._era: Ring | None = None
-        self._reading: dict[int, asyncio.Future[Block]] = {}  # step -> the block that is read for it
-        self._ahead: tuple[int, Ring, asyncio.Future[Block]] | None = None  # where samples do not travel: the next step's
+        self._reading: dict[int, asyncio.Future[Block]] = {}  # step -> the block that is being read for it
+        self._ahead: tuple[int, Ring, asyncio.Future[Block]] | None = None  # the next step's block, if samples are not sent
         self._blocks: dict[int, Block] = {}  # step -> its block
         self._used: dict[int, Block] = {}  # step -> its block, as a copy
-        self._upto = 0  # blocks of all steps before this one have come
-        self._changed = asyncio.Event()  # something has come, or never will
-        self._broken: ConnectivityError | None = None  # nothing more comes from the neighbour
+        self._upto = 0  # blocks of all steps before this one have arrived
+        self._changed = asyncio.Event()  # something has arrived, or never will
+        self._broken: ConnectivityError | None = None  # nothing more will come from the neighbour
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._receiver: asyncio.Task[None] | None = None
-        self._stock: dict[int, asyncio.Future[dict[int, tuple[Any, int]]]] = {}  # a change's step -> what is here then
+        self._stock: dict[int, asyncio.Future[dict[int, tuple[Any, int]]]] = {}  # step of a change -> the samples here at that step
         endpoint.serve(_PARTS, self._on_parts)
         endpoint.serve(_WANT, self._on_want)
 
     def change(self, step: int, members: tuple[PeerId, ...]) -> None:
-        """From ``step`` on these are the members (`zmqtrain.exchange.members.Members.on_change`)."""
-        if self._late:  # what they have is asked for when the first batch is
+        """These are the members from ``step`` on (`zmqtrain.exchange.members.Members.on_change`)."""
+        if self._late:  # their samples are requested with the first batch
             nothing = np.zeros(0, np.int64)
             self._plan.begin(Ring((nothing,) * len(members), 1, step), members)
         else:
             self._plan.change(step, members)
 
     def group_samples(self, step: int, *, mean: bool) -> float:
-        """Samples of this worker's group in a step, or the mean over all groups."""
+        """Samples of this worker's group in a step or, with ``mean``, the average over all groups."""
         ring, members = self._plan.at(step)
         return ring.samples_at(step) / ring.peers if mean else float(len(ring.indices(step, self._place(members))))
 
     async def block(self, step: int) -> Block:
-        """The step's samples. Call `used` once they are. Raises `PeerLostError` and `PeerTimeoutError` that name the neighbour."""
+        """The samples of ``step``. Call `used` when they have been used. Raises `PeerLostError` and `PeerTimeoutError` that name
+        the neighbour."""
         if not self._travel:
             return await self._read(step)
         ring, _ = self._plan.at(step)
@@ -110,7 +117,7 @@ class RingLoader:
         return block
 
     def used(self, step: int) -> None:
-        """The step's samples are not needed here any more, for a lap."""
+        """The samples of ``step`` are not needed here any more in this lap."""
         block = self._blocks.pop(step, None)
         ring, members = self._plan.at(step)
         if not self._travel:
@@ -133,7 +140,7 @@ class RingLoader:
             self._recorder.event("samples", step=step, **self.ledger.values())
 
     async def close(self, timeout_s: float) -> None:
-        """Leave the ring: what is on its way is given up."""
+        """Leave the ring: pending transfers are abandoned."""
         if self.ledger.trained:
             self._recorder.event("samples", step=None, **self.ledger.values())
         tasks = [*self._tasks, *([self._receiver] if self._receiver is not None else [])]
@@ -146,13 +153,13 @@ class RingLoader:
         await self._thread.close(timeout_s)
 
     async def _read(self, step: int) -> Block:
-        """Samples that do not travel: from the dataset, the next step's meanwhile."""
+        """Read samples that are not sent around from the dataset; the next step's are read in the meantime."""
         if self._late:
             self._late = False
             await self._take_parts(step)
         ring, _ = self._plan.at(step)
         ahead, self._ahead = self._ahead, None
-        # It may have been read for another ring, before it was known that the members change.
+        # It may have been read for another ring, before the change of the members was known.
         block = await (ahead[2] if ahead is not None and ahead[:2] == (step, ring) else self._submit(step))
         following, _ = self._plan.at(step + 1)
         self._ahead = (step + 1, following, self._submit(step + 1))
@@ -163,16 +170,17 @@ class RingLoader:
     def _submit(self, step: int) -> asyncio.Future[Block]:
         ring, members = self._plan.at(step)
         ids = self._own(ring, step, self._place(members))
-        return self._thread.submit(lambda: Block(ids, self._contents.read(ids)))
+        seed = None if self._seed is None else (*self._seed, step)
+        return self._thread.submit(lambda: Block(ids, self._contents.read(ids, seed)))
 
     # A lap.
 
     def _begin(self, ring: Ring, *, read: bool, step: int) -> None:
-        """Take part in a ring from now on."""
+        """Take part in ``ring`` from now on."""
         self._era, self._broken = ring, None
         _, members = self._plan.at(step)
         lap, slot = ring.place(step)
-        # A run that is resumed in the middle of a lap has been sent the next lap's first batches already: they are read, too.
+        # A run resumed in the middle of a lap has already been sent the first batches of the next lap: these are read, too.
         self._upto = ring.since + (lap + 1) * ring.steps + slot
         if read:
             self._reading = {each: self._submit(each) for each in range(step, self._upto)}
@@ -203,7 +211,7 @@ class RingLoader:
         return self._blocks[step]
 
     def _repeat(self, step: int) -> None:
-        """What was due is lost with the neighbour, and who has copies is only known once all agree that it is gone."""
+        """What was due is lost with the neighbour, and which members have copies is known only once all agree that it is gone."""
         block = self._used[max(self._used)]
         self._blocks[step] = block
         self.ledger.repeated += len(block.ids)
@@ -279,7 +287,7 @@ class RingLoader:
         self._begin(ring, read=False, step=step)
 
     async def _take_stock(self, step: int) -> None:
-        """Wait for what is on its way from a neighbour that is left, then note all that is here."""
+        """Wait for what remaining neighbours are still sending, then note everything that is here."""
         ring, before = self._plan.before(step)
         _, members = self._plan.at(step)
         neighbour = before[self._place(before) - 1]
@@ -307,7 +315,7 @@ class RingLoader:
         return self._stock[step]
 
     async def _ask(self, holder: PeerId, step: int, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
-        """Those of the samples that the holder has."""
+        """Those of the missing samples that ``holder`` has, by sample, each as (content, row)."""
         try:
             wanted = np.array(missing, np.int64).tobytes()
             answer = await self._endpoint.request(holder, _WANT, step, wanted, timeout=self._timeout_s)
@@ -321,7 +329,7 @@ class RingLoader:
         return {int(sample): (block.content, row) for row, sample in enumerate(block.ids)}
 
     async def _read_again(self, missing: list[int]) -> Mapping[int, tuple[Any, int]]:
-        """Read samples without copies from the dataset (in the first lap no other member has had them), if this host has it."""
+        """Read samples without copies from the dataset, if this host has it. (In the first lap no other member has had them.)"""
         if not missing:
             return {}
         ids = np.array(missing, np.int64)
@@ -334,7 +342,7 @@ class RingLoader:
 
     async def _on_want(self, caller: PeerId, step: Value, wanted: Value) -> Value:
         if not isinstance(step, int) or not isinstance(wanted, bytes) or len(wanted) % 8:
-            raise ProtocolError(f"{caller} asks for samples in a wrong way")
+            raise ProtocolError(f"{caller} sent a malformed request for samples")
         rows = await asyncio.shield(self._stock_at(step))
         found = [int(sample) for sample in np.frombuffer(wanted, np.int64) if int(sample) in rows]
         if not found:
@@ -345,7 +353,7 @@ class RingLoader:
         return number
 
     async def _take_parts(self, step: int) -> None:
-        """Learn from a neighbour which ring there is."""
+        """Learn from a neighbour which ring is in use."""
         _, members = self._plan.at(step)
         neighbour = next(peer for peer in members if peer != self._endpoint.peer)
         answer = await self._endpoint.request(neighbour, _PARTS, step, timeout=self._timeout_s)
@@ -356,12 +364,12 @@ class RingLoader:
                 assert isinstance(payload, TensorPayload)
                 parts.append(payload.numpy().copy())
         if not isinstance(answer.meta, int):
-            raise ProtocolError(f"{neighbour} answers {_PARTS} with {answer.meta!r:.60}")
+            raise ProtocolError(f"{neighbour} answered {_PARTS} with {answer.meta!r:.60}")
         self._plan.begin(Ring(tuple(parts), answer.meta, step), members)
 
     async def _on_parts(self, caller: PeerId, step: Value) -> Value:
         if not isinstance(step, int):
-            raise ProtocolError(f"{caller} asks for the parts of the ring in a wrong way")
+            raise ProtocolError(f"{caller} sent a malformed request for the parts of the ring")
         ring, _ = self._plan.at(step)
         payloads: list[Payload] = [TensorPayload.of(part) for part in ring.parts]
         for part, payload in enumerate(payloads):

@@ -1,4 +1,4 @@
-"""Which ring holds at which step, as members come and go. Every peer has the same plan."""
+"""Which ring is valid at which step, as members join and leave. Every peer has the same plan."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from zmqtrain.net.endpoint import PeerId
 
 
 class RingPlan:
-    """The rings of a run, each from a step on. ``members``: the peers by position; all give the same."""
+    """The rings of a run, each valid from a step on. ``members``: the peers by position; the same on all peers."""
 
     def __init__(self, ring: Ring, members: Sequence[PeerId]) -> None:
         self._eras: list[tuple[Ring, tuple[PeerId, ...]]] = [(ring, tuple(members))]
 
     def change(self, step: int, members: Sequence[PeerId]) -> None:
-        """From ``step`` on these are the members (`zmqtrain.exchange.members.Members.on_change`)."""
+        """These are the members from ``step`` on (`zmqtrain.exchange.members.Members.on_change`)."""
         ring, before = self._eras[-1]
         if tuple(members) != before:
             places = [before.index(peer) if peer in before else None for peer in members]
             self._eras.append((ring.changed(step, places), tuple(members)))
 
     def begin(self, ring: Ring, members: Sequence[PeerId]) -> None:
-        """Adopt the ring that another member announced, and forget the previous one."""
+        """Adopt the ring that another member announced, and discard the previous one."""
         self._eras = [(ring, tuple(members))]
 
     def at(self, step: int) -> tuple[Ring, tuple[PeerId, ...]]:
-        """The ring of a step, and who is on it."""
+        """The ring of ``step``, and its members."""
         return next(era for era in reversed(self._eras) if era[0].since <= step)
 
     def before(self, step: int) -> tuple[Ring, tuple[PeerId, ...]]:
@@ -35,9 +35,9 @@ class RingPlan:
         return next(era for era in reversed(self._eras) if era[0].since < step)
 
     def holders(self, step: int, own: PeerId, missing: Sequence[int], *, late: bool) -> list[tuple[PeerId, list[int]]]:
-        """Whom the peer ``own`` asks, in order, for which of the samples that it lacks when the ring of ``step`` begins: the
-        one that held them in the ring before, then that one's neighbours, who have copies. ``late``: ``own`` was not in that ring,
-        and asks all the others for everything."""
+        """Which members the peer ``own`` asks, in order, and for which of the samples that it lacks when the ring of ``step``
+        begins: first the member that held them in the previous ring, then that member's neighbours, which have copies. ``late``:
+        ``own`` was not in that ring, and asks all the others for everything."""
         _, members = self.at(step)
         others = [peer for peer in members if peer != own]
         if late:
@@ -53,6 +53,6 @@ class RingPlan:
         return list(asked.items())
 
     def indices(self, step: int, peer: PeerId) -> Indices:
-        """The samples that a peer trains on."""
+        """The samples that ``peer`` trains on in ``step``."""
         ring, members = self.at(step)
         return ring.indices(step, members.index(peer))

@@ -1,12 +1,12 @@
-"""Where samples come from, as a person gives it: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either.
+"""Where samples come from, as the user gives them: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either.
 
-Of a DataLoader everything counts but how it divides an epoch into batches, since that is for the run to say:
+Everything about a DataLoader is respected except how it divides an epoch into batches, which the run decides:
 
 * its dataset, ``collate_fn``, ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
-  ``multiprocessing_context`` and ``timeout`` are taken;
-* its order is taken: ``shuffle=True`` is a new order each epoch from the job's seed, ``shuffle=False`` the dataset's, and a
-  sampler's own indices are drawn from the job's seed, alike on all workers;
-* its ``batch_size`` must be the one of a group; what does not fill a step of all groups is left out, whatever ``drop_last`` says;
+  ``multiprocessing_context`` and ``timeout`` are used;
+* its order is used: ``shuffle=True`` is a new order each epoch from the job's seed, ``shuffle=False`` the dataset's, and a
+  sampler's own indices are drawn with the job's seed, equally on all workers;
+* its ``batch_size`` must be that of a group; samples that do not fill a step of all groups are left out, whatever ``drop_last`` is;
 * a batch sampler, ``batch_size=None``, a `DistributedSampler` and ``in_order=False`` are refused.
 """
 
@@ -41,7 +41,7 @@ Order = Literal["job", "sequential", "shuffled", "sampler"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A person's data, checked."""
+    """The user's data, checked."""
 
     name: str
     """The name of the data in error messages."""
@@ -52,22 +52,22 @@ class Source:
     transform: Transform | None = None
     processes: Processes | None = None
     pin: bool | None = None
-    """``None``: where a device copies from it."""
+    """``None``: only if a device copies from it."""
     shard: Shard | None = None
     order: Order = "job"
     sampler: Any = None
     batch_size: int | None = None
-    """That a DataLoader names."""
+    """The batch size of a DataLoader."""
 
     @property
     def samples(self) -> int:
-        """Of the dataset. Raises `UsageError` for a stream."""
+        """The number of samples of the dataset. Raises `UsageError` for a stream."""
         if self.stream:
-            raise UsageError(f"{self.name} is a stream, and nobody knows how many samples it has: this needs a map-style dataset")
+            raise UsageError(f"{self.name} is a stream, so its number of samples is not known: this needs a map-style dataset")
         return len(self.dataset)
 
     def require(self, batch_size: int, shuffle: Literal["global", "none", "ring"]) -> None:
-        """Raise `UsageError` where the topology says otherwise."""
+        """Raise `UsageError` if the data contradicts these settings of the topology."""
         if self.batch_size is not None and self.batch_size != batch_size:
             raise UsageError(
                 f"{self.name} is a DataLoader with batch_size = {self.batch_size}, but a group takes {batch_size} samples a step "
@@ -75,19 +75,24 @@ class Source:
             )
         if self.order != "job" and shuffle == "ring":
             raise UsageError(
-                f'[data] shuffle = "ring" has an order of its own, and so has a DataLoader: give {self.name} its dataset'
+                '[data] shuffle = "ring" determines the order of samples, and so does a DataLoader: pass the dataset of '
+                f"{self.name}"
             )
         if self.order in ("shuffled", "sampler") and shuffle == "none":
-            raise UsageError(f'[data] shuffle = "none", but {self.name} is a DataLoader that shuffles: leave one of the two out')
+            raise UsageError(
+                f'[data] shuffle = "none", but {self.name} is a DataLoader that shuffles: remove one of the two settings'
+            )
         if self.stream and shuffle == "ring":
-            raise UsageError(f'[data] shuffle = "ring" needs to know all samples, and {self.name} is a stream: leave it out')
+            raise UsageError(
+                f'[data] shuffle = "ring" needs a known number of samples, but {self.name} is a stream: remove the setting'
+            )
 
     def order_of(self, seed: int) -> SampledOrder | None:
-        """The sampler's order, where there is one."""
+        """The sampler's order, if there is a sampler."""
         return SampledOrder(self.name, self.sampler, seed) if self.order == "sampler" else None
 
     def shuffle(self, asked: Literal["global", "none", "ring"]) -> Literal["global", "none"]:
-        """How an epoch is ordered, where no sampler does it. ``asked``: by ``[data] shuffle``."""
+        """How an epoch is ordered if there is no sampler. ``asked``: the value of ``[data] shuffle``."""
         if self.order == "job":
             return "none" if asked == "none" else "global"
         return "none" if self.order == "sequential" else "global"
@@ -97,22 +102,22 @@ class SampledOrder:
     """The samples of each epoch, as a sampler gives them: the same on all workers."""
 
     def __init__(self, name: str, sampler: Any, seed: int) -> None:
-        """Raises `TaskError` for a sampler that cannot be the same everywhere."""
+        """Raises `TaskError` if the sampler cannot be made to give the same order on all workers."""
         self._name, self._sampler, self._seed = name, sampler, seed
         self._kept: dict[int, Indices] = {}
         first = self(0)
         self.samples = len(first)
-        """Of an epoch."""
+        """The number of samples in an epoch."""
         self._kept.clear()
         if not np.array_equal(first, self(0)):
             raise TaskError(
-                f"the sampler {type(sampler).__name__} of {name} gives another order each time, though it is seeded alike: it "
-                "draws from something else than its `generator` or the global generators of torch, numpy and Python, so no two "
-                "workers would have the same order. Let it draw from one of these, or give it set_epoch(epoch)"
+                f"the sampler {type(sampler).__name__} of {name} gives a different order each time, although it gets the same "
+                "seed: it draws from something other than its `generator` or the global generators of torch, numpy and Python, so "
+                "the workers would have different orders. Let it draw from one of these, or give it a method set_epoch(epoch)"
             )
 
     def __call__(self, epoch: int) -> Indices:
-        """In any thread, one call at a time. Raises `TaskError`."""
+        """The samples of an epoch. May be called in any thread, one call at a time. Raises `TaskError`."""
         found = self._kept.get(epoch)
         if found is None:
             found = self._drawn(epoch)
@@ -132,13 +137,13 @@ class SampledOrder:
         except Exception as error:
             raise TaskError(f"the sampler of {self._name} raised {type(error).__name__}: {error}") from error
         if not all(isinstance(index, int | np.integer | torch.Tensor) for index in drawn):
-            raise TaskError(f"the sampler of {self._name} gives {drawn[0]!r:.60}; it must give whole numbers")
+            raise TaskError(f"the sampler of {self._name} gave {drawn[0]!r:.60}; it must give whole numbers")
         found = np.array([int(index) for index in drawn], np.int64)
         found.flags.writeable = False
         if len(found) != getattr(self, "samples", len(found)):
             raise TaskError(
-                f"the sampler of {self._name} gives {len(found)} samples in epoch {epoch}, and {self.samples} in the first: it "
-                "must give as many in each"
+                f"the sampler of {self._name} gave {len(found)} samples in epoch {epoch}, but {self.samples} in the first epoch: "
+                "it must give the same number in each epoch"
             )
         return found
 
@@ -153,13 +158,13 @@ def source_of(
     pin: bool | None = None,
     shard: Shard | None = None,
 ) -> Source:
-    """What ``data`` is. The settings are for a dataset; a DataLoader has its own. Raises `TaskError`."""
+    """Check the user's ``data``. The settings are for a dataset or stream; a DataLoader has its own. Raises `TaskError`."""
     if isinstance(data, DataLoader):
         doubled = [
             what for what, given in (("collate", collate), ("num_workers", processes), ("pin_memory", pin)) if given is not None
         ]
         if doubled:
-            raise TaskError(f"{name} is a DataLoader, which says itself what {doubled[0]} is: say it in one place")
+            raise TaskError(f"{name} is a DataLoader, which has its own {doubled[0]}: set it only there")
         source = _of_loader(name, data, transform, shard)
     else:
         _check(name, data)
@@ -167,12 +172,12 @@ def source_of(
         source = Source(name, data, stream, collate, transform, processes, pin, shard)
     if source.stream and source.shard is None and source.processes is not None and source.processes.num_workers > 1:
         raise TaskError(
-            f"{name} is a stream, and num_workers = {source.processes.num_workers}: each process would give all of it again, "
-            "unless it divides itself over them (torch.utils.data.get_worker_info). If it does, say so with "
+            f"{name} is a stream, and num_workers = {source.processes.num_workers}: each process would read all of it, unless the "
+            "stream divides itself between them (torch.utils.data.get_worker_info). If it does, say so with "
             "shard(dataset, rank, world). If not, set num_workers = 1"
         )
     if source.shard is not None and not source.stream:
-        raise TaskError(f"{name} is a map-style dataset, which is divided by itself: shard is for streams")
+        raise TaskError(f"{name} is a map-style dataset, which is divided automatically: shard is only for streams")
     return source
 
 
@@ -180,10 +185,10 @@ def _check(name: str, data: Any) -> None:
     if isinstance(data, Mapping):
         parts = ", ".join(map(repr, list(data)[:4]))
         raise TaskError(
-            f"{name} is a {type(data).__name__} of {parts}: give one of them, such as data[{next(iter(data), 'train')!r}]"
+            f"{name} is a {type(data).__name__} of {parts}: pass one of them, such as data[{next(iter(data), 'train')!r}]"
         )
     if isinstance(data, str | bytes):
-        raise TaskError(f"{name} is a text; it must be a dataset")
+        raise TaskError(f"{name} is a string; it must be a dataset")
     if _is_stream(data):
         return
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -192,7 +197,7 @@ def _check(name: str, data: Any) -> None:
             "with iter(data), or a DataLoader of either"
         )
     if len(data) == 0:
-        raise TaskError(f"{name} is empty: it must hold at least one sample; is the data path right?")
+        raise TaskError(f"{name} is empty: it must have at least one sample; is the data path correct?")
 
 
 def _is_stream(data: Any) -> bool:
@@ -203,20 +208,22 @@ def _of_loader(name: str, loader: DataLoader[Any], transform: Transform | None, 
     own = type(loader)
     if own.__iter__ is not DataLoader.__iter__ and not own.__module__.startswith("torchdata."):
         raise TaskError(
-            f"{name} is a {own.__name__}, which iterates in a way of its own, so it is not known what a worker's part of it would "
-            "be: give its dataset, or a plain torch.utils.data.DataLoader"
+            f"{name} is a {own.__name__} with its own way to iterate, so it is not known which part a worker should read: "
+            "pass its dataset, or a plain torch.utils.data.DataLoader"
         )
     if not getattr(loader, "in_order", True):
-        raise TaskError(f"{name} is a DataLoader with in_order=False, so nobody could tell which samples were taken: leave it out")
+        raise TaskError(
+            f"{name} is a DataLoader with in_order=False, so it would not be known which samples were used: remove in_order"
+        )
     dataset, batches = loader.dataset, loader.batch_sampler
     _check(name, dataset)
     if batches is None:
         raise TaskError(
-            f"{name} is a DataLoader with batch_size=None: give it the batch size of a group, and let the dataset give samples"
+            f"{name} is a DataLoader with batch_size=None: set it to the batch size of a group, and let the dataset return samples"
         )
     if not isinstance(batches, BatchSampler) or own_class(batches) != "BatchSampler":
         raise TaskError(
-            f"{name} is a DataLoader with the batch sampler {type(batches).__name__}. Groups divide batches by themselves: give "
+            f"{name} is a DataLoader with the batch sampler {type(batches).__name__}. The run divides batches itself: use "
             "batch_size and a sampler"
         )
     stream = _is_stream(dataset)
@@ -240,7 +247,7 @@ def _of_loader(name: str, loader: DataLoader[Any], transform: Transform | None, 
 
 
 def own_class(thing: object) -> str:
-    """The name of torch's class, or of torchdata's that stands for it."""
+    """The name of a class of torch, or of torchdata's class that replaces it."""
     kind = type(thing)
     return kind.__name__ if kind.__module__.startswith(("torch.", "torchdata.")) else ""
 
@@ -248,8 +255,8 @@ def own_class(thing: object) -> str:
 def _order(name: str, sampler: Any, dataset: Any) -> tuple[Order, Any]:
     if isinstance(sampler, DistributedSampler):
         raise TaskError(
-            f"{name} is a DataLoader with a DistributedSampler, which divides the samples over workers; so does the run: leave it "
-            "out (shuffle=True shuffles)"
+            f"{name} is a DataLoader with a DistributedSampler, which divides the samples over workers, as the run does itself: "
+            "remove it (shuffle=True shuffles)"
         )
     if type(sampler) is SequentialSampler:
         return "sequential", None

@@ -1,4 +1,4 @@
-"""The state that a stream gives of itself, as bytes for a checkpoint. No pickle: plain values, tensors and arrays only."""
+"""The state that a stream returns, as bytes for a checkpoint. No pickle: plain values, tensors and arrays only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from zmqtrain.errors import CheckpointError
 
-#: A state is a position, not the data: what is larger is not kept.
+#: A state is a position, not the data: a larger one, in bytes, is not kept.
 LARGEST_BYTES = 16 << 20
 _TUPLE, _ARRAY, _TENSOR, _LARGE = 1, 2, 3, 4
 _KINDS = "biufc"
 
 
 def pack_state(state: Any) -> bytes | None:
-    """``None`` where it holds anything that cannot be kept, or too much of it."""
+    """The state as bytes; ``None`` if it contains something that cannot be kept, or is too large."""
     try:
         packed: bytes = msgpack.packb(state, default=_extended, strict_types=True)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -30,13 +30,13 @@ def unpack_state(packed: Any) -> Any:
     try:
         return msgpack.unpackb(packed, ext_hook=_restored, strict_map_key=False)
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise CheckpointError(f"the checkpoint's state of the data cannot be read ({error}): use an earlier one") from error
+        raise CheckpointError(f"the checkpoint's state of the data cannot be read ({error}): use an earlier checkpoint") from error
 
 
 def _extended(value: Any) -> Any:
     if type(value) is tuple:
         return msgpack.ExtType(_TUPLE, _packed(list(value)))
-    if type(value) is int:  # beyond 64 bits, as the states of numpy's generators have them
+    if type(value) is int:  # beyond 64 bits, as in the states of numpy's generators
         return msgpack.ExtType(_LARGE, str(value).encode())
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.dtype is not torch.bfloat16:
         array = value.detach().numpy()
@@ -45,7 +45,7 @@ def _extended(value: Any) -> Any:
         value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype.kind in _KINDS:
         return msgpack.ExtType(_ARRAY, _packed([value.dtype.str, list(value.shape), value.tobytes()]))
-    raise TypeError(f"a {type(value).__name__} cannot be kept")
+    raise TypeError(f"a {type(value).__name__} cannot be stored")
 
 
 def _packed(value: Any) -> bytes:

@@ -1,7 +1,7 @@
-"""Batches of a stream: data that is read from its beginning, and whose length is not known beforehand.
+"""Batches of a stream: data that is read from its beginning, and whose length is not known in advance.
 
-Without ``shard`` each worker reads the whole stream, and takes its own samples of each step, which are the same as those of one
-process that trains on it alone. With ``shard`` it reads a part of its own. What does not fill a batch at the end is left out.
+Without ``shard`` each worker reads the whole stream, and takes its own samples of each step, which are the same as in training with
+one process. With ``shard`` it reads a part of its own. Samples that do not fill a batch at the end are left out.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from zmqtrain.errors import CheckpointError, TaskError
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """The samples of a stream that belong to a worker."""
+    """Which samples of a stream belong to a worker."""
 
     rank: int
-    """Among those that have different samples."""
+    """The worker's number among those with different samples."""
     world: int
     start: int
     stop: int
-    """Of a step's samples, which of them are the worker's."""
+    """The slice of a step's samples that belongs to the worker."""
     step_samples: int
     """The number of samples in a step, over all groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """The next samples of an epoch."""
+    """A request for the next samples of an epoch."""
 
     step: int
-    """Counts the requests of the epoch."""
+    """The number of the request in the epoch."""
     epoch: int
     wanted: bool = True
-    """Whether they are a batch, and not only passed on the way to one."""
+    """Whether the samples are wanted as a batch, and not only skipped on the way to one."""
     skip: bool = False
-    """Nothing is to be read: the stream's own state is behind it already."""
+    """Read nothing: the stream's own state is already beyond these samples."""
     state: bytes | None = None
-    """To begin with, instead of the beginning."""
+    """A state of the stream to begin with, instead of its beginning."""
 
     def same(self, other: StreamRequest) -> bool:
         return (self.step, self.epoch, self.wanted) == (other.step, other.epoch, other.wanted)
@@ -64,13 +64,13 @@ class StreamRead:
     """The batch, collated and transformed; ``None`` if the stream ended before the batch was full, or the batch was not wanted."""
     ended: bool = False
     reader: int = 0
-    """The loader process, by number, that read it."""
+    """The number of the loader process that read it."""
     state: bytes | None = None
-    """The stream's own, behind these samples."""
+    """The stream's own state after these samples."""
 
 
 class StreamReader:
-    """Reads requests in order. In the loader's thread, or in each of its processes."""
+    """Reads requests in order. Runs in the loader's thread, or in each of its processes."""
 
     def __init__(self, source: Source, place: StreamPlace, seed: int) -> None:
         self.dataset = source.dataset
@@ -81,7 +81,7 @@ class StreamReader:
         self._ended = False
 
     def __call__(self, request: StreamRequest) -> StreamRead:
-        """Raises `TaskError` where the stream, collate or transform raises."""
+        """Returns what was read. Raises `TaskError` if the stream, collate or transform raises."""
         info = get_worker_info()
         reader = 0 if info is None else info.id
         if request.skip:
@@ -97,7 +97,8 @@ class StreamReader:
 
     def _read(self, request: StreamRequest, reader: int) -> StreamRead:
         place, apart = self._place, self._source.shard is not None
-        # Who reads the same stream draws alike, or it would not be the same; what is a worker's own is drawn for it.
+        # All that read the same stream draw the same numbers, or it would not be the same; a worker's own part has draws of its
+        # own.
         own = (self._seed, place.rank, reader, request.epoch, request.step)
         alike = own if apart else (self._seed, request.epoch, request.step)
         if self._iterator is None or self._epoch != request.epoch:
@@ -150,26 +151,26 @@ class StreamReader:
 
 
 _COUNTS = ("epoch", "requests", "batches", "readers")
-#: Nobody has read so much.
+#: A limit on numbers in a checkpoint, beyond any possible stream.
 _MOST = 1 << 53
 
 
 @dataclass(slots=True)
 class Position:
-    """How far a worker is in its stream; checkpoints keep it."""
+    """How far a worker has got in its stream; part of checkpoints."""
 
     epoch: int = 0
     requests: int = 0
     """Requests of this epoch that were taken or skipped."""
     batches: int = 0
-    """Batches that those requests gave."""
+    """Batches that those requests have given."""
     readers: int = 1
-    """Processes of the worker that read in turn."""
+    """The number of the worker's processes that read in turn."""
     states: dict[int, bytes] = field(default_factory=dict)
-    """The stream's own, by the process that has read it."""
+    """The stream's own states, by the process that has read it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """The position as plain values."""
         states = {str(reader): state for reader, state in self.states.items()}
         return {**dict(zip(_COUNTS, self._counts(), strict=True)), "states": states}
 
@@ -178,7 +179,7 @@ class Position:
 
     @classmethod
     def of(cls, values: object) -> Position:
-        """Raises `CheckpointError` for anything that `to_dict` does not give."""
+        """The position from ``values``. Raises `CheckpointError` for anything that `to_dict` cannot return."""
         if isinstance(values, Mapping) and isinstance(states := values.get("states"), Mapping):
             counts = [values.get(name) for name in _COUNTS]
             whole = [count for count in counts if type(count) is int and 0 <= count < _MOST]
@@ -186,21 +187,21 @@ class Position:
                 kept = {int(key): state for key, state in states.items()}
                 return cls(**dict(zip(_COUNTS, whole, strict=True)), states=kept)
         raise CheckpointError(
-            "the checkpoint does not say how far the run was in its stream of data: it is of a run with other data, or torn. Start "
-            "without --resume, or use another"
+            "the checkpoint does not say how far the run was in its stream of data: it was written with other data, or is damaged. "
+            "Start without --resume, or use another checkpoint"
         )
 
 
 class StreamLoader:
-    """A worker's batches of a stream, one after another; the next one is read while this one is computed."""
+    """A worker's batches of a stream, in order; the next one is read while this one is computed."""
 
     def __init__(
         self, source: Source, place: StreamPlace, seed: int, thread: Background, finish: Finish, processes: Processes | None
     ) -> None:
-        """``thread`` is closed with the loader. ``processes``: that read for it."""
+        """``thread`` is closed with the loader. ``processes``: processes that read for it."""
         self._readers = processes.num_workers if processes is not None else 1
         self.position = Position(readers=self._readers)
-        """Behind the batch that was taken last."""
+        """The position after the batch that was taken last."""
         self._place, self._thread, self._finish = place, thread, finish
         self._reader = StreamReader(source, place, seed)
         self._renews = processes is not None and not processes.persistent_workers
@@ -209,22 +210,23 @@ class StreamLoader:
         self._held: asyncio.Future[tuple[Batch | None, Position]] | None = None
 
     def resume(self, position: Position) -> None:
-        """Go on from there; before the first batch. Where the stream has no state of its own, what was read is read again.
+        """Continue from ``position``; call it before the first batch. A stream without a state of its own is read again up to
+        there.
 
-        Raises `CheckpointError` where that would be other data."""
+        Raises `CheckpointError` if the batches would not be the same."""
         if position.readers != self._readers:
             raise CheckpointError(
-                f"the run read its stream of data with num_workers = {position.readers} (or 0 for 1), and this one with "
-                f"{self._readers}, which would be other data: set it as it was, or start without --resume"
+                f"the checkpoint's run read its stream with num_workers = {position.readers} (or 0 for 1), but this run has "
+                f"{self._readers}, which gives other data: restore the old value, or start without --resume"
             )
         self.position = position
-        # Not all of its processes may have come to a batch before: then all read from the beginning.
+        # If not all of its processes had reached a batch, all read from the beginning.
         known = len(position.states) == min(self._readers, position.requests)
         self._resumed = position if known else replace(position, states={})
 
     @property
     def skips(self) -> int:
-        """Batches that are read again, and not used, on the way to where the run was."""
+        """The number of batches that are read again and skipped on the way to the old position."""
         return 0 if self._resumed.states else self._resumed.batches
 
     async def available(self) -> bool:
@@ -235,7 +237,7 @@ class StreamLoader:
         return batch is not None
 
     async def take(self, *, ahead: bool) -> Batch:
-        """That batch. ``ahead``: begin to read another."""
+        """The next batch. ``ahead``: start to read the one after it."""
         assert self._held is not None
         batch, self.position = await self._held
         assert batch is not None
@@ -244,7 +246,7 @@ class StreamLoader:
         return batch
 
     async def next_epoch(self) -> None:
-        """Begin the stream again from its beginning."""
+        """Start the stream again from its beginning."""
         if self._held is not None:
             await asyncio.wait({self._held})
         if self._processes is not None and self._renews:
@@ -260,10 +262,10 @@ class StreamLoader:
             self._thread.submit(self._processes.renew)
         await self._thread.close(timeout_s)
 
-    # In the thread.
+    # In the reading thread.
 
     def _next(self, behind: Position) -> tuple[Batch | None, Position]:
-        """The next batch behind a position, and the position behind it."""
+        """The next batch after a position, and the position after that batch."""
         number, states, ends = self._first(behind), dict(behind.states), 0
         while True:
             request = self._request(number)
@@ -284,11 +286,11 @@ class StreamLoader:
                 )
 
     def _first(self, behind: Position) -> int:
-        """The first request for what comes behind a position."""
+        """The number of the first request after a position."""
         resumed = self._resumed
         if behind is not self.position or not resumed.requests or behind.requests != resumed.requests:
             return behind.requests
-        # Requests go round the processes in turn, so the first one must be of the first process.
+        # Requests go to the processes in turn, so the first one must be for the first process.
         return resumed.requests - resumed.requests % self._readers if resumed.states else 0
 
     def _request(self, number: int) -> StreamRequest:

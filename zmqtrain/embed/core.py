@@ -1,4 +1,4 @@
-"""What both kinds of session can do in the run, as coroutines."""
+"""The common core of both kinds of session, as coroutines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741 - M and O: a model and its optim
 
 
 class Core:
-    """A worker of the run whose training loop is somebody else's. All methods on the loop's thread."""
+    """A worker of the run whose training loop is the user's. All methods on the loop's thread."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
@@ -63,16 +63,16 @@ class Core:
         self.replicated: Replicated | None = None
         self._part: Participant | None = None
         self._calls: Counter[str] = Counter()  # of collectives, by name
-        self._calls_since = 0  # which step they are counted from
+        self._calls_since = 0  # the step from which they are counted
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
-        self._ended_step: dict[str, EventValue] | None = None  # what is known of the last step, until the next one ends
+        self._ended_step: dict[str, EventValue] | None = None  # the values of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
         self._samples = 0
-        self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # what was reported last, and at which step
+        self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # the last report, and its step
         self.finished = False
-        """The session has ended in good order."""
+        """Whether the session has ended in order."""
         self.closed = False
         may_not_stop(context.endpoint, "there is no replicated model yet")
         self._halted: PeerLostError | None = None
@@ -83,11 +83,11 @@ class Core:
     def device(self) -> torch.device:
         role = self.context.role
         if role.device == "modelled":
-            raise UsageError("a script computes for real, and [compute] device is modelled: launch a task instead")
+            raise UsageError('a script cannot run on [compute] device = "modelled": choose another device, or launch a task')
         return device_named(role.device, role.slot)
 
     def guard(self, coroutine: Coroutine[Any, Any, T]) -> Guarded[T]:
-        """The coroutine, to be awaited, which raises at once when the run is stopped."""
+        """Wrap a coroutine so that awaiting it raises at once when the run is stopped."""
         return Guarded(self, coroutine)
 
     async def run_guarded(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -116,8 +116,9 @@ class Core:
     async def replicate(self, model: M, optimizer: O, overlap: bool | None) -> tuple[M, O]:
         if self.replicated is not None:
             raise UsageError(
-                "a session replicates one model with one optimizer. Two networks that are trained by turns (a GAN) cannot be "
-                "replicated; what is trained by one optimizer.step() can: put it into one nn.Module, with one optimizer for all"
+                "a session replicates one model with one optimizer. Two networks that are trained in turn (a GAN) cannot be "
+                "replicated. Networks that are trained by the same optimizer.step() can: put them into one nn.Module, with one "
+                "optimizer for all"
             )
         check_script(self.context.topology, resume=self.context.resume)
         check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
@@ -176,14 +177,14 @@ class Core:
         return await self._part.stop_point.here(step) is Here.STOP
 
     def _coupled(self) -> list[PeerId]:
-        """The others that wait for this worker in every step."""
+        """The other workers that wait for this one in every step."""
         topology, role, placement = self.context.topology, self.context.role, self.context.placement
         alone = topology.exchange.kind == "model_server" and topology.exchange.policy != "sync"
         members = placement.group_members(role.group) if alone else tuple(worker.peer for worker in placement.workers)
         return [] if topology.elastic else [peer for peer in members if peer != role.peer]
 
     def _scope(self) -> Scope:
-        """The workers whose gradients are one step's."""
+        """The workers whose gradients are combined in one step."""
         context = self.context
         role, placement = context.role, context.placement
         members = StepScope.of(context.topology, placement, role).members
@@ -192,18 +193,18 @@ class Core:
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
     def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
-        """This worker's batches of an epoch, from number ``first`` on."""
+        """Begin this worker's batches of an epoch, from number ``first`` on."""
         if first is None and self.members.late:
             raise UsageError(
-                f"this worker came instead of one that was lost, and the others are at step {self._step} already: say where its "
-                "data goes on, session.batches(data, epoch, first=...), which leaves so many batches of the epoch out"
+                f"this worker replaces one that was lost, and the others are already at step {self._step}: say where its data "
+                f"continues with session.batches(data, epoch, first=N), which skips N batches of the epoch"
             )
         feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
         self._feeds.append(feed)
         return feed
 
     async def next_batch(self, feed: Feed) -> Batch | None:
-        """As it was collated, as the only input; ``None`` at the end."""
+        """The next batch as it was collated, as the only input; ``None`` at the end."""
         batch = await feed.next()
         if batch is not None:
             batch = batch.to(self.device)
@@ -233,7 +234,7 @@ class Core:
     def _step_ended(self, step: int, seconds: float, exposed_s: float) -> None:
         self._flush_step()
         samples = self._share[0] if self._share else 0
-        # Who is lost cannot be asked at the end: then each counts for all.
+        # A lost worker cannot be asked at the end: then each worker counts for all.
         self._samples += samples * (len(self.members.at(step)) if self.members.survives else 1)
         assert self._part is not None
         self._ended_step = {
@@ -241,7 +242,7 @@ class Core:
         }  # fmt: skip
 
     def _flush_step(self) -> None:
-        """Record the last step, with what was reported about it."""
+        """Record the last step, with the values that were reported about it."""
         if self._ended_step is not None:
             values, self._ended_step = self._ended_step, None
             step = values.pop("step")
@@ -251,7 +252,7 @@ class Core:
     def report(self, kind: str, values: dict[str, float | int | str | bool]) -> None:
         loss, step = values.get("loss"), self._step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
-            kept = "No model of the run is left: a script reports a loss after its step, which cannot be taken back"
+            kept = "No model of the run is saved: a script reports a loss after its step, which cannot be undone"
             raise NonFiniteLossError(loss, self.context.role.index, step, kept)
         if kind == "eval":
             self._evaluated = (step, values)
@@ -279,7 +280,7 @@ class Core:
         return self.replicated
 
     def _stop(self) -> None:
-        """All workers stop here: end the session in good order, once, and tell the user's loop."""
+        """All workers stop here: end the session in order, once, and raise in the user's loop."""
         replicated = self._replicated("optimizer.step()")
         if not self.finished:
             self.bridge.call(self.guard(self.finish(early=True)), "the end of the session")
@@ -300,12 +301,12 @@ class Core:
 
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
-            raise UsageError(f'all_reduce knows the operations "sum" and "mean", not {operation!r}')
+            raise UsageError(f'all_reduce: the operation must be "sum" or "mean", not {operation!r}')
         flat = tensor.detach().cpu().contiguous()
         own = flat.clone() if self.members.survives else None
 
         async def reduce(group: Group, call: str) -> None:
-            if own is not None:  # an attempt may have gone before, in which another was lost
+            if own is not None:  # there may have been an earlier attempt in which another worker was lost
                 flat.copy_(own)
             payload = TensorPayload.of(flat)
             await all_reduce(group, payload, (call,))
@@ -318,18 +319,18 @@ class Core:
         return tensor
 
     async def _together(self, what: str, run: Callable[[Group, str], Awaitable[T]]) -> T:
-        """``run(group, call)`` with all workers: those that trained the step before, as far as they are still there. All of them
-        call it as often. ``call`` names the same call on all."""
+        """``run(group, call)`` with all workers that trained the previous step and are still in the run. All of them must call it
+        equally often. ``call`` identifies the same call on all workers."""
         step = self._step
         if not self.members.survives:
             step = 0  # asynchronous groups are at different steps
         elif step != self._calls_since:
-            # Counted anew in each step, so that whoever has come late counts as the others do.
+            # Counted anew in each step, so that workers that joined late count like the others.
             self._calls, self._calls_since = Counter(), step
         if self.members.late and (self.replicated is None or step == self.replicated.first_step):
             raise UsageError(
-                f"this worker came instead of one that was lost, and the others, at step {step}, count on it from its first step "
-                "on: leave out what all workers do together before the loop"
+                f"this worker replaces one that was lost, and the others, at step {step}, wait for it only from its first step "
+                f"on: on such a worker, skip calls that all workers make together before the loop"
             )
         call = f"{what}/{step}/{self._calls[what]}"
         self._calls[what] += 1
@@ -340,8 +341,8 @@ class Core:
         return 0 if self.replicated is None else self.replicated.step
 
     async def finish(self, *, early: bool = False) -> None:
-        """The user's code is through, or stops ``early`` at the same step as all: the model is complete on return, and the others
-        know that nothing more comes. Idempotent."""
+        """End the session: the user's code has ended, or stops ``early`` at the same step as all. On return the model is complete,
+        and the others know that this worker is done. Idempotent."""
         if self.finished:
             return
         self._flush_step()
@@ -360,7 +361,7 @@ class Core:
         self.finished = True
 
     async def _leave_model(self, replicated: Replicated, part: Participant, step: int) -> None:
-        """The first worker's model, which is the run's, goes into the run's directory, if there is one."""
+        """Save the first worker's model, which is the run's model, in the run directory, if there is one."""
 
         async def leave(group: Group) -> None:
             counts = TensorPayload.of(np.zeros(group.size))
@@ -368,9 +369,9 @@ class Core:
             await all_reduce(group, counts, ("finish", "samples"))
             if group.rank != 0 or replicated.step == 0:
                 return
-            # 0 where batches were not the session's.
+            # 0 if the batches were not the session's.
             samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
-            metrics = self._evaluated[1] if self._evaluated[0] == step else {}  # else of an earlier model
+            metrics = self._evaluated[1] if self._evaluated[0] == step else {}  # otherwise they belong to an earlier model
             state = whole_state(replicated.replica.model, copied=False)
             about, timeout_s = part.about_model(samples, metrics), self.context.timeouts.barrier_s
             await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)
@@ -378,7 +379,7 @@ class Core:
         await self.members.together("model", replicated.step, leave)
 
     async def close(self) -> None:
-        """Let go of the user's model and of the loaders' threads. Also after an error."""
+        """Release the user's model and the loaders' threads, also after an error."""
         self.closed = True
         if self.replicated is not None:
             self.replicated.detach()
@@ -398,7 +399,7 @@ class Guarded(Generic[T]):
         return self._core.run_guarded(self._coroutine).__await__()
 
     def close(self) -> None:
-        """It is not awaited after all."""
+        """Close the coroutine without awaiting it."""
         self._coroutine.close()
 
 

@@ -1,4 +1,4 @@
-"""The device of a loop that is not ours: its thread computes, while it waits."""
+"""The device of a user's training loop: the loop's own thread computes."""
 
 from __future__ import annotations
 

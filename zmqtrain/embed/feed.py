@@ -1,4 +1,4 @@
-"""Batches for a training loop of one's own: this worker's part of an epoch."""
+"""Batches for a user's training loop: this worker's part of an epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.batches import partition_of, reader_of
 from zmqtrain.train.shares import Shares
 
-#: ``agree(mine)``: whether all workers say yes. Every worker calls it as often.
+#: ``agree(mine)``: whether ``mine`` is true on all workers. Every worker must call it equally often.
 Agree = Callable[[bool], Coroutine[Any, Any, bool]]
 
 
@@ -26,14 +26,14 @@ class Feed(Protocol):
     """Samples of the whole group's batch."""
 
     async def next(self) -> Batch | None:
-        """The next one, as it was collated, as the only input; ``None`` when the epoch has ended, on all workers."""
+        """The next batch as it was collated, as the only input; ``None`` when the epoch has ended on all workers."""
         ...
 
     async def close(self, timeout_s: float) -> None: ...
 
 
 class DatasetFeed:
-    """Implements `Feed` for what is known beforehand."""
+    """Implements `Feed` for a dataset of known length."""
 
     def __init__(self, loader: Loader, steps: range, group_samples: int) -> None:
         self._loader, self._steps, self.group_samples = loader, list(reversed(steps)), group_samples
@@ -49,7 +49,7 @@ class DatasetFeed:
 
 
 class StreamFeed:
-    """Implements `Feed` for a stream: it ends for all when it has ended for one."""
+    """Implements `Feed` for a stream: it ends for all workers when it has ended for one."""
 
     def __init__(self, loader: StreamLoader, epoch: int, agree: Agree, group_samples: int) -> None:
         self._loader, self._agree, self.group_samples = loader, agree, group_samples
@@ -80,18 +80,18 @@ def make_feed(
     source = source_of("the session's data", data, shard=shard)
     size = batch_size or source.batch_size or topology.compute.batch_size
     if topology.data.shuffle == "ring":
-        raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with loops of your own')
+        raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with your own training loop')
     if topology.compute.parts == "measured":
-        raise UsageError('[compute] parts = "measured" is for tasks: give weights for loops of your own, or leave it out')
+        raise UsageError('[compute] parts = "measured" is for tasks: with your own training loop give weights, or remove parts')
     source.require(size, topology.data.shuffle)
     shares = Shares.of(topology, placement, role, size)
     finish = Finish(_as_collated, pin=pin if source.pin is None else source.pin)
     seed = topology.job.seed
     if source.stream:
         if first:
-            raise UsageError(f"{source.name} is a stream, which begins where it begins: leave `first` out")
+            raise UsageError(f"{source.name} is a stream, which cannot skip batches: remove `first`")
         if topology.elastic:
-            raise UsageError("a stream cannot be taken over in the middle by others: set [job] elastic = false")
+            raise UsageError("other workers cannot take over a stream in the middle: set [job] elastic = false")
         start, stop = shares.bounds(0)
         place = StreamPlace(role.index, placement.world_size, start, stop, placement.groups * size)
         loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
@@ -111,5 +111,5 @@ def make_feed(
 
 
 def _as_collated(collated: Any, samples: int) -> Batch:
-    # A list is what torch's collate makes of the tuple that a sample is.
+    # torch's collate turns the tuple of a sample into a list.
     return Batch((tuple(collated) if type(collated) is list else collated,), None, samples)

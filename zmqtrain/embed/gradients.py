@@ -1,7 +1,7 @@
-"""What stands in a parameter's ``grad`` where it is not simply the gradient.
+"""Tensors for a parameter's ``grad`` that are not ordinary gradients.
 
-A gradient that is on its way to other workers is a `GoneGradient`: whoever reads or changes it would do so too late, so any use of
-it raises an error, at the line that used it. A `WatchedGradient` is the gradient itself, and remembers that it was used.
+A gradient that is on its way to other workers is a `GoneGradient`: reading or changing it would come too late, so any use of it
+raises an error at the line that used it. A `WatchedGradient` is the gradient itself, and remembers that it was used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zmqtrain.errors import TaskError
 
-#: What is known of a gradient without its elements.
+#: Attributes of a gradient that are available without its elements.
 _HARMLESS = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "ndim")),
@@ -24,8 +24,8 @@ _HARMLESS = frozenset(
 )
 
 GONE = (
-    "this gradient is on its way to the other workers since backward() returned, and is only this worker's part of it. To read or "
-    "change gradients between backward() and optimizer.step(), give session.replicate(model, optimizer, overlap=False): gradients "
+    "this gradient is on its way to the other workers since backward() returned, and is only this worker's part. To read or "
+    "change gradients between backward() and optimizer.step(), call session.replicate(model, optimizer, overlap=False): gradients "
     "are then the same on all workers, and whole, as soon as backward() returns"
 )
 

@@ -1,4 +1,4 @@
-"""What may not change under a replicated model and optimizer, and what model servers cannot do: noticed, and refused."""
+"""Detects and refuses forbidden changes to a replicated model and optimizer, and uses that model servers do not support."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ LOCAL = '[exchange] kind = "allreduce", "gossip" or "averaging"'
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> None:
-    """Raise `TaskError` for an optimizer that a session cannot keep right. ``served``: model servers run it."""
+    """Raise `TaskError` for an optimizer that a session cannot run correctly. ``served``: model servers run it."""
     of_model = {id(parameter) for parameter in model.parameters()}
     in_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(id(parameter) not in of_model for parameter in in_optimizer)
     if foreign and foreign < len(in_optimizer):  # all of them: the replica says so
         raise TaskError(
-            f"{foreign} of the optimizer's parameters are none of the model's, so other workers would not hear of them: put "
-            "everything that is trained into one nn.Module, and replicate that"
+            f"{foreign} of the optimizer's parameters do not belong to the model, so they would not be exchanged: put everything "
+            f"that is trained into one nn.Module, and replicate that"
         )
     hooked = [name for name, parameter in model.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
     if hooked:
         raise TaskError(
-            f"the parameter {hooked[0]!r} has a hook of register_post_accumulate_grad_hook(), which would see this worker's part "
-            "of the gradient alone: do that after backward(), with session.replicate(model, optimizer, overlap=False)"
+            f"the parameter {hooked[0]!r} has a hook of register_post_accumulate_grad_hook(), which would see only this worker's "
+            f"part of the gradient: do its work after backward(), with session.replicate(model, optimizer, overlap=False)"
         )
     if not served:
         return
     if optimizer.state:
         raise TaskError(
-            "the optimizer has state already (it was loaded, or has made steps), and model servers, which run it, begin without "
-            f"any: continue from a checkpoint of the run (--resume), or use {LOCAL}"
+            "the optimizer has state already (it was loaded, or has made steps), but model servers, which run it, begin without "
+            "state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise TaskError(f"model servers run the optimizer, so hooks on its step would not be called: use {LOCAL}")
 
 
 class Guards:
-    """Of one replica: `check` before each ``optimizer.step()``, `passed` after it."""
+    """The checks of one replica: `check` before each ``optimizer.step()``, `passed` after it."""
 
     def __init__(self, replica: TorchReplica, *, served: bool) -> None:
         self._replica, self._served = replica, served
@@ -58,7 +58,7 @@ class Guards:
         self._sample: Tensor | None = None
         self._kept: list[Tensor] = []
         self._had: set[str] = set()  # parameters that had a gradient in some step
-        self._lacked: set[str] = set()  # and those that had none in some
+        self._lacked: set[str] = set()  # parameters that had none in some step
         self._undo: list[Callable[[], None]] = []
         if served:
             hooks = (
@@ -72,30 +72,30 @@ class Guards:
             self._undo.pop()()
 
     def check(self, *, sampled: bool) -> None:
-        """Raise `TaskError` for what was changed. Takes parameters with other memory back into the buckets. ``sampled``: the
-        parameters are those of the last step, and may be looked at."""
+        """Raise `TaskError` for a forbidden change. Moves parameters whose memory was replaced back into the buckets. ``sampled``:
+        the parameters of the last step are complete, and may be read."""
         if self._group_sizes() != self._groups:
             raise TaskError(
-                "optimizer.add_param_group() after session.replicate(): the other workers would not hear of the new parameters. "
-                "Add all groups before; parameters may be frozen (requires_grad_(False)) in the meantime, with overlap=False"
+                "optimizer.add_param_group() after session.replicate(): the new parameters would not be exchanged. Add all "
+                "groups before; parameters may be frozen (requires_grad_(False)) in the meantime, with overlap=False"
             )
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             raise TaskError(
-                f"the parameter {thawed[0]!r} was frozen at session.replicate(), and is trained now: the other workers would not "
-                "hear of it. Call replicate() before you freeze; frozen parameters then get no updates, with overlap=False"
+                f"the parameter {thawed[0]!r} was frozen at session.replicate(), but is trained now: it would not be exchanged. "
+                f"Call replicate() before you freeze; frozen parameters then get no updates, with overlap=False"
             )
         self.check_weights(sampled=sampled)
 
     def check_weights(self, *, sampled: bool) -> None:
-        """As `check`, of weights alone."""
+        """Like `check`, but for weights only."""
         replaced = self._replica.memory.bind()
         if self._served:
             self._check_weights(replaced, sampled)
 
     def passed(self, *, sampled: bool, keep: bool) -> None:
-        """The step is through. ``sampled``: all parameters are there, and may be looked at. ``keep``: weights may be changed for a
-        while, if they are restored before the next step."""
+        """Call this after a step. ``sampled``: all parameters are complete, and may be read. ``keep``: weights may be changed for
+        a while, if they are restored before the next step."""
         if not self._served:
             return
         self._versions = [parameter._version for parameter in self._replica.parameters]
@@ -105,7 +105,7 @@ class Guards:
         self._kept = [flat.clone() for flat in self._replica.memory.flat_parameters()] if sampled and keep else []
 
     def check_unused(self, without: frozenset[str]) -> None:
-        """Parameters without a gradient are passed over by an optimizer; servers see zeros in their place."""
+        """Raise `TaskError` if parameters lack a gradient: an optimizer skips them, but servers would see zeros."""
         if not self._served:
             return
         optimizer = self._replica.optimizer
@@ -121,8 +121,9 @@ class Guards:
                 self._lacked.add(name)
             if wrong:
                 raise TaskError(
-                    f"the parameter {name!r} has no gradient in some steps. An optimizer passes over what has none; model servers "
-                    f"see zeros, by which their optimizer would move it (momentum, weight decay, Adam's averages): use {LOCAL}"
+                    f"the parameter {name!r} has no gradient in some steps. An optimizer skips such parameters, but model "
+                    f"servers see zeros, by which their optimizer would move it (momentum, weight decay, Adam's averages): use "
+                    f"{LOCAL}"
                 )
 
     def _check_weights(self, replaced: list[str], sampled: bool) -> None:
@@ -148,7 +149,8 @@ class Guards:
 
     def _no_state(self, optimizer: Optimizer) -> None:
         raise TaskError(
-            "optimizer.state_dict(): the model servers run the optimizer and have its state, so there is none here. It is in the "
+            "optimizer.state_dict(): the model servers run the optimizer and have its state, so this worker has none. The state "
+            "is in the "
             f"run's checkpoints ([job] checkpoint_every); or use {LOCAL}"
         )
 
@@ -165,7 +167,7 @@ def _restored(kept: Tensor, now: Tensor) -> bool:
 
 
 def settings_of(optimizer: Optimizer) -> OptimizerSpec | None:
-    """The optimizer's hyperparameters; None where one is no plain value."""
+    """The optimizer's hyperparameters; None if one of them is not a plain value."""
     try:
         return describe_optimizer(optimizer)
     except TaskError:
@@ -173,5 +175,5 @@ def settings_of(optimizer: Optimizer) -> OptimizerSpec | None:
 
 
 def checksum(value: object) -> int:
-    """Of what ``value`` looks like."""
+    """A checksum of the ``repr`` of ``value``."""
     return zlib.crc32(repr(value).encode())

@@ -1,4 +1,4 @@
-"""Whether the other workers' loops go on: one that has ended is waited for by nobody."""
+"""Tracks whether the other workers' loops are still running, so that no worker waits for a loop that has ended."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Count = Literal["steps", "sums"]
 
 
 class OtherLoops:
-    """Those that this worker makes its steps together with. All methods on the loop's thread."""
+    """The loops of the workers with which this worker makes its steps. All methods on the loop's thread."""
 
     def __init__(self, endpoint: Endpoint, others: Sequence[PeerId], timeout_s: float) -> None:
-        """``others``: all that wait for each other in every step, this worker left out."""
+        """``others``: all workers that wait for each other in every step, without this one."""
         self._endpoint, self._others, self._timeout_s = endpoint, others, timeout_s
         self.nearest: Sequence[PeerId] = others
-        """Those of them that gradients are summed with while backward runs."""
+        """The workers with which gradients are summed during backward."""
         self._ended: dict[PeerId, dict[Count, int]] = {}
         self._changed = asyncio.Event()
         endpoint.serve("session_ended", self._on_ended)
 
     async def wait(self, what: Count, number: int, work: Coroutine[Any, Any, T]) -> T:
-        """``work``, for which the others must come to a step, or a sum, of that ``number``. Raises `TaskError` once one of them has
-        ended its loop before."""
+        """Await ``work``, for which the others must reach a step, or a sum, of that ``number``. Raises `TaskError` if one of them
+        has ended its loop before that."""
         task = asyncio.ensure_future(work)
         try:
             while True:
@@ -39,9 +39,9 @@ class OtherLoops:
                 if over and not task.done():
                     peer, steps = next((peer, counts["steps"]) for peer, counts in over.items())
                     raise TaskError(
-                        f"{peer} ended its session after {steps} steps, and this worker's loop goes on: all workers must make "
-                        "equally many steps. session.batches() gives all the same number; with your own data, end at the "
-                        "smallest, which session.all_reduce() tells"
+                        f"{peer} ended its session after {steps} steps, but this worker's loop continues: all workers must make "
+                        f"the same number of steps. session.batches() gives all the same number; with your own data, agree on "
+                        f"the smallest number with session.all_reduce()"
                     )
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -57,7 +57,7 @@ class OtherLoops:
                 await asyncio.wait({task})
 
     async def tell(self, steps: int, sums: int) -> None:
-        """This worker's loop has ended after so many."""
+        """Tell the others that this worker's loop has ended after ``steps`` steps and ``sums`` sums."""
         await together(*(self._tell(peer, steps, sums) for peer in self._others))
 
     async def _tell(self, peer: PeerId, steps: int, sums: int) -> None:

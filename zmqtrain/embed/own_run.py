@@ -6,7 +6,7 @@
         ...                       # and a process for worker/1 with run.environment("worker/1") added to its environment, in which
                                   # `await run_role(task=task)` is called
 
-``run.placement.roles`` says which roles there are. A run begins when all of them have joined, within the timeouts's ``join`` time.
+``run.placement.roles`` lists the roles. A run begins when all of them have joined, which they must within the ``join`` time-out.
 """
 
 from __future__ import annotations
@@ -50,40 +50,39 @@ class OwnRun:
         self._address, self._token, self._network = address, token, network
 
     def environment(self, peer: PeerId) -> dict[str, str]:
-        """Environment variables that make a process this role; in it, await `run_role`. They hold the run's secret token.
+        """Environment variables for a process that runs this role by awaiting `run_role`. They contain the run's secret token.
 
-        Of a run over ZeroMQ. Raises `UsageError` of a run in memory, whose roles are in one process, and `KeyError` where the run
-        has no such role."""
+        Raises `UsageError` for a run in memory, whose roles are all in one process, and `KeyError` if the run has no such role."""
         return self._environment(peer).to_environ()
 
     def _environment(self, peer: PeerId) -> RoleEnvironment:
         if self._network is not None:
-            raise UsageError("a run in memory has all roles in this process: use OwnRun.role, or leave network out")
+            raise UsageError("a run in memory has all roles in this process: use OwnRun.role, or call open_run without network")
         host = next(host for host in self.topology.hosts if host.name == self.placement.role(peer).host)
         job = self.topology.job
         environment = RoleEnvironment(peer, self._address, self._token, host.address, job.timeout_s, ports=job.port_range)
         return replace(environment, bind=host.bind or "")
 
     async def stop(self) -> int | None:
-        """Let all workers go on to the same step, and the run end there as when it is done. Returns the step; ``None`` where it is
-        about to end by itself. Raises `ConnectivityError` where they cannot, with the reason."""
+        """Let all workers continue to a common step, and end the run there as if it was done. Returns the step; ``None`` if the
+        run is about to end by itself. Raises `ConnectivityError`, with the reason, if they cannot."""
         return await self._assembly.stop()
 
     async def role(self, peer: PeerId, *, task: Task | None = None) -> None:
-        """Be this role until the run is through.
+        """Run this role until the run has ended.
 
         Args:
-            peer: one of ``placement.roles``, like ``worker/0``; each must be played once, here or in another process.
+            peer: one of ``placement.roles``, like ``worker/0``; each must be run once, here or in another process.
             task: for workers (and FC servers), instead of loading what ``[job] task`` names.
 
-        Raises what the role fails with, after telling the others: `TaskError`, `PeerLostError`, ...
+        Raises the error by which the role fails, after telling the others: `TaskError`, `PeerLostError`, ...
         """
         async with self.context(peer) as context:
             await live_without_agent(context, task)
 
     @asynccontextmanager
     async def context(self, peer: PeerId) -> AsyncIterator[RoleContext]:
-        """Join as this role, which is of your own making. `role` does this for those that zmqtrain has."""
+        """Join as this role, whose code is your own. `role` does this for zmqtrain's own roles."""
         if self._network is None:
             async with enter_run(self._environment(peer)) as (context, _):
                 yield context
@@ -109,7 +108,8 @@ async def open_run(
     on_report: ReportCallback | None = None,
     on_event: EventCallback | None = None,
 ) -> AsyncIterator[OwnRun]:
-    """A coordinator for the topology's roles, in the running event loop. At the end of the block it waits until all have left.
+    """Open a run with a coordinator for the topology's roles in the running event loop. At the end of the block it waits until all
+    have left.
 
     Args:
         topology: from `load_topology`; its engine is not used.
@@ -117,14 +117,14 @@ async def open_run(
         host: address at which the coordinator listens, and that roles of other machines connect to.
         network: run in memory, all roles in this process, instead of over ZeroMQ.
         checkpoints: folder for checkpoints, by default ``runs/NAME/checkpoints``.
-        resume: a checkpoint to go on from.
-        model: leave the run's model, ``model.safetensors`` with ``model.json``, in the folder that has the checkpoints' one.
+        resume: a checkpoint to continue from.
+        model: save the run's model, ``model.safetensors`` with ``model.json``, in the parent of the checkpoints' folder.
         on_report: called with a role's name and its events (losses, evaluations, ...), several times a second.
-        on_event: called with a kind and values for what happens to the run itself: who joins, leaves or is lost (``join``,
-            ``leave``, ``lost``, ``failed``, ...; ``values["reason"]`` says why), and what becomes of checkpoints
+        on_event: called with a kind and values for events of the run itself: members that join, leave or are lost (``join``,
+            ``leave``, ``lost``, ``failed``, ...; ``values["reason"]`` says why), and the results of checkpoints
             (``checkpoint complete``, ``checkpoint failed``, ...).
 
-    Yields an `OwnRun`, by which roles are started. Raises, at the end of the block, the failure of a role that runs elsewhere.
+    Yields an `OwnRun`, which starts roles. At the end of the block it raises the failure of a role that runs elsewhere.
     """
     placement, token = place(topology), secrets.token_hex(16)
     encrypted = network is None and topology.encrypted()
@@ -149,7 +149,7 @@ async def open_run(
     finally:
         if running is not None:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)  # what it raises was raised above, or follows from what was
+            await asyncio.gather(running, return_exceptions=True)  # its error was raised above, or is a consequence of one that was
         await endpoint.close()
     if outcome.status == "failed" and outcome.cause is not None:
         raise outcome.cause.error
@@ -157,7 +157,7 @@ async def open_run(
 
 @asynccontextmanager
 async def enter_world() -> AsyncIterator[RoleContext]:
-    """Enter the run that the environment names, or else a world of one worker, in memory."""
+    """Enter the run that the environment names, or else a world of one worker in memory."""
     environment = RoleEnvironment.from_environ()
     if environment is not None:
         async with enter_run(environment) as (context, _):
@@ -165,18 +165,18 @@ async def enter_world() -> AsyncIterator[RoleContext]:
         return
     topology = Topology.from_dict({"job": {"name": "alone"}, "compute": {"group_size": 1}})
     data_path = os.environ.get("ZMQTRAIN_DATA")
-    alone = open_run(topology, data_path=data_path, network=MemoryNetwork(), model=False)  # its script holds the model anyway
+    alone = open_run(topology, data_path=data_path, network=MemoryNetwork(), model=False)  # the script has the model anyway
     async with alone as run, run.context("worker/0") as context:
         yield context
 
 
 async def run_role(*, task: Task | None = None) -> None:
-    """Be the role that this process's environment names (`OwnRun.environment`), until the run is through.
+    """Run the role that this process's environment names (`OwnRun.environment`), until the run has ended.
 
     Args:
         task: for workers (and FC servers), instead of loading what ``[job] task`` names.
 
-    Raises `UsageError` without such an environment, and what the role fails with, after telling the others.
+    Raises `UsageError` without such an environment, and the error by which the role fails, after telling the others.
     """
     environment = RoleEnvironment.from_environ()
     if environment is None:

@@ -1,4 +1,4 @@
-"""Where a worker stands in the run: what both kinds of session tell."""
+"""A worker's place in the run: the properties that both kinds of session share."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """Where this worker stands in the run. Base of both kinds of session."""
+    """This worker's place in the run. Base of both kinds of session."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     @property
     def rank(self) -> int:
-        """Number of this worker among all."""
+        """The number of this worker among all workers."""
         return self._core.context.role.index
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return self._core.context.placement.world_size
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host."""
+        """The number of this worker among those of its host."""
         return self._core.context.role.local_rank
 
     @property
     def group(self) -> int:
-        """Number of this worker's compute group."""
+        """The number of this worker's compute group."""
         return self._core.context.role.group
 
     @property
     def groups(self) -> int:
-        """Number of compute groups."""
+        """The number of compute groups."""
         return self._core.context.placement.groups
 
     @property
     def position(self) -> int:
-        """Place of this worker in its group."""
+        """The position of this worker in its group."""
         return self._core.context.role.position
 
     @property
     def group_size(self) -> int:
-        """Workers in a group."""
+        """The number of workers in a group."""
         return self._core.context.placement.group_size
 
     @property
     def device(self) -> torch.device:
-        """Where to put the model."""
+        """The device for the model."""
         return self._core.device
 
     @property
     def data_path(self) -> str | None:
-        """What ``--data``, ZMQTRAIN_DATA or ``[data] path`` says."""
+        """The value of ``--data``, ZMQTRAIN_DATA or ``[data] path``."""
         return self._core.context.data_path
 
     @property
@@ -68,7 +68,7 @@ class Place:
 
     @property
     def step(self) -> int:
-        """Steps that the replicated model has made. A worker that came instead of one that was lost begins where the others are."""
+        """Steps that the replicated model has made. A worker that replaces a lost one begins at the step of the others."""
         return 0 if self._core.replicated is None else self._core.replicated.step
 
     def __repr__(self) -> str:

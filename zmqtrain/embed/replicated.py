@@ -1,19 +1,19 @@
-"""A model and an optimizer of the user's own loop, kept in touch with the other workers.
+"""A model and an optimizer of the user's own loop, kept in sync with the other workers.
 
-The loop stays as it is. What it calls anyway tells how far it is. Gradients go one of two ways:
+The loop stays unchanged: the calls that it makes anyway tell how far it is. Gradients are handled in one of two ways:
 
-*overlapped*: they leave while backward goes on, and are gone when it returns. A step is one backward (and those within
-`accumulating` before it), then ``optimizer.step()``; whoever looks at a gradient in between gets an error (`GoneGradient`)::
+*overlapped*: they are sent while backward is running, and are gone when it returns. A step is one backward (and those within
+`accumulating` before it), then ``optimizer.step()``; reading a gradient in between raises an error (`GoneGradient`)::
 
     output = model(inputs)       each layer waits for its parameters when the forward reaches it
     loss.backward()              gradients leave, bucket by bucket
     optimizer.step()             the step ends: the exchange updates the model, or the optimizer does
 
-*held*: they are summed over the workers when backward returns, and are the user's to do with as he likes (`WholeGradients`). What
-``optimizer.step()`` finds in ``grad`` is what the exchange gets.
+*held*: they are summed over the workers when backward returns, and the user may read and change them (`WholeGradients`). The
+exchange gets what ``optimizer.step()`` finds in ``grad``.
 
-Unless told which, a loop's first steps are held, and watched: whether it does anything that asks for held gradients. All workers
-agree on the way at their end.
+By default, a loop's first steps are held, and watched for anything that needs held gradients. Then all workers agree on one of the
+two ways.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from zmqtrain.waiting import together
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
-#: Steps that show what a loop does with gradients: the second one begins with what the first has left.
+#: The number of watched steps: the second one begins with the gradients that the first has left.
 WATCHED_STEPS = 2
-HOLD = "give session.replicate(model, optimizer, overlap=False)"
+HOLD = "call session.replicate(model, optimizer, overlap=False)"
 
 
 class Replicated:
@@ -68,12 +68,12 @@ class Replicated:
         stop: Callable[[], None],
         wait: Wait[Any],
     ) -> None:
-        """Made once the exchange has started.
+        """Make it after the exchange has started.
 
-        ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: by
-        what this worker's gradient counts in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
-        called after each step, on the loop's thread. ``stops(step)``: whether the run is to stop before this step; then ``stop()``,
-        in the caller's thread, ends the session and raises, also when more is asked for afterwards. ``wait`` for a coroutine in the
+        ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
+        weight of this worker's gradient in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
+        called after each step, on the loop's thread. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
+        in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
         caller's thread."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
         self.step = self.first_step = first_step
@@ -86,27 +86,27 @@ class Replicated:
         self._guards = Guards(replica, served=served)
         self._watched_until = first_step + WATCHED_STEPS
         self._decided = overlap is not None or not exchange.exchanges(first_step)
-        self._returns = overlap is not True  # optimizer.step() returns with all parameters there
+        self._returns = overlap is not True  # all parameters are complete when optimizer.step() returns
         self._gone = {name: GoneGradient(parameter) for name, parameter in replica.named.items()}
         self._views = replica.memory.gradient_views()
         self._tolerance = tolerance_of([parameter.dtype for parameter in replica.parameters])
         self._in_backward = False
         self._backwards = 0  # of this step, outside of accumulating()
-        self._asked = False  # the loop does something that held gradients are needed for
+        self._asked = False  # the loop does something that needs held gradients
         self._leaving = False  # overlapped: a backward of this step has handed gradients over
         self._adding = False  # overlapped: a backward of this step has added to gradients
-        self._carried = False  # overlapped: the step before has not exchanged its gradients, and they are added to
+        self._carried = False  # overlapped: the previous step has not exchanged its gradients, and this one adds to them
         self._zeroed = "no"
         self._settings: int = 0  # of the optimizer when this step's backward began
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._only_adding = False  # within accumulating()
         self._updating = False  # the replica runs the local optimizer
         self._updated = False  # a closure has run it already
-        self._begun = -1  # the step that the exchange knows of; on the loop's thread
+        self._begun = -1  # the exchange's current step; on the loop's thread
         self._began_s = bridge.loop.time()
         self._undo: list[Callable[[], None]] = []
         for parameter in replica.parameters:
-            if parameter.grad is not None:  # the caller's own, from before
+            if parameter.grad is not None:  # the caller's previous value
                 parameter.grad = parameter.grad.clone()
         replica.clears = False
         replica.connect(self._bucket_ready)
@@ -127,16 +127,16 @@ class Replicated:
             self._only_adding = False
 
     def whole(self, what: str) -> list[nn.Parameter]:
-        """The parameters, with gradients that are whole, for ``what``. Raises `TaskError` where gradients have left."""
+        """The parameters with complete gradients, for ``what``. Raises `TaskError` if gradients have been sent already."""
         if not self.held:
-            raise TaskError(f"{what} needs gradients that are held back until optimizer.step(): {HOLD}")
+            raise TaskError(f"{what} needs gradients that are kept until optimizer.step(): {HOLD}")
         if self._whole.unsummed:
             raise TaskError(f"{what}: the last backward() of a step must be outside of accumulating()")
         self._asked = True
         return self.replica.parameters
 
     def detach(self) -> None:
-        """Give model and optimizer back as they came."""
+        """Restore the model and the optimizer to their original form."""
         self.replica.release()
         self._guards.release()
         self._whole.release_hooks()
@@ -149,7 +149,8 @@ class Replicated:
                 parameter.grad = plain(parameter.grad)
 
     def check_weights(self) -> None:
-        """Raise `TaskError` where they were changed by hand and that would be lost. While the caller's thread waits."""
+        """Raise `TaskError` if weights were changed by hand and the change would be lost. Call it while the caller's thread
+        waits."""
         self._guards.check_weights(sampled=self._returns)
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
@@ -160,11 +161,11 @@ class Replicated:
         sums = self._wait(self.scope.sum_numbers(float(total.detach()), float(weight)), "the sum of weights")
         if not sums[1] > 0:
             raise TaskError(f"session.backward(total, weight): the weights of all workers add up to {sums[1]:g}")
-        share = self._weight()  # divided out again: the gradient is multiplied by it
+        share = self._weight()  # divided out, because the gradient is multiplied by it later
         (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
         return float(sums[0] / sums[1])
 
-    # Hooks. What arrives of a backward, and its end.
+    # Hooks, for the gradients of a backward and for its end.
 
     def _hook(self) -> None:
         replica = self.replica
@@ -182,11 +183,11 @@ class Replicated:
             self.replica.begin_step(self.step)
 
     def _adopt(self) -> None:
-        """Hooks of the user's on parameters see whole gradients, as in one process."""
+        """Let the user's hooks on parameters see whole gradients, as in one process."""
         if self._whole.adopt_hooks():
             self._asked = True
             if not self.held:
-                raise TaskError(f"a hook on a parameter (register_hook) would see this worker's part of its gradient alone: {HOLD}")
+                raise TaskError(f"a hook on a parameter (register_hook) would see only this worker's part of its gradient: {HOLD}")
 
     def _arriving(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Autograd is about to add ``gradient`` to the parameter's."""
@@ -212,12 +213,12 @@ class Replicated:
         if self._leaving:
             raise TaskError(
                 "backward() a second time in a step, or after optimizer.step() was left out: the gradients of the first one have "
-                f"left. Put all but the last within session.accumulating(), or {HOLD}"
+                "been sent. Put all but the last within session.accumulating(), or {HOLD}"
             )
         if not self._adding and not self._carried:
             if self._zeroed == "no" and any(self._is_left(name, parameter) for name, parameter in replica.named.items()):
                 raise TaskError(
-                    "gradients of the step before are still there, and backward() would add to them: call optimizer.zero_grad(), "
+                    "gradients of the previous step still exist, and backward() would add to them: call optimizer.zero_grad(), "
                     f"or {HOLD}"
                 )
             for parameter in replica.parameters:
@@ -226,7 +227,7 @@ class Replicated:
         self._adding = True
         self._leaving = not self._only_adding and self.exchange.exchanges(self.step)
         replica.begin_backward(last=self._leaving)
-        # Now, for servers may answer with the next parameters while backward goes on.
+        # Now, because servers may answer with the next parameters while backward is running.
         self._guards.check(sampled=True)
         self._weights = self._sample()
 
@@ -249,7 +250,7 @@ class Replicated:
             if parameter.grad is not None:
                 parameter.grad = self._gone[name]
 
-    # The optimizer. It keeps its class and its identity, so that schedules, and code that looks at it, go on working.
+    # The optimizer. It keeps its class and its identity, so that schedules, and code that inspects it, continue to work.
 
     def _patch(self, optimizer: Optimizer) -> None:
         step_before, zero_before = optimizer.step, optimizer.zero_grad
@@ -285,17 +286,20 @@ class Replicated:
 
     def _zero_overlapped(self, set_to_none: bool) -> None:
         if self._leaving:
-            raise TaskError(f"zero_grad() between backward() and optimizer.step(): the gradients have left. {HOLD.capitalize()}")
+            raise TaskError(f"zero_grad() between backward() and optimizer.step(): the gradients have been sent already; {HOLD}")
         if self._carried:
             if self._adding:
-                raise TaskError("zero_grad() after backward(), with gradients of steps before added up ([exchange] every)")
-            return  # they are exchanged together with those of the steps to come
+                raise TaskError(
+                    "zero_grad() after backward(), although gradients of earlier steps are being accumulated "
+                    "([exchange] every): call it before backward()"
+                )
+            return  # they are exchanged together with those of the next steps
         self._zeroed, self._adding = "to None" if set_to_none else "to zero", False
         for parameter in self.replica.parameters:
             parameter.grad = None
 
     def end_step(self) -> None:
-        """``optimizer.step()``. Raises what broke the exchange, and `RunStopped` after the last step of a run that is to stop."""
+        """``optimizer.step()``. Raises the error of the exchange, and `RunStopped` after the last step of a run that must stop."""
         replica = self.replica
         if self._stopped:
             self._stop()
@@ -325,7 +329,7 @@ class Replicated:
             self._stop()
 
     def _end_held(self, state: StepState) -> dict[str, Tensor | None]:
-        """Hand over what stands in ``grad``. Returns it."""
+        """Pass the values of ``grad`` to the exchange. Returns the step's state."""
         replica, scope = self.replica, self.scope
         if self._whole.unsummed:
             raise TaskError("optimizer.step(): the last backward() of a step must be outside of accumulating()")
@@ -335,11 +339,12 @@ class Replicated:
             raise TaskError("optimizer.step() without a forward and a backward of the replicated model before it")
         if self._served and getattr(replica.optimizer, "grad_scale", None) is not None:
             raise TaskError(
-                "model servers run the optimizer, so it cannot unscale gradients: call scaler.unscale_(optimizer) before"
+                "model servers run the optimizer, so it cannot unscale gradients: call scaler.unscale_(optimizer) before "
+                "scaler.step(optimizer)"
             )
         replica.without, replica.zeros_count = frozenset(own.keys() - gradients.keys()), True
         self._guards.check_unused(replica.without)
-        # Each worker contributes a part of what is the same on all: the exchange sums over a group.
+        # All workers have the same gradient, and the exchange sums over a group: so each contributes a part of it.
         replica.divisor = scope.group.size / scope.groups
         replica.memory.fill_gradients(gradients)
         state.weights = self._sample()
@@ -368,16 +373,17 @@ class Replicated:
         missing = replica.missing()
         if missing and self._zeroed != "to zero" and not self._carried:
             raise TaskError(
-                f"no gradient has reached {missing[0]!r} in this step, though in the first one it had one. Whether others have one "
-                f"is known too late: {HOLD}"
+                f"no gradient has reached {missing[0]!r} in this step, but one reached it in the first step. Whether other "
+                f"workers have one is known too late: {HOLD}"
             )
         left = [n for n, p in replica.named.items() if p.grad is not self._gone[n] and n not in missing]
         if left:
-            raise TaskError(f"the gradient of {left[0]!r} was replaced after backward(), when it had left: {HOLD}")
+            raise TaskError(f"the gradient of {left[0]!r} was replaced after backward(), when it had been sent already: {HOLD}")
         if self._served and state.settings != self._settings:
             raise TaskError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and optimizer.step(): gradients had "
-                f"left for the model servers with the old ones. Change them before backward() or after optimizer.step(), or {HOLD}"
+                "been sent to the model servers with the old settings. Change them before backward() or after optimizer.step(), "
+                "or {HOLD}"
             )
         state.weights = self._weights
         self._carried = not self.exchange.exchanges(self.step)
@@ -386,11 +392,15 @@ class Replicated:
         return {}
 
     def _step_with(self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """``optimizer.step(closure)``: each evaluation gives loss and gradients of all workers, who so do the same."""
+        """``optimizer.step(closure)``: each evaluation returns the loss and gradients over all workers, so that all of them take
+        the same step."""
         if self._served:
             raise TaskError(f"model servers run the optimizer, so optimizer.step(closure) is not possible: use {LOCAL}")
         if self.replica.settings.clip_norm:
-            raise TaskError("optimizer.step(closure) with [optimizer] clip_norm: clip in the closure, by session.clip_grad_norm_()")
+            raise TaskError(
+                "optimizer.step(closure) with [optimizer] clip_norm: clip in the closure with "
+                "session.clip_grad_norm_(), and remove clip_norm"
+            )
         self.whole("optimizer.step(closure)")
 
         def evaluate() -> Any:
@@ -410,7 +420,7 @@ class Replicated:
             self._updated = False
         return result
 
-    # The way of gradients.
+    # The choice between held and overlapped gradients.
 
     def _wait_for_sum(self, summing: Coroutine[Any, Any, None]) -> None:
         self._wait(self.others.wait("sums", self.scope.sums, summing), "the sum of gradients")
@@ -419,7 +429,7 @@ class Replicated:
         self.held = self.replica.holding = held
 
     def _watch_on(self, hold: bool) -> None:
-        """A step is over that was watched. ``hold``: by a loop that needs held gradients."""
+        """A watched step is over. ``hold``: the loop needs held gradients."""
         for parameter in self.replica.parameters:
             if parameter.grad is not None:
                 parameter.grad = plain(parameter.grad)
@@ -439,7 +449,7 @@ class Replicated:
             self.exchange.begin_step(self.step)
 
     async def _exchange(self, state: StepState) -> bool:
-        """Whether gradients are held from now on."""
+        """Exchange the step's state. Returns whether gradients are held from now on."""
         self._begin()
         hold = [state.holds]
 

@@ -1,4 +1,4 @@
-"""The workers whose gradients make one gradient, and what they tell each other in each step."""
+"""The workers whose gradients are combined into one, and the values that they compare in each step."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 class Scope:
-    """A compute group, or all groups where they are in step. All methods on the loop's thread."""
+    """A compute group, or all groups if they are synchronous. All methods on the loop's thread."""
 
     def __init__(self, group: Group, groups: int) -> None:
-        """``groups``: how many compute groups ``group`` is."""
+        """``groups``: the number of compute groups in ``group``."""
         self.group, self.groups = group, groups
         self.sums = 0
-        """That were begun."""
+        """The number of sums that were begun."""
 
     @property
     def alone(self) -> bool:
         return self.group.size == 1
 
     async def sum(self, payloads: Sequence[Payload]) -> None:
-        """Sum each payload, in place; the same bits on all. Every worker calls it, with payloads of the same sizes."""
+        """Sum each payload, in place; the result has the same bits on all. Every worker must call it, with payloads of the same
+        sizes."""
         self.sums = number = self.sums + 1
         await together(*(all_reduce(self.group, payload, ("sum", number, index)) for index, payload in enumerate(payloads)))
 
     async def sum_numbers(self, *numbers: float) -> list[float]:
-        """The sums of these numbers."""
+        """The sums of these numbers over all workers."""
         values = np.array(numbers, np.float64)
         await self.sum([TensorPayload.of(values)])
         return [float(value) for value in values]
@@ -52,48 +53,51 @@ class Scope:
 
 @dataclass(slots=True)
 class StepState:
-    """What must be the same on all workers of a scope when a step ends."""
+    """The values that must be the same on all workers of a scope when a step ends."""
 
     step: int
     holds: bool = False
-    """Not the same on all: whether gradients must be held back from now on."""
+    """Whether this worker needs held gradients from now on; may differ between workers."""
     settings: int = 0
     """Checksum of the optimizer's hyperparameters."""
     without: int = 0
     """Checksum of the names of parameters that have no gradient."""
     gradients: tuple[float, float] = (0.0, 0.0)
-    """Sum and norm."""
+    """Sum and norm of the gradients."""
     weights: tuple[float, float] = (0.0, 0.0)
-    """Sum and norm of a sample."""
+    """Sum and norm of a sample of the weights."""
     tolerance: float = 1e-5
 
     def numbers(self) -> list[float]:
-        """For `check`."""
+        """The state as numbers, for `check`."""
         return [float(self.holds), self.step, self.settings, self.without, *self.gradients, *self.weights]
 
     def check(self, means: Sequence[float], mine: Sequence[float]) -> None:
-        """``means`` over all workers, of their `numbers`."""
+        """Raise `TaskError` if the workers differ. ``means``: the means of all workers' `numbers`. ``mine``: this worker's."""
         _, step, settings, without, *sums = (mean - own for mean, own in zip(means, mine, strict=True))
         if step:
-            raise TaskError(f"this worker is at step {self.step}, others are not: all must call optimizer.step() equally often")
+            raise TaskError(
+                f"this worker is at step {self.step}, but others are not: all workers must call optimizer.step() equally often"
+            )
         if settings:
             raise TaskError(
-                "the optimizer's settings differ from worker to worker (a learning rate, most likely): step schedules equally "
-                'often on all, and give ReduceLROnPlateau a metric that all share, such as session.all_reduce(metric, "mean")'
+                "the optimizer's settings (probably the learning rate) differ between workers: step schedules equally often on "
+                'all workers, and give ReduceLROnPlateau a metric that all share, such as session.all_reduce(metric, "mean")'
             )
         if without:
             raise TaskError(
-                "some workers have no gradient (grad is None) where others have one: set them to None on all workers, or on none"
+                "some parameters have no gradient (grad is None) on some workers only: set it to None on all workers, or on none"
             )
         if self._apart(sums[0], self.gradients) or self._apart(sums[1], (self.gradients[1],) * 2):
             raise TaskError(
-                "gradients were changed after backward(), and not alike on all workers: random numbers need a generator with one "
-                "seed on all, and gradients from torch.autograd.grad() must be averaged by session.all_reduce() first"
+                "gradients were changed after backward(), but not in the same way on all workers: random numbers need a "
+                "generator with the same seed on all, and gradients from torch.autograd.grad() must be averaged by "
+                "session.all_reduce() first"
             )
         if self._apart(sums[2], self.weights) or self._apart(sums[3], (self.weights[1],) * 2):
             raise TaskError(
-                "the workers' weights differ: they were changed on some of them only (load_state_dict, a change by hand). Do the "
-                "same on all workers, or before session.replicate(), which gives all rank 0's"
+                "the workers' weights differ, because they were changed on some workers only (load_state_dict, a change by "
+                "hand). Make the change on all workers, or before session.replicate(), which copies rank 0's weights to all"
             )
 
     def _apart(self, difference: float, of: tuple[float, float]) -> bool:
@@ -101,12 +105,12 @@ class StepState:
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
-    """How far sums may be apart on processors that round differently."""
+    """How much sums may differ between processors that round differently."""
     return min(0.05, max(1e-9, *(100 * torch.finfo(dtype).eps for dtype in dtypes)))
 
 
 def sum_and_norm(tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Of all elements."""
+    """The sum and the norm of all elements."""
     sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
     both = torch.stack([sums.sum(), torch.linalg.vector_norm(norms)]).tolist()

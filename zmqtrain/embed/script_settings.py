@@ -1,4 +1,4 @@
-"""What a topology file may ask of tasks only: a training loop that is not ours does it itself, or cannot have it."""
+"""Settings that are for tasks only: the user's own training loop does these things itself, or cannot have them."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ from zmqtrain.topology.schema import Topology
 
 
 def check_script(topology: Topology, *, resume: str | None) -> None:
-    """Raise `UsageError` for what would begin, keep or divide a script's model. ``resume``: a checkpoint to go on from."""
+    """Raise `UsageError` for settings that would load, save or divide a script's model, or end or evaluate its training.
+    ``resume``: a checkpoint to continue from."""
     job = topology.job
+    asked = {"steps": job.steps, "until": job.until, "epochs": job.epochs != 1 and job.epochs, "eval_every": job.eval_every}
+    if given := [name for name, value in asked.items() if value]:
+        raise UsageError(f"[job] {given[0]} is for tasks: a script decides itself when its loop ends. Remove it")
     if topology.compute.grid == "auto" or topology.divided:
-        raise UsageError("a script builds its model itself, so [compute] grid cannot divide it: name a task, or leave grid out")
+        raise UsageError(
+            "a script's own loop sees whole parameters and gradients (to clip them, for a penalty, to save them), so "
+            "[compute] grid cannot divide its model: make it a task, which [optimizer] clip_norm can clip, or remove grid"
+        )
     if resume is not None:
         raise UsageError(
-            "--resume is for tasks: a script keeps its own checkpoints, and goes on from them itself (by an argument of its own)"
+            "--resume is for tasks: a script writes its own checkpoints, and resumes from them itself (with an argument of its own)"
         )
     if job.weights is not None:
         raise UsageError("[job] weights is for tasks: let the script load them into its model, before session.replicate()")
     default = type(job).model_fields["checkpoint_every"].default
     if job.checkpoint_every not in (0, default):
-        raise UsageError(
-            "[job] checkpoint_every is for tasks: a script keeps its own checkpoints, at steps of its choice. Leave it out"
-        )
-
-
-def check_length(topology: Topology) -> None:
-    """Raise `UsageError` for how long a file that is launched with a script asks to train, and when to evaluate."""
-    job = topology.job
-    asked = {"steps": job.steps, "until": job.until, "epochs": job.epochs != 1 and job.epochs, "eval_every": job.eval_every}
-    if given := [name for name, value in asked.items() if value]:
-        raise UsageError(f"[job] {given[0]} is for tasks: a script has a loop of its own, which nothing else ends. Leave it out")
+        raise UsageError("[job] checkpoint_every is for tasks: a script writes its own checkpoints. Remove it")
 
 
 def check_session(topology: Topology, groups: int, *, overlap: bool | None) -> None:
-    """Raise `UsageError` for what a session's loop says itself. ``overlap``: as `zmqtrain.embed.session.Session.replicate`."""
+    """Raise `UsageError` for settings that a session's loop makes itself. ``overlap``: as in
+    `zmqtrain.embed.session.Session.replicate`."""
     if topology.optimizer.scale_lr != "none":
         raise UsageError(
-            "[optimizer] scale_lr is for tasks: a schedule of yours may have read the learning rate already. Leave it out, and "
-            "multiply the learning rate by session.groups, or its square root, yourself"
+            "[optimizer] scale_lr is for tasks: your schedule may have read the learning rate already. Remove it, and multiply "
+            "the learning rate by session.groups, or its square root, yourself"
         )
     if topology.optimizer.lr is not None or topology.optimizer.explicit_momentum is not None:
         raise UsageError("[optimizer] lr and a number as momentum are for tasks: set them where you make the optimizer")
     if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
         raise UsageError(
-            "[compute] precision and accumulate are for tasks: in a loop of yours use torch.autocast, session.accumulating()"
+            "[compute] precision and accumulate are for tasks: in your own loop use torch.autocast and session.accumulating()"
         )
     if overlap is False and topology.exchange.kind == "allreduce" and topology.exchange.every_steps(groups) > 1:
         raise UsageError(
-            "overlap=False with [exchange] every: between exchanges there is no gradient of all workers to be had. "
-            "Leave every out, and put all but the last backward() of a step within session.accumulating()"
+            "overlap=False with [exchange] every: between exchanges the gradient of all workers is not available. Remove every, "
+            "and put all but the last backward() of a step within session.accumulating()"
         )

@@ -15,10 +15,10 @@ Plain code (`session`)::
 A coroutine (`join`) does the same with ``await``, and computes in ``await session.run(function)``.
 
 Started by ``zmqtrain launch FILE script.py`` the script runs once on each worker. Started without a launcher it is a world of one
-worker, which works just the same: handy for trying it out, and in a debugger.
+worker, which works just the same: useful for a first try, and in a debugger.
 
-What differs from training alone: a loss is a *mean* over the worker's samples, and counts by their number; others are for
-`Session.backward`. What loops may do, and what is refused, is in docs/sessions.md.
+The difference from training alone: a loss must be a *mean* over the worker's samples, and is weighted by their number; for other
+losses use `Session.backward`. docs/sessions.md says what loops may do, and what is refused.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ Number = float | int | str | bool
 
 
 class Session(Place):
-    """A worker of the run, for plain code. Made by `session`; to be used by the thread that made it."""
+    """A worker of the run, for plain code. Made by `session`; use it only in the thread that made it."""
 
     def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
-        """Keep model and optimizer in touch with the other workers from now on; all begin with rank 0's parameters.
+        """Keep model and optimizer in sync with the other workers from now on; all begin with rank 0's parameters.
 
-        ``overlap``: whether gradients leave while backward goes on. With False they are summed over the workers when backward
-        returns, and are then the loop's to read and change until ``optimizer.step()``. By default the first step shows which of
-        the two the loop needs. With True, ``optimizer.step()`` does not wait for the parameters either: the next forward does,
-        layer by layer, and whoever reads parameters otherwise calls `settle` before.
+        ``overlap``: whether gradients are sent while backward is running. With False they are summed over the workers when backward
+        returns, and the loop may read and change them until ``optimizer.step()``. By default the first steps show which of the two
+        the loop needs. With True, ``optimizer.step()`` does not wait for the parameters either: the next forward does, layer by
+        layer; call `settle` before you read parameters in any other way.
 
-        Returns the very same two. Every worker must call it, with models and optimizers of one kind; once a session. Raises
-        `TaskError` and `UsageError` for what cannot be kept right.
+        Returns the same two objects. Every worker must call it once per session, with models and optimizers of the same kind.
+        Raises `TaskError` and `UsageError` for what cannot be trained correctly.
         """
         return self._wait(self._core.replicate(model, optimizer, overlap), "replicate()")
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
         """``backward()`` of a loss whose mean is weighted: ``total`` is the *sum* of this worker's losses, ``weight`` the sum of
-        their weights (how many tokens or samples count, or the weights of their classes). The gradient is that of the sum of
-        totals over the sum of weights, of all workers; returns that mean loss.
+        their weights (how many tokens or samples count, or the weights of their classes). The gradient is that of the sum of all
+        workers' totals divided by the sum of all weights; returns this mean loss.
 
         ::
 
@@ -73,12 +73,12 @@ class Session(Place):
         return self._core.backward(total, weight)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of the whole gradient, with the result that one process has. Between ``backward()``
-        and ``optimizer.step()``."""
+        """`torch.nn.utils.clip_grad_norm_` for the whole gradient, with the same result as in one process. Call it between
+        ``backward()`` and ``optimizer.step()``. Arguments and result are as in torch."""
         return self._core.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """`torch.nn.utils.clip_grad_value_` of the whole gradient."""
+        """`torch.nn.utils.clip_grad_value_` for the whole gradient."""
         self._core.clip_grad_value_(clip_value)
 
     def batches(
@@ -87,19 +87,19 @@ class Session(Place):
         """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
 
         Args:
-            data: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either; what counts of that says
-                `zmqtrain.data.source`.
-            epoch: each has an order of its own, from the job's seed.
-            batch_size: samples of the whole group in a step, by default those of a DataLoader, or ``[compute] batch_size``.
+            data: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either; `zmqtrain.data.source` says which
+                settings of a DataLoader are used.
+            epoch: the number of the epoch; each has its own order of samples, from the job's seed.
+            batch_size: samples of the whole group in a step; by default that of the DataLoader, or ``[compute] batch_size``.
             shard: as `zmqtrain.Task.shard`.
-            first: how many batches of the epoch are left out, where a loop goes on in its middle; by default none. Of data that
-                is no stream.
+            first: the number of batches of the epoch to skip, if a loop continues in the middle of it; by default none. Not for
+                streams.
 
-        What does not fill a step of all groups is left out. A stream ends for all workers when it has ended for one of them, so all
-        of them must take its batches alike.
+        Samples that do not fill a step of all groups are left out. A stream ends for all workers when it has ended for one of
+        them, so all of them must take its batches equally often.
 
-        Raises `UsageError` and `TaskError` for data that cannot be divided; and `UsageError` without ``first`` on a worker that
-        came instead of one that was lost, whose epoch is under way: docs/sessions.md.
+        Raises `UsageError` and `TaskError` for data that cannot be divided, and `UsageError` if ``first`` is missing on a worker
+        that replaces a lost one in the middle of an epoch (see docs/sessions.md).
         """
         core = self._core
         feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard, first)), "batches()")
@@ -111,26 +111,29 @@ class Session(Place):
                 self._wait(core.end_batches(feed), "the end of batches()")
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Forward and backward within it only add to the gradients. Those of a step's last micro-batch must be outside."""
+        """A forward and backward inside this block only add to the gradients. Those of a step's last micro-batch must be
+        outside."""
         return nullcontext() if self._core.replicated is None else self._core.replicated.accumulating()
 
     def report(self, kind: str = "step", /, **values: Number) -> None:
-        """Tell what this step was like (``loss=...``), or an evaluation (``report("eval", accuracy=...)``), for table and record.
+        """Report values of this step (``loss=...``), or of an evaluation (``report("eval", accuracy=...)``), for the table and the
+        record.
 
         Raises `NonFiniteLossError` for a loss that is NaN or infinite, unless ``[job] on_nan = "continue"``.
         """
         self._wait(_call(partial(self._core.report, kind, values)), "report()")
 
     def barrier(self) -> None:
-        """Wait until all workers have come here."""
+        """Wait until all workers have called this."""
         self._wait(self._core.barrier(), "barrier()")
 
     def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
-        """Sum (or average) the tensor over all workers, in place; the same bits on all. Every worker must call it."""
+        """Sum (or average) the tensor over all workers, in place; the result has the same bits on all. Every worker must call
+        it."""
         return self._wait(self._core.all_reduce(tensor, operation), "all_reduce()")
 
     def settle(self) -> None:
-        """Wait until the model holds the parameters of the last step throughout. Forwards do so by themselves, layer by layer."""
+        """Wait until the whole model has the parameters of the last step. Forwards do so by themselves, layer by layer."""
         self._wait(self._core.settle(), "settle()")
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
@@ -138,37 +141,38 @@ class Session(Place):
 
 
 class AsyncSession(Place):
-    """A worker of the run, for coroutines. Made by `join`; to be used on the loop's thread, but for what `run` calls."""
+    """A worker of the run, for coroutines. Made by `join`; use it only on the loop's thread, except in functions that `run`
+    calls."""
 
     def __init__(self, core: Core, thread: BackgroundThread) -> None:
         super().__init__(core)
         self._thread = thread
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` belong there."""
+        """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` must run there."""
         return await self._thread.submit(partial(function, *arguments))
 
     async def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
-        """As `Session.replicate`."""
+        """Like `Session.replicate`."""
         wait = self._core.bridge.call
         return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer, overlap)), "replicate()"))
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
-        """As `Session.backward`; used within what `run` calls."""
+        """As `Session.backward`; call it only inside `run`."""
         return self._core.backward(total, weight)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As `Session.clip_grad_norm_`; used within what `run` calls."""
+        """As `Session.clip_grad_norm_`; call it only inside `run`."""
         return self._core.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As `Session.clip_grad_value_`; used within what `run` calls."""
+        """As `Session.clip_grad_value_`; call it only inside `run`."""
         self._core.clip_grad_value_(clip_value)
 
     async def batches(
         self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None, first: int | None = None
     ) -> AsyncIterator[Any]:
-        """As `Session.batches`."""
+        """Like `Session.batches`."""
         core = self._core
         feed = core.begin_batches(data, epoch, batch_size, shard, first)
         try:
@@ -179,31 +183,31 @@ class AsyncSession(Place):
                 await core.end_batches(feed)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """As `Session.accumulating`; used within what `run` calls."""
+        """As `Session.accumulating`; call it only inside `run`."""
         return nullcontext() if self._core.replicated is None else self._core.replicated.accumulating()
 
     def report(self, kind: str = "step", /, **values: Number) -> None:
-        """As `Session.report`."""
+        """Like `Session.report`."""
         self._core.report(kind, values)
 
     async def barrier(self) -> None:
-        """Wait until all workers have come here."""
+        """Wait until all workers have called this."""
         await self._core.guard(self._core.barrier())
 
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
-        """As `Session.all_reduce`."""
+        """Like `Session.all_reduce`."""
         return await self._core.guard(self._core.all_reduce(tensor, operation))
 
     async def settle(self) -> None:
-        """As `Session.settle`."""
+        """Like `Session.settle`."""
         await self._core.guard(self._core.settle())
 
 
 @asynccontextmanager
 async def join() -> AsyncIterator[AsyncSession]:
-    """Be the worker that the environment says (or a world of one), in the running event loop.
+    """Run the worker that the environment names (or a world of one) in the running event loop.
 
-    On return of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
+    At the end of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
     """
     stopped: RunStopped | None = None
     async with enter_world() as context:
@@ -214,7 +218,7 @@ async def join() -> AsyncIterator[AsyncSession]:
                 yield AsyncSession(core, thread)
             except RunStopped as stop:
                 stopped = stop
-            # In the compute thread, since an exchange may still want something computed.
+            # In the compute thread, since an exchange may still need to compute something.
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
             await core.close()
@@ -225,9 +229,9 @@ async def join() -> AsyncIterator[AsyncSession]:
 
 @contextmanager
 def session() -> Iterator[Session]:
-    """Be the worker that the environment says (or a world of one), with the event loop in a thread in the background.
+    """Run the worker that the environment names (or a world of one), with the event loop in a background thread.
 
-    On return of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
+    At the end of the block the model is complete, and this worker has left the run. Raises what `Membership.join` raises.
     """
     with _Background() as core:
         yield Session(core)
@@ -291,9 +295,9 @@ class _Background:
 
 
 class _GivenUpError(Exception):
-    """The plain code failed: the world is left as after an error, and the error is raised where it happened."""
+    """The plain code failed: the world is closed as after an error, and the error is raised where it happened."""
 
 
 async def _call(function: Callable[[], T]) -> T:
-    """What a plain function of the loop's thread returns, as a coroutine."""
+    """Call a plain function on the loop's thread, as a coroutine, and return its result."""
     return function()

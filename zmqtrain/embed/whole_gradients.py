@@ -1,8 +1,8 @@
-"""Gradients that are whole as soon as ``backward()`` returns: the sum over all workers that a step belongs to, in ``grad``.
+"""Gradients that are whole as soon as ``backward()`` returns: ``grad`` contains the sum over all workers of the step.
 
-Autograd adds each worker's own part to gradients. So before it adds, what was there is put aside; at the end of the backward the
-new parts are summed over the workers, and what was there comes back, with the sum added. ``grad`` is an ordinary tensor of the
-user's, to be read, changed, kept or set to None.
+Autograd adds each worker's own part to gradients. So before it adds, the old value of ``grad`` is put aside; at the end of the
+backward the new parts are summed over the workers, and the old value is restored with the sum added. ``grad`` is an ordinary
+tensor, which the user may read, change, keep or set to None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 class _AdoptedHook:
-    """Stands in the place of a user's hook on a parameter, which is called later, with the whole gradient."""
+    """Replaces a user's hook on a parameter, which is called later with the whole gradient."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self.hook = hook
@@ -32,25 +32,25 @@ class _AdoptedHook:
 
 
 class WholeGradients:
-    """Of one replica. All methods in the caller's thread."""
+    """The whole gradients of one replica. All methods in the caller's thread."""
 
     def __init__(self, replica: TorchReplica, scope: Scope, wait: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """``wait`` for a sum."""
+        """``wait``: waits for a sum."""
         self._replica, self._scope, self._wait = replica, scope, wait
-        self._before: dict[str, Tensor | None] = {}  # what stood in grad when this backward came to the parameter
+        self._before: dict[str, Tensor | None] = {}  # the value of grad before this backward reached the parameter
         self._own: dict[str, Tensor] = {}  # this worker's part, not summed yet
         self._has = torch.zeros(len(replica.named))
         self.watch: Watch | None = None
-        """Where gradients are watched: whether one was used."""
+        """Whether a watched gradient was used, if gradients are watched."""
 
     @property
     def unsummed(self) -> bool:
-        """Whether there are gradients of this worker's that no backward outside of accumulating() has followed."""
+        """Whether this worker has gradients that were not followed by a backward outside of accumulating()."""
         return bool(self._own)
 
     @property
     def incomplete(self) -> bool:
-        """Whether a parameter had no gradient, on any of the workers, in the last sum; or has lost it since."""
+        """Whether a parameter had no gradient on any worker in the last sum, or has lost it since."""
         lost = any(parameter.grad is None for parameter in self._replica.parameters)
         return lost or bool((self._has < self._scope.group.size).any())
 
@@ -61,7 +61,7 @@ class WholeGradients:
             parameter.grad = None
 
     def end_backward(self, factor: float, *, only_adding: bool) -> None:
-        """Nothing more comes of this backward. ``factor``: by what this worker's part counts."""
+        """Call this at the end of a backward. ``factor``: the weight of this worker's part."""
         named, before = self._replica.named, self._before
         self._before = {}
         arrived = False
@@ -69,12 +69,12 @@ class WholeGradients:
             parameter = named[name]
             gradient, parameter.grad = parameter.grad, was
             if gradient is None:
-                continue  # torch.autograd.grad() gave it to its caller
+                continue  # torch.autograd.grad() returned it to its caller
             arrived = True
             if gradient.requires_grad:
                 raise TaskError(
-                    "backward(create_graph=True) leaves gradients with a graph, which ends at this worker: use torch.autograd.grad("
-                    "..., create_graph=True) for what is differentiated again, and backward() without it"
+                    "backward(create_graph=True) leaves gradients with a graph, which is not shared between workers: use "
+                    "torch.autograd.grad(..., create_graph=True) for values to differentiate again, and backward() without it"
                 )
             self._own[name] = self._own[name].add_(gradient) if name in self._own else gradient
         if arrived and not only_adding:
@@ -103,7 +103,7 @@ class WholeGradients:
                 parameter.grad = whole if self.watch is None else WatchedGradient.of(whole, self.watch)
 
     def adopt_hooks(self) -> bool:
-        """Let the user's hooks on parameters have the whole gradient. Returns whether there are new ones."""
+        """Call the user's hooks on parameters with whole gradients. Returns whether there are new hooks."""
         found = False
         for parameter in self._replica.parameters:
             hooks = parameter._backward_hooks
@@ -111,12 +111,12 @@ class WholeGradients:
                 continue
             for number, hook in hooks.items():
                 if not isinstance(hook, _AdoptedHook) and not isinstance(hook, OwnHook):
-                    hooks[number] = _AdoptedHook(hook)  # under its number, by which its owner may remove it
+                    hooks[number] = _AdoptedHook(hook)  # under its number, by which the user may remove it
                     found = True
         return found
 
     def release_hooks(self) -> None:
-        """The user's hooks are what they were."""
+        """Restore the user's hooks."""
         for parameter in self._replica.parameters:
             hooks = parameter._backward_hooks or {}
             for number, hook in hooks.items():

@@ -1,7 +1,7 @@
 """Plain synchronous data parallelism: gradients are averaged over all groups, and each worker updates its own replica.
 
 With overlap this is the layer-wise asynchronous baseline of GossipGraD (Daily et al. 2018, AGD): a bucket is summed as soon as
-backward has produced it, and updated when the next forward comes to it.
+backward has computed it, and updated when the next forward reaches it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from zmqtrain.exchange.sums import Sums
 
 
 class AllReduceExchange(Serverless):
-    """Implements `Exchange` with no server. ``sums`` are over all workers, and scaled so that they are the gradient to update by.
+    """Implements `Exchange` without a server. ``sums`` are over all workers, scaled to be the gradient of the update.
 
     All replicas stay equal to the bit: they begin with rank 0's parameters, and all-reduce gives every rank identical sums.
 
-    ``every`` > 1: the gradients of that many steps are added up, exchanged in the last one's backward and applied once, as one step
-    of a batch that many times as large. Steps left over when training ends are not applied.
+    ``every`` > 1: the gradients of that number of steps are added up, exchanged in the last one's backward and applied once, as in
+    one step with a batch larger by that factor. Steps after the last exchange of a run are not applied.
 
-    ``by_bucket``: update each bucket when the next forward takes it, so that only what the forward needs at once is waited for.
-    Otherwise the end of a step waits for all gradients, and then runs the optimizer: gradients can be clipped by their norm so.
+    ``by_bucket``: update each bucket when the next forward takes it, so that the forward waits only for what it needs next.
+    Otherwise the end of a step waits for all gradients and then runs the optimizer, which allows clipping by the norm of all
+    gradients.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class AllReduceExchange(Serverless):
         overlap: bool = True,
     ) -> None:
         if every < 1:
-            raise ValueError(f"gradients are exchanged every {every} steps: it must be at least 1")
+            raise ValueError(f"gradients are exchanged every {every} steps; it must be at least every step (1)")
         super().__init__(sums)
         self._every, self._by_bucket = every, by_bucket
         summed = self._summed if by_bucket else None
@@ -47,7 +48,7 @@ class AllReduceExchange(Serverless):
 
     @classmethod
     def of(cls, context: ExchangeContext) -> AllReduceExchange:
-        """Of the topology file's settings."""
+        """The exchange with the topology file's settings."""
         worker, every = context.worker, context.every
         # Within a group the gradients sum up to the group's mean; over g groups, to g times the mean of all.
         return cls(
@@ -71,7 +72,8 @@ class AllReduceExchange(Serverless):
         return RunModel.REPLICA
 
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
-        # Also if restored: the ranks then hold equal parameters already, and to send them once more costs one step's traffic.
+        # Also if restored: the ranks then already hold equal parameters, and sending them again costs no more than one step's
+        # traffic.
         self._replica = replica
         replica.optimize(Optimize.AFTER if self._by_bucket else Optimize.APART)
         await spread(self._sums.group, replica)
@@ -83,7 +85,7 @@ class AllReduceExchange(Serverless):
             self._sum.begin(step, len(self._replica_started().buckets))
 
     def exchanges(self, step: int) -> bool:
-        # By the step's number and not by a counter, so a resumed run exchanges at the same steps.
+        # Decided by the step's number and not by a counter, so that a resumed run exchanges at the same steps.
         return (step + 1) % self._every == 0
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -109,9 +111,9 @@ class AllReduceExchange(Serverless):
 
 
 async def spread(world: Group, replica: Replica) -> None:
-    """Give every replica the parameters of rank 0's, or of the first with the same part of the model.
+    """Give every replica the parameters of rank 0, or of the first rank with the same part of the model.
 
-    One bucket after the other, so little memory is under way.
+    The buckets are sent one after another, so little memory is in use at a time.
     """
     for bucket in replica.buckets:
         await broadcast(bucket.sharers(world), bucket.parameters, ("start", bucket.index))

@@ -1,4 +1,4 @@
-"""Arithmetic on whole buckets, away from the event loop: while the loop computes, no message moves and no heartbeat is answered."""
+"""Arithmetic on whole buckets, outside the event loop: while the loop computes, no message is sent and no heartbeat is answered."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
 
-#: Less than this is computed at once: to ask a thread takes as long.
+#: Work on fewer bytes is done at once: handing it to a thread would take as long.
 INLINE_BYTES = 128 * 1024
 
 
 class Arithmetic:
-    """One thread that computes what it is asked for, one after another, in the order in which it was asked. On virtual time
-    everything is computed at once."""
+    """One thread that performs work in the order of requests. On virtual time all work is done at once."""
 
     def __init__(self, name: str) -> None:
-        """The thread, called ``name``, is started when there is something for it."""
+        """The thread, called ``name``, is started when there is work for it."""
         self._thread = ThreadPoolExecutor(1, name)
 
     async def do(self, work: Callable[[], T], *payloads: Payload) -> T:
-        """What ``work()`` returns or raises. ``payloads``: what it reads and writes, and so how much there is to do.
+        """Run ``work()`` and return its result, or raise its error. ``payloads``: what it reads and writes, which shows its size.
 
-        It is done to its end also where the caller is cancelled meanwhile, who gets the payloads' memory back after that.
+        The work runs to its end even if the caller is cancelled, and only then may the caller reuse the payloads' memory.
         """
         return await self.do_sized(work, sum(payload.nbytes for payload in payloads if isinstance(payload, TensorPayload)))
 
     async def do_sized(self, work: Callable[[], T], nbytes: int) -> T:
-        """Run ``work`` as `do` does, where it reads and writes ``nbytes`` bytes."""
+        """Run ``work``, which reads and writes ``nbytes`` bytes, as `do` does."""
         if nbytes < INLINE_BYTES:
             return work()
         outcome = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -41,10 +40,10 @@ class Arithmetic:
             return await asyncio.shield(outcome)
         except asyncio.CancelledError:
             while not outcome.done():
-                with suppress(asyncio.CancelledError):  # once is enough
+                with suppress(asyncio.CancelledError):  # the caller is cancelled only once
                     await asyncio.wait({outcome})
             raise
 
     def close(self) -> None:
-        """Nothing more will be asked for."""
+        """No more work will be requested."""
         self._thread.shutdown(wait=False)

@@ -1,30 +1,35 @@
-"""The seam between a worker's replica and the ways to exchange it."""
+"""The interface between a worker's replica and the exchanges."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.wire.payload import Payload, Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How a bucket's parameters are divided within a compute group: each row of its grid has its own part, and only the workers of
-    a row exchange it."""
+    """How a bucket's parameters are divided within a compute group: each row of its grid has its own part, which only the workers
+    of that row exchange."""
 
     positions: tuple[tuple[int, ...], ...]
     """For each row, the positions of its workers in their group."""
     numels: tuple[int, ...]
-    """Elements of the bucket on each row."""
+    """The number of the bucket's elements on each row."""
     own: int
     """The number of this worker's row."""
+    starts: tuple[tuple[int, ...], ...] = ()
+    """For each row, where each parameter begins of which it has a part."""
 
     def within(self, group: Group) -> Group:
-        """Those of ``group``, which is one compute group or several, that have this worker's part."""
+        """The members of ``group`` (one or several compute groups) that have this worker's part."""
         size = sum(map(len, self.positions))
         here = self.positions[self.own]
         return group.part(tuple(rank for rank in range(group.size) if rank % size in here))
@@ -32,7 +37,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients travel together; one dtype and one optimizer parameter group.
+    """Parameters whose gradients are sent together; they have one dtype and one optimizer parameter group.
 
     Buckets are numbered in backward order: bucket 0 holds the model's last parameters and its gradients are ready first;
     the bucket with the highest index is needed first by the next forward.
@@ -41,15 +46,15 @@ class Bucket:
     index: int
     parameters: Payload  # flat view of the replica's own memory, `numel` elements
     gradients: Payload  # flat view, same size
-    parameter_group: int  # which of the optimizer's parameter groups
+    parameter_group: int  # index of the optimizer's parameter group
     names: tuple[str, ...]  # the module's parameter names, in the order in which they lie in the bucket
     rows: Rows | None = None  # None: all workers of a group have the same parameters
     starts: tuple[
         int, ...
-    ] = ()  # where each parameter begins, if gradients say what was not reached (`zmqtrain.exchange.unreached`)
+    ] = ()  # where each parameter begins, if gradients mark unreached parameters (`zmqtrain.collectives.unreached`)
 
     def sharers(self, group: Group) -> Group:
-        """Those of ``group``, one compute group or several, who have the same part of the model in this bucket as this worker."""
+        """The members of ``group`` (one or several compute groups) that have the same part of the model in this bucket."""
         return group if self.rows is None else self.rows.within(group)
 
 
@@ -69,35 +74,35 @@ class Optimize(Enum):
     """When the local optimizer runs."""
 
     APART = "apart"
-    """When the exchange calls `Replica.update`, if ever: servers may run it instead."""
+    """When the exchange calls `Replica.update`, if it does: servers may run the optimizer instead."""
     BEFORE = "before"
-    """On each bucket as soon as backward has its gradients; then the bucket is handed over, with new parameters."""
+    """On each bucket as soon as backward has computed its gradients; the bucket is then handed over with new parameters."""
     AFTER = "after"
-    """On each bucket when the next forward takes it back, with the gradients that the exchange has made of it."""
+    """On each bucket when the next forward takes it back, with the gradients that the exchange has returned."""
 
 
 class Sharing(Protocol):
-    """Gradients that lie in memory which several workers of a host share, and are summed there. Called by the replica, in the
-    compute thread (`writable` on the loop's)."""
+    """Gradients in memory that several workers of a host share, where they are summed. Called by the replica in the compute thread
+    (`writable` on the loop's thread)."""
 
     @property
     def sums(self) -> Sequence[Payload]:
-        """The sum of each bucket, by which parameters are updated. It is read-only unless it is the bucket's own memory."""
+        """The sum of each bucket, for the update of its parameters. It is read-only unless it is the bucket's own memory."""
         ...
 
     def wait_writable(self) -> None:
-        """Wait until the gradients of the previous step are no longer read, so that those of the next step can be written.
+        """Wait until the gradients of the previous step are no longer being read, so that those of the next step can be written.
 
-        Raises `PeerLostError`, `PeerTimeoutError`, or what the exchange was ended by."""
+        Raises `PeerLostError`, `PeerTimeoutError`, or the error that ended the exchange."""
 
     async def writable(self) -> None:
-        """`wait_writable` for a replica that has no compute thread."""
+        """`wait_writable` for a replica without a compute thread."""
 
     def produced(self, index: int) -> None:
-        """The bucket's gradients are complete. Before the exchange's ``bucket_ready``, and in the same order. Never blocks."""
+        """The bucket's gradients are complete. Called before the exchange's ``bucket_ready``, in the same order. Never blocks."""
 
     def taken(self, index: int) -> None:
-        """The update by the bucket's sum is done. Once a bucket and step, in any order."""
+        """The update with the bucket's sum is done. Called once per bucket and step, in any order."""
 
 
 class Replica(Protocol):
@@ -107,30 +112,30 @@ class Replica(Protocol):
     def buckets(self) -> Sequence[Bucket]: ...
 
     def hyperparameters(self) -> OptimizerSpec:
-        """The optimizer as it stands at this step (a schedule may have changed the learning rate)."""
+        """The optimizer's hyperparameters at this step (a schedule may have changed the learning rate)."""
         ...
 
     def optimize(self, when: Optimize) -> None:
-        """Choose when the local optimizer runs, before the first step; `Optimize.APART` where nothing is chosen.
+        """Choose when the local optimizer runs; call it before the first step. The default is `Optimize.APART`.
 
-        Bucket by bucket only where the update of a parameter looks at no other: raises `TaskError` for an optimizer of which it is
-        known that it does."""
+        Running it bucket by bucket requires that the update of a parameter depends on no other parameter. Raises `TaskError` for an
+        optimizer that is known not to work in this way."""
 
     def share(self, sharing: Sharing) -> None:
-        """From now on gradients are summed where they lie, before the exchange has them. Before the first step."""
+        """From now on gradients are summed in place, before the exchange gets them. Call it before the first step."""
 
     def parameters_ready(self, bucket: Bucket) -> None:
-        """The exchange is through with the bucket: it has written the parameters for the next step (with `Optimize.AFTER`: the
-        gradients to update them by), and no longer reads either. A forward that waits for the bucket goes on and the gradients may
-        be zeroed. Called on the loop's thread, once a bucket and step."""
+        """The exchange has finished with the bucket: it has written the parameters for the next step (with `Optimize.AFTER`: the
+        gradients for their update) and no longer reads either. A forward that waits for the bucket continues, and the gradients may
+        be zeroed. Called on the loop's thread, once per bucket and step."""
 
     def abort(self, error: BaseException) -> None:
-        """The exchange broke: every wait for parameters, now and later, raises ``error`` instead. Called on the loop's thread;
-        ``end_step`` and ``settle`` raise the error as well."""
+        """The exchange broke: every wait for parameters, now and later, raises ``error``, as do ``end_step`` and ``settle``. Called
+        on the loop's thread."""
 
     def judged(self, finite: bool, step: int) -> bool:
-        """Hear whether the gradient of ``step``, that of all who update together, is finite; where it is not, no worker updates by
-        it. For exchanges whose servers run the optimizer, before parameters of the step come. Returns ``finite``."""
+        """Learn whether the gradient of ``step``, over all who update together, is finite; if it is not, no worker updates with it.
+        For exchanges whose servers run the optimizer; called before parameters of the step arrive. Returns ``finite``."""
         ...
 
     async def update(self, *, hold: bool = False) -> None:
@@ -138,11 +143,20 @@ class Replica(Protocol):
         For exchanges without a server, with `Optimize.APART`.
 
         Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
-        before the step ends. With ``hold`` none does until it is called for it."""
+        before the step ends. With ``hold`` a bucket is ready only when it is called for it."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An exchange whose servers may begin with pieces of a checkpoint that were divided anew."""
+
+    def hand_to_servers(self, pieces: Callable[[int, int, int], tuple[dict[str, Tensor], int]], step: int) -> None:
+        """Give servers what ``pieces(bucket, start, stop)`` returns (tensors, as `zmqtrain.server.checkpoint` keeps them, and the
+        piece's version) when the exchange starts. Training goes on with ``step``. Call it on all workers."""
 
 
 class RunModel(Enum):
-    """Where the run's model is, for which evaluations and checkpoints speak; the value is for people."""
+    """Where the run's model is, which evaluations and checkpoints use; the value is its description in messages."""
 
     REPLICA = "the parameters that all workers have"
     SERVERS = "the model servers' parameters"
@@ -151,7 +165,8 @@ class RunModel(Enum):
 
 
 class Exchange(Protocol):
-    """How this group's replica stays in touch with the others. One instance a worker; all methods on the loop's thread.
+    """How this group's replica stays in agreement with the others. One instance per worker; all methods are called on the loop's
+    thread.
 
     The life of a step::
 
@@ -159,8 +174,8 @@ class Exchange(Protocol):
         (compute thread)  backward: when a bucket's gradients are complete -> bucket_ready(bucket)
         (loop)            end_step(): gradients of all buckets were handed over; returns when the next step may begin
 
-    Who has and who needs which member (*loop*: `zmqtrain.train.loop`; *sessions*: `zmqtrain.embed`; *scripts*: sessions and
-    ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints*: `zmqtrain.train.checkpoint`):
+    Which exchange implements which member, and who calls it (*loop*: `zmqtrain.train.loop`; *sessions*: `zmqtrain.embed`;
+    *scripts*: sessions and ``DistributedDataParallel``, `zmqtrain.c10d`; *checkpoints*: `zmqtrain.train.checkpoint`):
 
     ==================================  =================  ===========================  ============================================
     member                              does something in  called by                    for
@@ -169,16 +184,16 @@ class Exchange(Protocol):
     begin_step, bucket_ready, end_step  all                loop, scripts                every step
     synchronous                         all                loop                         who evaluates and who stops together
     averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
-    exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only added up
+    exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
     keep                                model_server       loop                         the servers' parts of a checkpoint
-    read                                model_server       loop, sessions               the run's model, where servers have it
+    read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data
     staleness                           model_server       loop, sessions               the record
-    center                              averaging          checkpoints                  the run's model, where that is it
-    state_dict, load_state_dict         gossip, averaging  checkpoints                  what the exchange itself goes on from
+    center                              averaging          checkpoints                  the run's model, if it is the center
+    state_dict, load_state_dict         gossip, averaging  checkpoints                  the exchange's own state
     ==================================  =================  ===========================  ============================================
 
-    In the others a member does what `zmqtrain.exchange.serverless.Serverless` does: nothing.
+    In the other exchanges a member does what `zmqtrain.exchange.serverless.Serverless` does: nothing.
     """
 
     @property
@@ -188,7 +203,7 @@ class Exchange(Protocol):
 
     @property
     def averaged(self) -> bool:
-        """Whether the groups' models differ and the run's model is their mean; the groups evaluate together all the same."""
+        """Whether the groups' models differ and the run's model is their mean, so that the groups evaluate together."""
         ...
 
     @property
@@ -197,50 +212,53 @@ class Exchange(Protocol):
         ...
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
-        """Make all replicas equal to rank 0's (to the servers', if ``restored`` from a checkpoint).
+        """Make all replicas equal to rank 0's (or to the servers' parameters, if ``restored`` from a checkpoint).
 
-        Returns the step to begin with where this worker joins a run that is under way, and has taken over another's parameters."""
+        Returns the first step if this worker joins a running training and has taken over another worker's parameters; else
+        ``None``."""
         ...
 
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` is about to begin."""
 
     def exchanges(self, step: int) -> bool:
-        """Whether the buckets of ``step`` are handed over; otherwise its gradients are added to those of the steps that follow."""
+        """Whether the buckets of ``step`` are handed over; otherwise its gradients are accumulated for the steps that follow."""
         ...
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """The bucket's gradients are complete. Never blocks; called in the same order on all workers of a group."""
 
     async def end_step(self) -> None:
-        """All buckets of the step were handed over, if any are. On return the next step may begin; with overlap, parameters of some
-        buckets may still be on their way, and the replica's gates hold the forward back until they are there."""
+        """All buckets of the step were handed over, if any. On return the next step may begin. With overlap, parameters of some
+        buckets may still be on their way; the replica's gates hold the forward back until they arrive."""
 
     async def settle(self) -> None:
-        """Wait until the parameters of all buckets are there (before evaluation, checkpoints and the end)."""
+        """Wait until the parameters of all buckets have arrived (before evaluations, checkpoints and the end)."""
 
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
-        """Have servers, if there are any, keep their parts of the checkpoint at ``step`` as they are now. Called by worker 0 only,
-        after its group's step and before the next. ``last``: no group trains any more. Not ``in_turn``: groups have been stopped
-        wherever they were."""
+        """Have servers, if there are any, keep the current state of their parts for the checkpoint at ``step``. Called by worker 0
+        only, after its group's step and before the next one. ``last``: no group trains any more. Not ``in_turn``: groups were
+        stopped in the middle of steps."""
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
-        """With `RunModel.SERVERS`, all workers of group 0 together: take the parameters that the servers have at a moment after
-        this group's last step and before its next; ``kept``: at which the checkpoint of this step was kept, not ``last``.
-        ``label`` must be another each time. `settle` comes first."""
+        """With `RunModel.SERVERS`, called by all workers of group 0 together: take the servers' parameters as they are at a moment
+        after this group's last step and before its next. ``kept``: as they were kept for the checkpoint at this step, unless
+        ``last``.
+        ``label`` must differ in each call. Call `settle` first."""
 
     def center(self, bucket: Bucket) -> Payload:
-        """With `RunModel.CENTER`: this worker's part of the bucket's center, among its `Bucket.sharers` in the group. Only read."""
+        """With `RunModel.CENTER`: this worker's part of the bucket's center, among its `Bucket.sharers` in the group. Read-only."""
         ...
 
     async def leave(self) -> None:
-        """This worker trains no more: no group waits for it from here on. `settle` comes first."""
+        """This worker trains no more: no group waits for it from now on. Call `settle` first."""
 
     async def stop(self) -> None:
-        """Finish cleanly: nothing of this worker is left on the way, and servers may end when all have come here."""
+        """Finish cleanly: nothing of this worker is still being sent, and servers may end once all workers have called this."""
 
     def staleness(self) -> Sequence[int]:
-        """The staleness of each read since the last call (server updates between the read and its write); empty if none."""
+        """The staleness of each read since the last call (server updates between the read and its write); empty if there were
+        none."""
         ...
 
     def state_dict(self) -> dict[str, Value]: ...

@@ -1,11 +1,12 @@
-"""A role's side of checkpoints: its part goes to the coordinator, and comes back from there when a run is resumed.
+"""A role's side of checkpoints: its part is sent to the coordinator, and comes back when a run is resumed.
 
-A part is named tensors and a sidecar of plain values. It travels as messages of one tag, so they arrive in order: first the
-manifest (the packed list of tensors and the sidecar, as bytes), then each tensor in the manifest's order.
+A part is a set of named tensors and a sidecar of plain values. It is sent as messages with one tag, so they arrive in order: first
+the manifest (the packed list of tensors and the sidecar, as bytes), then each tensor in the manifest's order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,27 +16,31 @@ import msgpack
 import numpy as np
 
 from zmqtrain.errors import CheckpointError, WireError, ZmqTrainError
-from zmqtrain.net.endpoint import Endpoint, PeerId, Sent
+from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 COORDINATOR: PeerId = "coordinator"
-#: Parts on their way to the coordinator: ``(SAVE, step, name)``; back: ``(RESUME, name)``.
+#: Tags of parts: ``(SAVE, step, name)`` to the coordinator, ``(RESUME, name)`` back.
 SAVE, RESUME = "checkpoint", "resume"
 #: Requests that the coordinator's collector answers.
 WRITTEN, COMMITTED, OPEN_PART = "checkpoint_written", "checkpoint_committed", "resume_part"
 NOTHING = "checkpoint_nothing"
-#: In the sidecar of a worker's part: the ranks of those whose parts belong to the checkpoint, where they may be fewer than all.
+#: A key in the sidecar of a worker's part: the ranks whose parts belong to the checkpoint, if they may be fewer than all.
 MEMBERS = "members"
-#: In the sidecar of a part that the checkpoint does not have, because its worker was lost: the rank of its neighbour.
+#: A key in place of a part that the checkpoint lacks because its worker was lost: the rank of a neighbour.
 STANDS_IN = "stands in"
-#: What values lead to that nobody has written so.
+#: Errors that invalid values in a checkpoint may cause.
 _OF_VALUES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
-#: A model that is no part of a checkpoint, ``(ALONE, step, name)``, and the request that says it is on disk.
+#: Before the name of a part: as the run that wrote the checkpoint named it, whose groups may have had another size.
+AS_KEPT = "kept/"
+#: The tag of a model that belongs to no checkpoint, ``(ALONE, step, name)``, and the request that says that it is on disk.
 ALONE, ALONE_WRITTEN = "model_alone", "model_alone_written"
-#: A checkpoint is background traffic: below everything that a step waits for.
+#: A checkpoint is background traffic: its priority is below that of everything that a step waits for.
 PRIORITY = -1
+#: Tensors of a part that are being sent at a time.
+MOST_ON_THEIR_WAY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Part:
     """One role's part of a checkpoint."""
 
     name: str  # "worker-3", "server-0", "model", "group-1"
-    step: int  # steps that were complete
+    step: int  # number of completed steps
     tensors: Mapping[str, Payload]
     sidecar: Mapping[str, Value] = field(default_factory=dict)
 
@@ -60,7 +65,7 @@ async def send_part(
 ) -> None:
     """Send a part; returns when the coordinator has it on disk. The tensors must not change before.
 
-    The checkpoint of the step counts once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
+    The checkpoint of the step is complete once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
     await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
@@ -76,7 +81,7 @@ async def send_alone(
     timeout_s: float,
     coordinator: PeerId = COORDINATOR,
 ) -> None:
-    """As `send_part`, of a model that no checkpoint belongs to."""
+    """Like `send_part`, for a model that belongs to no checkpoint."""
     await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
 
 
@@ -89,8 +94,11 @@ async def _send(
     to: PeerId,
     timeout_s: float,
 ) -> None:
-    sent: list[Sent] = [await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)]
-    sent += [await endpoint.send(to, tag, payload, priority=PRIORITY) for payload in tensors.values()]
+    sent = deque([await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)])
+    for payload in tensors.values():
+        if len(sent) > MOST_ON_THEIR_WAY:  # they may have been made for this, and are freed then
+            await sent.popleft().wait_released()
+        sent.append(await endpoint.send(to, tag, payload, priority=PRIORITY))
     await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
     for message in sent:
         await message.wait_released()
@@ -104,7 +112,7 @@ async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coo
 async def send_nothing(
     endpoint: Endpoint, name: str, sidecar: Mapping[str, Value], *, timeout_s: float, coordinator: PeerId = COORDINATOR
 ) -> None:
-    """This role's part of every checkpoint is empty: none waits for it, and all have ``sidecar`` in its place."""
+    """Announce that this role's part of every checkpoint is empty, and is represented by ``sidecar``."""
     await endpoint.request(coordinator, NOTHING, name, dict(sidecar), timeout=timeout_s)
 
 
@@ -116,9 +124,9 @@ async def fetch_part(
     into: Mapping[str, Payload] | None = None,
     coordinator: PeerId = COORDINATOR,
 ) -> Part | None:
-    """This role's part of the checkpoint that the run is resumed from; none if it starts afresh.
+    """This role's part of the checkpoint from which the run is resumed; ``None`` if it starts afresh.
 
-    Tensors that ``into`` names are written there, so that they need no second memory. Raises `CheckpointError` where one does
+    Tensors named by ``into`` are received in that memory, so that they need no second copy. Raises `CheckpointError` if one does
     not fit.
     """
     answer = await endpoint.request(coordinator, OPEN_PART, name, timeout=timeout_s)
@@ -131,18 +139,18 @@ async def fetch_part(
         target = None if into is None else into.get(tensor)
         if target is not None and (target.dtype, shape_of(target)) != (dtype, shape):
             raise CheckpointError(
-                f"the checkpoint's {name} holds {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
-                "it is of another model; give one of this model, or start without it"
+                f"the checkpoint's {name} has {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
+                "it belongs to another model; use a checkpoint of this model, or start without it"
             )
         received = await endpoint.receive(coordinator, (RESUME, name), into=target)
-        if target is None:  # what the transport handed out may be its own memory
+        if target is None:  # the transport may own the received memory
             received = _copy(received, shape)
         tensors[tensor] = received
     return Part(name, answer.meta, tensors, sidecar)
 
 
 def pack_manifest(tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) -> TensorPayload:
-    """The list of tensors and the sidecar as bytes, since they may be larger than a header."""
+    """The list of tensors and the sidecar, as bytes, since they may be larger than a header."""
     listed = [[name, payload.dtype, list(shape_of(payload))] for name, payload in tensors.items()]
     packed = msgpack.packb([listed, dict(sidecar)])
     return TensorPayload.of(np.frombuffer(packed, np.uint8))
@@ -154,41 +162,42 @@ def unpack_manifest(payload: Payload) -> tuple[list[tuple[str, str, tuple[int, .
         listed, sidecar = msgpack.unpackb(b"".join(payload.frames()), strict_map_key=False)
         return [(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in listed], dict(sidecar)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise CheckpointError(f"a part of a checkpoint came with a manifest that cannot be read: {error}") from error
+        raise CheckpointError(f"a part of a checkpoint arrived with an unreadable manifest: {error}") from error
 
 
 @contextmanager
 def taking_back(part: str) -> Iterator[None]:
-    """What is inside takes values of a checkpoint's part that may have been tampered with: whatever they lead to is a
+    """A context that restores values of a checkpoint's part, which may have been tampered with: errors that they cause become
     `CheckpointError`."""
     try:
         yield
     except ZmqTrainError as error:
         if isinstance(error, WireError):
-            raise CheckpointError(f"the checkpoint's part {part} cannot be taken back: {error}; use an earlier one") from error
+            raise CheckpointError(f"the checkpoint's part {part} cannot be restored: {error}; use an earlier checkpoint") from error
         raise
     except _OF_VALUES as error:
         what = f"{type(error).__name__}: {error!s:.200}"
-        raise CheckpointError(f"the checkpoint's part {part} cannot be taken back: {what}; use an earlier one") from error
+        raise CheckpointError(f"the checkpoint's part {part} cannot be restored: {what}; use an earlier checkpoint") from error
 
 
 def require_like(name: str, kept: Payload, like: Payload) -> None:
-    """Raise `CheckpointError` where what was kept as ``name`` is not as large as ``like``, or of another type."""
+    """Raise `CheckpointError` unless ``kept``, stored as ``name``, has the size and dtype of ``like``."""
     if (kept.numel, kept.dtype) != (like.numel, like.dtype):
         raise CheckpointError(
-            f"the checkpoint has {kept.numel} elements of {kept.dtype} as {name}, where {like.numel} of {like.dtype} belong: it is "
-            "of another model or cut; start without --resume, or with the settings it was made with"
+            f"the checkpoint has {kept.numel} elements of {kept.dtype} as {name}, but {like.numel} of {like.dtype} are needed: it "
+            "belongs to another model or another division of it; start without --resume, or with the settings with which it was "
+            "written"
         )
 
 
 def kept_payload(name: str, value: Value) -> TensorPayload:
-    """A tensor that stands in a sidecar, as `[dtype, bytes]`. Raises `CheckpointError`."""
+    """A tensor stored in a sidecar as `[dtype, bytes]`: one dimension. Raises `CheckpointError`."""
     match value:
         case [str(dtype), bytes(content)]:
             with taking_back(name):
                 itemsize = dtype_named(dtype).itemsize
                 return TensorPayload.received(bytearray(content), dtype, (len(content) // itemsize,))
-    raise CheckpointError(f"the checkpoint holds {value!r:.100} as {name}; use an earlier one")
+    raise CheckpointError(f"the checkpoint has an invalid {name}: {value!r:.100}; use an earlier checkpoint")
 
 
 def shape_of(payload: Payload) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What every exchange of a topology file is made from: the worker's place among the others, and the sums over any of them."""
+"""What exchanges are made from: the worker's place among the others, and sums over any set of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from zmqtrain.topology.schema import Topology
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """One worker's. An exchange's class method ``of`` takes it, and makes the groups and sums that it needs, each once."""
+    """The context of one worker. The class method ``of`` of an exchange takes it, and makes the groups and sums that it needs, each
+    once."""
 
     worker: RoleContext
     members: Members
     """The workers that take part in the training."""
     whole_updates: bool
-    """The local optimizer runs at the end of a step, on all parameters, rather than bucket by bucket."""
+    """The local optimizer runs at the end of a step on all parameters, not bucket by bucket."""
     scaled: bool
-    """Gradients are of a scaled loss, and may be other than finite."""
+    """Gradients are those of a scaled loss, and may not be finite."""
 
     @property
     def untouched(self) -> bool:
-        """Whether gradients stay as they were summed. What changes them after that needs them in memory of its own."""
+        """Whether gradients stay as they were summed. A later change to them requires memory of their own."""
         return not self.whole_updates and not self.worker.topology.optimizer.clip_norm
 
     @property
@@ -40,13 +41,13 @@ class ExchangeContext:
 
     @property
     def column(self) -> tuple[PeerId, ...]:
-        """The workers at this one's position, one of each group."""
+        """The workers at this worker's position, one from each group."""
         placement, position = self.worker.placement, self.worker.role.position
         return tuple(placement.group_members(number)[position] for number in range(placement.groups))
 
     def group(self, name: str, members: tuple[PeerId, ...]) -> Group:
-        """For collectives of ``members``, of which this worker is one. ``name``: different from other groups'."""
-        # The others may evaluate or write a checkpoint while we wait for them.
+        """A group for collectives of ``members``, which include this worker. ``name`` must differ from those of other groups."""
+        # The others may evaluate or write a checkpoint while this worker waits for them.
         worker = self.worker
         return Group(worker.endpoint, members, members.index(worker.role.peer), name, timeout_s=worker.timeouts.barrier_s)
 
@@ -64,11 +65,11 @@ class ExchangeContext:
         return self._sums(self.all_workers(), 0, scale=scale, in_place=self.untouched)
 
     def sums_of_group(self, group: Group, *, in_place: bool) -> Sums:
-        """Sums over `own_group`. ``in_place``: nobody changes them."""
+        """Sums over `own_group`. ``in_place``: nothing changes them afterwards."""
         return self._sums(group, self.worker.role.group + 1, scale=1.0, in_place=in_place)
 
     def _sums(self, group: Group, number: int, *, scale: float, in_place: bool) -> Sums:
-        """In memory, as far as the members share any. ``number`` of the group, among all of the run."""
+        """Sums in shared memory, as far as the members share any. ``number``: the group's number in the run."""
 
         def make(members: Group, family: int) -> HostSums | NetworkSums:
             number_of_family = 0 if members is group else family + 1
@@ -80,7 +81,8 @@ class ExchangeContext:
 def _sums_of(
     context: RoleContext, group: Group, number: int, family: int, *, scale: float, in_place: bool
 ) -> HostSums | NetworkSums:
-    """``family`` of a divided model's buckets that ``group`` sums: 0 for what all workers have."""
+    """``family``: the number of a set of buckets of a divided model that ``group`` sums; 0 for the buckets that all workers
+    have."""
     placement, role, make_member = context.placement, context.role, _member_of(context)
     hosts: dict[str, list[PeerId]] = {}
     for peer in group.members:
@@ -88,12 +90,12 @@ def _sums_of(
     if make_member is None or max(map(len, hosts.values())) == 1:
         return NetworkSums(group, scale)
     here, slices = hosts[role.host], min(map(len, hosts.values()))
-    everybody = [other.peer for other in placement.of_host(role.host)]
-    teams = sorted({placement.role(peer).group + 1 for peer in everybody if placement.role(peer).kind == "worker"})
+    peers = [other.peer for other in placement.of_host(role.host)]
+    teams = sorted({placement.role(peer).group + 1 for peer in peers if placement.role(peer).kind == "worker"})
     rank = here.index(role.peer)
-    # A worker is in one team of each number: of all groups' workers (0), of its group's, and of those that share a part with it.
+    # A worker is in one team of each number: that of all workers (0), that of its group, and those that share a part with it.
     whole = teams.index(number) + 1 if number else 0
-    slots = [everybody.index(peer) for peer in here]
+    slots = [peers.index(peer) for peer in here]
     member = make_member(slots, rank, here, len(teams) + family if family else whole)
     column = None
     if len(hosts) > 1 and rank < slices:
@@ -104,7 +106,7 @@ def _sums_of(
 
 
 def _member_of(context: RoleContext) -> MakeMember | None:
-    """Makes this worker's places in the memory of its host; None where its gradients lie elsewhere."""
+    """Makes this worker's places in its host's memory; ``None`` if its gradients are not there."""
     arena = context.arena
     if context.make_member is not None:
         return context.make_member
@@ -118,5 +120,5 @@ def _member_of(context: RoleContext) -> MakeMember | None:
 
 
 def _in_memory(device: str, topology: Topology) -> bool:
-    """Whether a worker's gradients lie in the host's memory."""
+    """Whether a worker's gradients are in the host's memory."""
     return device != "modelled" or topology.simulation.payload in (None, "real")

@@ -1,9 +1,9 @@
-"""Members that may be lost, and join, while the training goes on.
+"""Members that may be lost, and may join, while the training continues.
 
-Everybody must change over at the same step, or some would wait for a partner that another has forgotten. So when the view of the
-members changes, all who are in it state the newest step that they have let begin, and the change takes effect at the step after
-the largest of these. From its statement on until the answer a worker lets no further step begin; steps that were let begin run on
-as they were meant to, without the lost::
+All members must change over at the same step; otherwise one would wait for a partner that another has already dropped. So when the
+view of the members changes, all members in it announce the newest step that they have let begin, and the change takes effect at the
+step after the largest of these. From its announcement until the answer a worker lets no further step begin; running steps finish as
+planned, without the lost members::
 
     view changes ──> agree(newest step let begin) ──> from max + 1 on: the new members
                         │                                  ▲
@@ -34,7 +34,7 @@ class ElasticMembers:
     def __init__(
         self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], timeouts: Timeouts, *, recorder: Recorder
     ) -> None:
-        """``workers``: all that the run can have, by rank."""
+        """``workers``: all workers that the run can have, by rank."""
         self.late = membership.late
         self._endpoint, self._membership, self._workers, self._timeouts = endpoint, membership, workers, timeouts
         self._recorder = recorder
@@ -42,7 +42,7 @@ class ElasticMembers:
         mine = membership.view.members[endpoint.peer].incarnation
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
-        self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # from which step on: who, and which process
+        self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
         self._agreement: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
@@ -68,7 +68,7 @@ class ElasticMembers:
         await self._settled()
         first = self._plans[-1][0]
         self._begun = first
-        self._on_view(self._membership.view)  # which may have changed since
+        self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
     async def release(self, step: int) -> None:
@@ -83,11 +83,11 @@ class ElasticMembers:
         while True:
             view = self._membership.view
             here = self._living(view)
-            # One that was lost and came back is another: it joins at a later step.
+            # A worker that was lost and came back counts as another one: it joins at a later step.
             members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
             try:
                 result = await run(self._group(members, f"members/{since}/{len(planned) - len(members)}"))
-                # Some may have come through before the others noticed a loss: only what all have come through counts.
+                # Some members may have finished before the others noticed a loss: a result counts only if all have finished.
                 await self._membership.agree(f"{name}/{len(members)}", 0, members)
             except PeerLostError as error:
                 await self._newer(view, planned, members, error)
@@ -110,7 +110,7 @@ class ElasticMembers:
 
     def _on_view(self, view: View) -> None:
         self._viewed.set()
-        waiting = self.late and self._begun < 0  # `join` says when
+        waiting = self.late and self._begun < 0  # `join` ends this
         if not self._stopped and not waiting and self._agreement is None and self._living(view) != self._plans[-1][1]:
             self._begin_agreement()
 
@@ -124,18 +124,18 @@ class ElasticMembers:
             return
         self._error = task.exception()
         if self._error is None:
-            self._on_view(self._membership.view)  # which may have changed in the last moment
+            self._on_view(self._membership.view)  # which may have changed at the last moment
 
     async def _settled(self) -> None:
-        """Until it is known who the members are. Raises what keeps it from becoming known."""
+        """Wait until the members are known. Raises the error that prevents it."""
         while self._agreement is not None:
             await asyncio.wait({self._agreement})
-            await asyncio.sleep(0)  # what follows from its end comes first
+            await asyncio.sleep(0)  # lets the callbacks of its end run first
         if self._error is not None:
             raise self._error
 
     async def _agree(self) -> None:
-        """Until all members of the newest view know from which step on they are the members."""
+        """Wait until all members of the newest view know from which step on they are the members."""
         membership = self._membership
         while True:
             view = membership.view
@@ -157,7 +157,7 @@ class ElasticMembers:
     async def _newer(
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError
     ) -> None:
-        """Wait for the view that says who was lost."""
+        """Wait for the view that says which members were lost."""
         try:
             async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
                 while True:

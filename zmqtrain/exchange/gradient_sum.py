@@ -12,9 +12,10 @@ from zmqtrain.exchange.under_way import UnderWay
 
 
 class GradientSum:
-    """One step at a time: `begin`, then `add` each bucket, then `wait` until all of them hold their sums (or let ``summed`` go on).
+    """One step at a time: `begin`, then `add` each bucket, then `wait` until all of them hold their sums (or let ``summed``
+    continue).
 
-    An error of one ends all (`UnderWay`).
+    An error of one bucket ends all (`UnderWay`).
     """
 
     def __init__(
@@ -26,21 +27,22 @@ class GradientSum:
         overlap: bool = True,
         summed: Callable[[Bucket], None] | None = None,
     ) -> None:
-        """Arguments:
-        abort: is told the first error; it tells ``sums``, too.
-        overlap: a bucket is on its way as soon as it is added; otherwise all of them once the last one is added.
-        summed: called with each bucket once it holds its sum.
+        """
+        Args:
+            abort: gets the first error, as does ``sums``.
+            overlap: a bucket is sent as soon as it is added; otherwise all of them are once the last one is added.
+            summed: called with each bucket once it holds its sum.
         """
         self._sums, self._recorder, self._summed = sums, recorder, summed
         self._under_way = UnderWay(self._sum, abort, overlap=overlap)
         self._step = 0
 
     async def start(self, replica: Replica) -> None:
-        """Once, before the first step."""
+        """Call it once, before the first step."""
         await self._sums.start(replica)
 
     async def stop(self) -> None:
-        """Once, after the last one. What is under way is given up."""
+        """Call it once, after the last step. Pending sums are abandoned."""
         await self._under_way.cancel()
         await self._sums.stop()
 
@@ -50,21 +52,21 @@ class GradientSum:
         self._under_way.begin(step, buckets)
 
     def add(self, bucket: Bucket) -> None:
-        """The bucket's gradients are complete; from now on they are ours."""
+        """The bucket's gradients are complete and belong to this object from now on."""
         self._under_way.add(bucket)
 
     async def all_added(self) -> None:
-        """Until all buckets of the step were added. Raises the first error."""
+        """Wait until all buckets of the step were added. Raises the first error."""
         await self._under_way.all_added()
 
     async def wait(self) -> None:
-        """Until all buckets were added and hold their sums. Raises the first error."""
+        """Wait until all buckets were added and hold their sums. Raises the first error."""
         await self.all_added()
         with self._recorder.span("wait for gradients", "wait", step=self._step):
             await self.settle()
 
     async def settle(self) -> None:
-        """Until nothing is under way. Raises the first error."""
+        """Wait until nothing is pending. Raises the first error."""
         await self._under_way.settle()
 
     async def _sum(self, bucket: Bucket, step: int) -> None:

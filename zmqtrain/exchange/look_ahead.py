@@ -32,13 +32,12 @@ groups take turns: the lemma's limit, times g.) Adagrad stays as it is: its sum 
 g batches' gradients has a g-th of the noise's square, so its steps are smaller by g already. Adadelta and Rprop stay as they are,
 too: they make their own rates.
 
-At the beginning less is stable than later. A model's curvature grows several times over while it begins to learn, and momentum that
-was built up before carries it on: the loss of LeNet, which had begun to fall, went from 1.8 to 7 within 32 updates of 8 groups, and
-all its units were dead. A gradient tells of it s updates too late. So where there is momentum, a rate that is fitted rises with the
-square root of the update's number, over `RISE` updates for each that is looked ahead, on top of whatever schedule the task has.
-(Yang et al., "PipeMare", technique 1, divide the rate by the delay, and give it back over the first steps; Goyal et al. 2017, and
-Gilmer et al. 2022, "A Loss Curvature Perspective on Training Instability in Deep Learning", have the warm-up itself.) That costs as
-much as a third of these updates, where a rise in proportion to the number costs half; at low rates it is their number that counts.
+At the beginning less is stable than later. So where there is momentum, and its rate is fitted, one of two things is done. With SGD,
+whose steps are as large as its gradients, these may not grow too fast (`zmqtrain.exchange.norm_limit`). Adam, its kin and RMSprop
+divide by what gradients have been, which is hardly known at the beginning (Liu et al. 2020, "On the Variance of the Adaptive
+Learning Rate and Beyond"). Their rate rises with the square root of the update's number, over `RISE` updates for each that is
+looked ahead, on top of whatever schedule the task has. (Yang et al., "PipeMare", technique 1, divide the rate by the delay, and
+give it back over the first steps.) That costs as much as a third of these updates; at low rates it is their number that counts.
 """
 
 from __future__ import annotations
@@ -75,6 +74,11 @@ def has_rule(group: Mapping[str, Value]) -> bool:
 def is_mean(group: Mapping[str, Value]) -> bool:
     """Whether the optimizer takes a mean of gradients (Adam and its kin) for its momentum, not a sum."""
     return "betas" in group
+
+
+def is_proportional(group: Mapping[str, Value]) -> bool:
+    """Whether the optimizer's steps are as large as its gradients are, as SGD's with momentum (RMSprop's are not)."""
+    return "momentum" in group and "centered" not in group
 
 
 def with_rate_of_one(group: Mapping[str, Value], momentum: float, others: float) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""The exchange that the topology file asks for: chosen here, and made by the kind's own ``of``."""
+"""Makes the exchange that the topology file asks for; each kind's class method ``of`` does the work."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_members(context: RoleContext) -> Members:
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False) -> Exchange:
     """This worker's exchange, by ``[exchange] kind``. Call ``start`` next.
 
-    ``whole_updates``: the local optimizer runs at the end of a step, on all parameters (where its ``step`` is somebody else's to
-    call), rather than bucket by bucket where it can.
+    ``whole_updates``: the local optimizer runs at the end of a step on all parameters (because a script calls its ``step``), not
+    bucket by bucket where that is possible.
     """
     scaled = context.topology.compute.precision == "float16" and not whole_updates
-    # Whether a scaled gradient is finite is known when all of it is there.
+    # Whether a scaled gradient is finite is known only when all of it has arrived.
     own = ExchangeContext(context, members, whole_updates=whole_updates or scaled, scaled=scaled)
     match context.topology.exchange.kind:
         case "allreduce":

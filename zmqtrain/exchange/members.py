@@ -10,41 +10,42 @@ from zmqtrain.net.endpoint import Endpoint, PeerId
 
 T = TypeVar("T")
 
-#: Hears that from a step on others take part: the step, and all of them.
+#: Called when others take part from a step on: with the step, and all workers that then take part.
 Change = Callable[[int, tuple[PeerId, ...]], None]
 
 
 class Members(Protocol):
-    """The workers that train a step. All of them have the same answer for the same step."""
+    """The workers that train a step. All of them give the same answer for the same step."""
 
     survives: bool
-    """Whether the others go on where one is lost. Where not, its loss is the run's end."""
+    """Whether the others continue after the loss of a member. If not, a loss ends the run."""
     late: bool
-    """Whether this worker comes to a run that is under way."""
+    """Whether this worker joins a run that has already begun."""
 
     def at(self, step: int) -> tuple[PeerId, ...]:
-        """Those who train ``step``, by rank."""
+        """The workers that train ``step``, by rank."""
         ...
 
     def there(self, peer: PeerId, step: int) -> bool:
-        """Whether that one of those who train ``step`` is still there. Another process that has its name by now is not."""
+        """Whether ``peer``, which trains ``step``, is still present. Another process that now has its name does not count."""
         ...
 
     async def join(self) -> int:
-        """Take part from now on, if late. Returns the step to begin with."""
+        """Take part from now on, if late. Returns the first step."""
         ...
 
     async def release(self, step: int) -> None:
-        """Wait until it is known who trains ``step``. It may begin afterwards, and only then."""
+        """Wait until it is known who trains ``step``. Only afterwards may it begin."""
 
     def on_change(self, change: Change) -> None:
-        """Call ``change(step, members)`` whenever it is known that others train from ``step`` on, before it is released."""
+        """Call ``change(step, members)`` whenever it becomes known that other workers train from ``step`` on, before that step may
+        begin."""
 
     async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
-        """Run a collective of all who trained the step before ``step``, as far as they are still there; all of them call it.
+        """Run a collective of all workers that trained the step before ``step`` and are still present; all of them call it.
 
-        ``run`` may be called again, with a smaller group, where one is lost meanwhile: it then begins anew. ``name`` must be
-        another for each call, and so must be the tags of its collectives."""
+        If one is lost in the meantime, ``run`` is called again from the start, with a smaller group. ``name`` must differ in each
+        call, and so must the tags of its collectives."""
         ...
 
     async def stop(self) -> None:
@@ -52,7 +53,7 @@ class Members(Protocol):
 
 
 class FixedMembers:
-    """Implements `Members` where everybody stays from the beginning to the end."""
+    """Implements `Members` for a fixed set of workers that stay from beginning to end."""
 
     survives = False
     late = False
@@ -87,5 +88,5 @@ class FixedMembers:
 
 def group_of(endpoint: Endpoint, members: tuple[PeerId, ...], name: str, timeout_s: float) -> Group:
     """A group of these workers, this endpoint among them."""
-    # The others may evaluate or write a checkpoint while we wait for them.
+    # The others may evaluate or write a checkpoint while this worker waits for them.
     return Group(endpoint, members, members.index(endpoint.peer), name, timeout_s=timeout_s)

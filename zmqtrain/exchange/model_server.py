@@ -1,27 +1,31 @@
-"""The worker's side of model servers: gradients go to the servers bucket by bucket, and parameters come back.
+"""The worker's side of model servers: gradients are sent to the servers bucket by bucket, and parameters come back.
 
-The way of a bucket, while backward and the next forward go on::
+The life of a bucket, while backward and the next forward run::
 
     bucket_ready -> reduce_scatter in the group -> push own pieces -> read own pieces for the next step -> all_gather in the group
                  -> replica.parameters_ready
 
-Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model a group.
+Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model per group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
+from zmqtrain.collectives.unreached import Cuts
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
-from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
+from zmqtrain.exchange.checkpoint_part import kept_payload, pack_manifest, require_like
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.optimizer import require_elementwise
@@ -36,11 +40,11 @@ from zmqtrain.exchange.server_messages import (
     kept_label,
     parameters_tag,
     push_tag,
+    resumed_tag,
     shown_tag,
 )
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.under_way import UnderWay
-from zmqtrain.exchange.unreached import Cuts
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
@@ -52,7 +56,7 @@ from zmqtrain.wire.tensor import TensorPayload
 class ModelServerExchange:
     """Implements `zmqtrain.exchange.base.Exchange` with servers that hold the parameters and run the optimizer.
 
-    An error of the exchange wakes the replica (`Replica.abort`) and is raised by the next `end_step` or `settle`.
+    An error of the exchange wakes the replica (`Replica.abort`), and the next `end_step` or `settle` raises it.
     """
 
     def __init__(self, endpoint: Endpoint, settings: ModelServerSettings, *, recorder: Recorder | None = None) -> None:
@@ -63,29 +67,31 @@ class ModelServerExchange:
         self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.barrier_s)
         self._judges = self._group
         if settings.policy == "sync":
-            everybody = tuple(peer for group in settings.groups for peer in group)
-            rank = everybody.index(endpoint.peer)
-            self._judges = Group(endpoint, everybody, rank, "model_server", timeout_s=settings.barrier_s)
+            all_workers = tuple(peer for group in settings.groups for peer in group)
+            rank = all_workers.index(endpoint.peer)
+            self._judges = Group(endpoint, all_workers, rank, "model_server", timeout_s=settings.barrier_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
-        self._cuts: dict[int, Cuts] = {}  # bucket -> where pieces cut parameters in two
-        self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces of which all begin with this worker's values
-        self._versions: dict[int, int] = {}  # piece -> version that was read last
+        self._cuts: dict[int, Cuts] = {}  # bucket -> where pieces divide parameters
+        self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces whose initial values come from this worker
+        self._versions: dict[int, int] = {}  # piece -> the version that was last read
         self._staleness: list[int] = []
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
         self._arithmetic = Arithmetic("zmqtrain-gradients")
         self._compressor: Compressor | None = None
-        self._unsent: dict[str, TensorPayload] = {}  # of the checkpoint that the run resumes
+        self._unsent: dict[str, TensorPayload] = {}  # from the checkpoint that the run resumes
+        self._resumed: tuple[Callable[[int, int, int], tuple[dict[str, Tensor], int]], int] | None = None
+        self._cut: tuple[Piece, ...] = ()
         if settings.compression != "none":
             self._compressor = make_compressor(settings.compression, settings.compression_ratio)
 
     @classmethod
     def of(cls, context: ExchangeContext) -> ModelServerExchange:
-        """Of the topology file's settings."""
+        """The exchange with the topology file's settings."""
         worker = context.worker
         settings = ModelServerSettings.of(worker.topology, worker.placement, worker.role, worker.timeouts)
         if not context.scaled:
@@ -112,6 +118,7 @@ class ModelServerExchange:
     async def start(self, replica: Replica, *, restored: bool = False) -> None:
         """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
         settings = self._settings
+        restored = restored and self._resumed is None
         self._endpoint.serve("refused", self._on_refused)
         self._replica = replica
         given = replica.hyperparameters()
@@ -121,13 +128,15 @@ class ModelServerExchange:
             self._recorder.event("momentum", **self._compensation.describe(given))
         numbers = _numbers(replica.buckets)
         rises = tuple(map(self._compensation.rise, given.groups))
-        configuration = self._configuration(replica, self._base, rises, restored)
-        cut = configuration.pieces()
+        configuration = replace(
+            self._configuration(replica, self._base, restored), rises=rises, limits=self._compensation.limits(given)
+        )
+        cut = self._cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
-            if bucket.starts and bucket.rows is None and isinstance(bucket.gradients, TensorPayload):
+            if bucket.starts and isinstance(bucket.gradients, TensorPayload):
                 self._cuts[bucket.index] = Cuts(bucket.starts, [piece.start for piece in own], bucket.gradients.tensor.dtype)
             self._mine[bucket.index] = [piece for piece in own if piece.position == settings.position]
             if settings.group == 0 and settings.position == configuration.buckets[number].first and not restored:
@@ -141,7 +150,7 @@ class ModelServerExchange:
         assert self._replica is not None, "start() comes first"
         assert self._base is not None
         self._under_way.begin(step, len(self._replica.buckets))
-        # Now, since a schedule may move on before the last bucket is pushed.
+        # Read now, since a schedule may change them before the last bucket is pushed.
         self._changed = differing(self._compensation.of(self._replica.hyperparameters()), self._base)
         clips = self._clips_itself
         if clips or self._settings.judges:
@@ -165,12 +174,12 @@ class ModelServerExchange:
         await self._under_way.settle()
 
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
-        """Servers that others may change in the next moment show what they keep, too: `read` takes that."""
+        """Servers that other groups may change at any moment also provide what they keep for group 0, for `read`."""
         await self._ask_servers("checkpoint", step, self.moves and not last, in_turn and not last)
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
-        """What a group reads for its next step is of many moments, bucket by bucket, while others push: then it reads once more.
-        Not so in synchronous training; nor with snapshots, but for what is kept a moment later."""
+        """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
+        reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
         if settings.group != 0 or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
@@ -187,8 +196,8 @@ class ModelServerExchange:
             await self._ask_servers("left")
 
     async def stop(self) -> None:
-        """Tell the servers that this worker has finished. `settle` comes first; what is still on the way is given up, so that a run
-        that stops early waits for no other worker."""
+        """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
+        stops early waits for no other worker."""
         await self._under_way.cancel()
         self._arithmetic.close()
         if self._replica is None:
@@ -200,10 +209,14 @@ class ModelServerExchange:
         return result
 
     def state_dict(self) -> dict[str, Value]:
-        """What compression has not sent yet. All else that there is to restore is the servers'."""
+        """Gradients that compression has not sent yet, and which piece is which. All other state is the servers'."""
         residuals = self._compressor.state_dict() if self._compressor else {}
         payloads = {key: TensorPayload.of(tensor) for key, tensor in residuals.items()}
-        return {"residuals": {key: [payload.dtype, b"".join(payload.frames())] for key, payload in payloads.items()}}
+        pieces: list[Value] = [[piece.bucket, piece.start, piece.stop, piece.server] for piece in self._cut]
+        return {
+            "residuals": {key: [payload.dtype, b"".join(payload.frames())] for key, payload in payloads.items()},
+            "pieces": pieces,
+        }
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         residuals = state.get("residuals")
@@ -211,9 +224,12 @@ class ModelServerExchange:
             return
         self._unsent = {key: kept_payload(f"the unsent gradient of piece {key}", kept) for key, kept in residuals.items()}
 
+    def hand_to_servers(self, pieces: Callable[[int, int, int], tuple[dict[str, Tensor], int]], step: int) -> None:
+        self._resumed = pieces, step
+
     # Start.
 
-    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, rises: tuple[float, ...], restored: bool) -> Configuration:
+    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
         settings = self._settings
         return Configuration(
             buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
@@ -226,8 +242,8 @@ class ModelServerExchange:
             snapshot=settings.snapshot,
             clip_norm=settings.clip_norm if self.synchronous else 0.0,
             restored=restored,
+            resumed=None if self._resumed is None else self._resumed[1],
             horizon=self._compensation.horizon,
-            rises=rises,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
         )
 
@@ -239,7 +255,7 @@ class ModelServerExchange:
         for key, kept in self._unsent.items():
             piece = pieces.get(key)
             if piece is None or piece.bucket not in numbers:
-                raise CheckpointError(f"the checkpoint has an unsent gradient of piece {key!r:.40}, which this worker has not")
+                raise CheckpointError(f"the checkpoint has an unsent gradient of piece {key!r:.40}, which this worker lacks")
             part = replica.buckets[numbers.index(piece.bucket)].gradients.part(piece.start, piece.stop)
             wanted = "float64" if part.dtype == "float64" else "float32"
             require_like(f"the unsent gradient of piece {key}", kept, TensorPayload.empty(part.numel, wanted))
@@ -249,11 +265,22 @@ class ModelServerExchange:
     async def _send_initial(self, replica: Replica) -> None:
         for index, own in self._first.items():
             for piece in own:
+                server = self._settings.servers[piece.server]
+                if self._resumed is not None:
+                    given = await asyncio.to_thread(self._resumed[0], index, piece.start, piece.stop)
+                    await self._send_resumed(server, piece, *given)
+                    continue
                 part = replica.buckets[index].parameters.part(piece.start, piece.stop)
-                await self._endpoint.send(self._settings.servers[piece.server], initial_tag(piece.index), part)
+                await self._endpoint.send(server, initial_tag(piece.index), part)
+
+    async def _send_resumed(self, server: PeerId, piece: Piece, tensors: Mapping[str, Tensor], version: int) -> None:
+        payloads = {name: TensorPayload.of(tensor) for name, tensor in tensors.items()}
+        await self._endpoint.send(server, resumed_tag(piece.index), pack_manifest(payloads, {"version": version}))
+        for payload in payloads.values():
+            await self._endpoint.send(server, resumed_tag(piece.index), payload)
 
     async def _read_initial(self, bucket: Bucket) -> None:
-        # The one who sends may still be sending from this very memory, but what comes back are the same bytes.
+        # The sender may still be sending from this very memory, but what comes back are the same bytes.
         for piece in self._mine[bucket.index]:
             into = bucket.parameters.part(piece.start, piece.stop)
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
@@ -271,10 +298,10 @@ class ModelServerExchange:
         timeout = self._settings.request_s
         await together(*(self._endpoint.request(server, method, *values, timeout=timeout) for server in self._settings.servers))
 
-    # A bucket's way.
+    # The life of a bucket.
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
-        # What belongs to the step goes along: the next one may begin before this exchange comes to push.
+        # The step's values are passed along: the next step may begin before this exchange pushes its gradients.
         return self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip)
 
     def _abort(self, error: BaseException) -> None:
@@ -303,7 +330,7 @@ class ModelServerExchange:
         self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None, passed_over: bool
     ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
-        is free then. ``passed_over``: no server may update by it."""
+        is free afterwards. ``passed_over``: no server may use it for an update."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed, passed_over).to_value()
         server = self._settings.servers[piece.server]
@@ -311,7 +338,7 @@ class ModelServerExchange:
         if self._compressor is not None and not passed_over:
             message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
         self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
-        lasting = message is gradient  # nobody writes there before the answer, by which the server has applied it
+        lasting = message is gradient  # it is not written before the answer, which means that the server has applied it
         await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
         into = bucket.parameters.part(piece.start, piece.stop)
         read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
@@ -332,15 +359,15 @@ class ModelServerExchange:
         self._versions[piece.index] = read.version
         return read
 
-    # Clipping by the group's own norm, where groups do not wait for each other.
+    # Clipping by the group's own norm, if groups do not wait for each other.
 
     @property
     def _clips_itself(self) -> bool:
         return self._settings.clip_norm > 0 and not self.synchronous
 
     async def _judge(self, clip: GroupClip, bucket: Bucket, step: int) -> bool:
-        """Wait until the gradients of all buckets are there, then scale this worker's part of the bucket. Returns whether the whole
-        gradient is finite."""
+        """Wait until the gradients of all buckets have been added, then scale this worker's part of the bucket. Returns whether the
+        whole gradient is finite."""
         own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
         if clip.add(await self._arithmetic.do(lambda: sum(map(square, own)), *own)):
             judges = self._settings.judges
@@ -364,7 +391,7 @@ class ModelServerExchange:
 
 
 def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
-    """``nothing``: clear the parts. What is not finite would stay so, multiplied by 0."""
+    """Scale the parts. ``nothing``: clear them, since values that are not finite would stay so when multiplied by 0."""
     for part in parts:
         if not nothing:
             part.scale_(factor)
@@ -373,12 +400,12 @@ def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
 
 
 def _descriptions(bucket: Bucket) -> list[BucketDescription]:
-    """A bucket as servers know it: one for each row of the grid, where rows have different parts of the model."""
+    """A bucket as servers know it: one description per row of the grid, if rows have different parts of the model."""
     dtype, group = bucket.parameters.dtype, bucket.parameter_group
     if bucket.rows is None:
         return [BucketDescription(bucket.parameters.numel, dtype, group, starts=bucket.starts)]
-    rows = zip(bucket.rows.numels, bucket.rows.positions, strict=True)
-    return [BucketDescription(numel, dtype, group, positions) for numel, positions in rows]
+    rows = zip(bucket.rows.numels, bucket.rows.positions, bucket.rows.starts, strict=True)
+    return [BucketDescription(numel, dtype, group, positions, starts if bucket.starts else ()) for numel, positions, starts in rows]
 
 
 def _numbers(buckets: Sequence[Bucket]) -> list[int]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.look_ahead import RISE, has_rule, horizon, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.look_ahead import RISE, has_rule, horizon, is_proportional, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.norm_limit import LIMIT
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.payload import Value
 
@@ -107,8 +108,15 @@ class Compensation:
     def rise(self, group: Mapping[str, Value]) -> float:
         """Updates in which the rate of a parameter group of the task's rises at the beginning of a run; 0: it does not.
 
-        Without momentum it does not: what is stable then is hardly less than in synchronous training."""
-        return RISE * self.horizon if self.on and has_rule(group) and explicit_of(group) else 0.0
+        Without momentum it does not: what is stable then is hardly less than in synchronous training. Nor with a limit."""
+        return RISE * self.horizon if self._steadied(group) and not is_proportional(group) else 0.0
+
+    def limits(self, spec: OptimizerSpec) -> bool:
+        """Whether servers limit how fast gradients grow, by which the task's optimizer is to go."""
+        return any(self._steadied(group) and is_proportional(group) for group in spec.groups)
+
+    def _steadied(self, group: Mapping[str, Value]) -> bool:
+        return self.on and self.horizon > 0 and has_rule(group) and bool(explicit_of(group))
 
     def of(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The optimizer as the servers are to run it."""
@@ -141,7 +149,13 @@ class Compensation:
         if not self.horizon or not (explicit or factor != 1):
             return stated
         far = steps_ahead(explicit or 0.0, self.horizon)
-        ahead = {"updates": self.horizon if far else 0.0, "steps": far, "lr_factor": factor, "rise": self.rise(given)}
+        ahead = {
+            "updates": self.horizon if far else 0.0,
+            "steps": far,
+            "lr_factor": factor,
+            "rise": self.rise(given),
+            "norm_limit": LIMIT if self.limits(spec) else None,
+        }
         total = (explicit or 0.0) ** (1 + self.others) if self.on and far else stated["total"]
         return {**stated, "total": total, "look_ahead": ahead}
 

@@ -1,7 +1,7 @@
-"""A torch optimizer as plain data, and back: how a server runs the task's optimizer without the task's code.
+"""A torch optimizer as plain data and back, so that a server can run the task's optimizer without the task's code.
 
-Only classes of ``torch.optim`` are built, and only those whose update of an element looks at that element alone, since a server
-holds flat pieces of parameters and knows no shapes.
+Only classes of ``torch.optim`` are built, and only those whose update of an element depends on that element alone, since a server
+holds flat pieces of parameters and does not know their shapes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.parallel.turns import turn
 from zmqtrain.wire.message import pack_value, unpack_value
 from zmqtrain.wire.payload import Value
 
-#: They choose how an update is computed on a device, not what it is; each side decides for itself.
+#: Options that choose how an update is computed on a device but do not change it; each side decides for itself.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-#: Their update of an element depends on other elements of its tensor, or on the closure: a flat piece is not enough.
+#: Optimizers whose update of an element depends on other elements of its tensor, or on the closure: flat pieces are not enough.
 _NOT_ELEMENTWISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
-#: They look at all parameters at once.
+#: Optimizers whose update depends on all parameters at once.
 _NOT_SEPARABLE = frozenset({"LBFGS"})
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
-    """The optimizer's class and hyperparameters, as they stand now.
+    """The optimizer's class and current hyperparameters.
 
-    Raises `TaskError` where a hyperparameter is no plain value (a number, string, boolean or list of them).
+    Raises `TaskError` if a hyperparameter is not a plain value (a number, string, boolean or list of them).
     """
     kind = type(optimizer)
     module = "torch.optim" if getattr(torch.optim, kind.__qualname__, None) is kind else kind.__module__
@@ -46,10 +47,10 @@ def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
 
 
 def build_optimizer(spec: OptimizerSpec, groups: Sequence[Sequence[Tensor]], *, allow: Collection[str] = ()) -> Optimizer:
-    """An optimizer with the hyperparameters of ``spec`` over ``groups``: for each of its parameter groups, flat tensors.
+    """Build an optimizer with the hyperparameters of ``spec``. ``groups``: flat tensors for each of its parameter groups.
 
-    ``allow`` names classes outside ``torch.optim`` (``module:Class``) that may be imported and built all the same. Raises
-    `TaskError` for a class that a server cannot run.
+    ``allow`` names classes outside ``torch.optim`` (``module:Class``) that may be imported and built. Raises `TaskError` for a
+    class that a server cannot run.
     """
     assert len(groups) == len(spec.groups), (len(groups), len(spec.groups))
     kind = _optimizer_class(spec.name, allow)
@@ -62,32 +63,34 @@ def build_optimizer(spec: OptimizerSpec, groups: Sequence[Sequence[Tensor]], *, 
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Value]]) -> None:
-    """Give the parameter groups of a built optimizer the hyperparameters of a later ``OptimizerSpec.groups`` (a schedule's)."""
+    """Give the parameter groups of a built optimizer the hyperparameters of a later ``OptimizerSpec.groups`` (of a schedule)."""
     assert len(groups) == len(optimizer.param_groups), (len(groups), len(optimizer.param_groups))
     for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
         mine.update(_hyperparameters(theirs))
 
 
 def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-    """Raise `CheckpointError` unless ``state`` is what the optimizer can have kept of the parameter. Of classes outside
+    """Raise `CheckpointError` unless ``state`` can be what the optimizer keeps for the parameter. For classes outside
     ``torch.optim`` it is not known what they keep."""
     kind = type(optimizer)
     if getattr(torch.optim, kind.__qualname__, None) is not kind or kind.__qualname__ in _NOT_ELEMENTWISE or not state:
         return
     missing = _keeps(optimizer, parameter) - state.keys()
     if missing:
-        raise CheckpointError(f"the checkpoint has no {min(missing)} of {name} for {kind.__qualname__}: it is of another optimizer")
+        raise CheckpointError(
+            f"the checkpoint lacks {min(missing)} of {name} for {kind.__qualname__}: it was written with another optimizer"
+        )
     for key, tensor in state.items():
         like = tensor.shape == parameter.shape and (tensor.dtype == parameter.dtype or key == "step")
         if not like and not (tensor.numel() == 1 and tensor.ndim == 0):
             raise CheckpointError(
-                f"the checkpoint has {tensor.dtype} {list(tensor.shape)} as {kind.__qualname__}'s {key} of {name}, which is "
-                f"{parameter.dtype} {list(parameter.shape)}: it is of another model or optimizer"
+                f"the checkpoint has {kind.__qualname__}'s {key} of {name} as {tensor.dtype} {list(tensor.shape)}, but the "
+                f"parameter is {parameter.dtype} {list(parameter.shape)}: it was written with another model or optimizer"
             )
 
 
 def _keeps(optimizer: Optimizer, parameter: Tensor) -> frozenset[str]:
-    """The names of what it keeps of a parameter. None where that cannot be found out."""
+    """The names of what the optimizer keeps for a parameter; empty if they cannot be determined."""
     spec = describe_optimizer(optimizer)
     owner = next((n for n, group in enumerate(optimizer.param_groups) if any(each is parameter for each in group["params"])), 0)
     return _keeps_with(spec.name, pack_value(dict(spec.groups[owner])), parameter.dtype)
@@ -95,12 +98,12 @@ def _keeps(optimizer: Optimizer, parameter: Tensor) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def _keeps_with(name: str, settings: bytes, dtype: torch.dtype) -> frozenset[str]:
-    """The same, of an optimizer with packed hyperparameters: found out by a step of one like it, once for all parameters."""
+    """The same for an optimizer with packed hyperparameters: determined by a step of a copy, once for all parameters."""
     tried = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
     tried.grad = torch.zeros_like(tried)
     group: Any = unpack_value(settings)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with turn(), torch.random.fork_rng(devices=[]):
             like = build_optimizer(OptimizerSpec(name, (group,)), [[tried]])
             like.step()
     except (RuntimeError, TypeError, ValueError, TaskError):
@@ -109,16 +112,16 @@ def _keeps_with(name: str, settings: bytes, dtype: torch.dtype) -> frozenset[str
 
 
 def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> None:
-    """Raise `TaskError` now, on the worker, for an optimizer that the servers would refuse."""
+    """Raise `TaskError` on the worker, before training, for an optimizer that the servers would refuse."""
     _optimizer_class(spec.name, allow)
 
 
 def require_separable(optimizer: Optimizer) -> None:
-    """Raise `TaskError` for an optimizer that cannot update one parameter after another."""
+    """Raise `TaskError` for an optimizer that cannot update parameters one after another."""
     if type(optimizer).__qualname__ in _NOT_SEPARABLE:
         raise TaskError(
             f"the task's optimizer is {type(optimizer).__qualname__}, which updates all parameters at once and calls the model "
-            "itself to do it (a closure): use another"
+            "itself (by a closure): use another one"
         )
 
 
@@ -127,22 +130,22 @@ def _optimizer_class(name: str, allow: Collection[str]) -> type[Any]:
     if name not in allow:
         if module != "torch.optim" and not module.startswith("torch.optim."):
             raise TaskError(
-                f"the task's optimizer is {name}; model servers build only the optimizers of torch.optim. Use one of those, or "
+                f"the task's optimizer is {name}, but model servers run only the optimizers of torch.optim. Use one of those, or "
                 'an exchange in which the workers run the optimizer ([exchange] kind = "allreduce" or "averaging")'
             )
         if qualname in _NOT_ELEMENTWISE:
             raise TaskError(
-                f"the task's optimizer is {qualname}, whose update needs whole tensors; model servers hold flat pieces. Use "
-                'another, or an exchange in which the workers run it ([exchange] kind = "allreduce" or "averaging")'
+                f"the task's optimizer is {qualname}, whose update needs whole tensors, but model servers hold flat pieces. Use "
+                'another one, or an exchange in which the workers run it ([exchange] kind = "allreduce" or "averaging")'
             )
     found: object = getattr(import_module(module), qualname, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise TaskError(f"there is no optimizer {name} in torch {torch.__version__} here; install the same torch on all hosts")
+        raise TaskError(f"torch {torch.__version__} on this host has no optimizer {name}; install the same torch on all hosts")
     return found
 
 
 def _hyperparameters(group: Mapping[str, Value]) -> dict[str, Any]:
-    """Lists back to tuples (betas), which msgpack does not tell apart."""
+    """Convert lists back to tuples (betas), which msgpack does not distinguish."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 

@@ -1,6 +1,6 @@
-"""How the model is cut into pieces: which worker of a group exchanges which elements with which server.
+"""How the model is divided into pieces: which worker of a group exchanges which elements with which server.
 
-A pure function of sizes, so that workers and servers agree without sending the cut to each other.
+A pure function of sizes, so that workers and servers agree without sending the result to each other.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from zmqtrain.collectives.group import bounds
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """The properties of a bucket that decide how it is cut."""
+    """The properties of a bucket that determine how it is divided."""
 
     numel: int
     itemsize: int
     positions: tuple[int, ...] | None = None
-    """The workers of each group that exchange it, by their places; ``None``: all."""
+    """The positions in each group of the workers that exchange it; ``None``: all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Piece:
     start: int
     stop: int
     position: int
-    """Place in its group of the worker that exchanges it."""
+    """The position in its group of the worker that exchanges it."""
     server: int
 
     @property
@@ -39,10 +39,11 @@ class Piece:
 
 
 def pieces(buckets: Sequence[BucketSize], group_size: int, servers: int, split_bytes: int) -> tuple[Piece, ...]:
-    """Cut all buckets: every element in exactly one piece, no piece over ``split_bytes`` (but of one element at least), none across
-    two workers' parts. A piece goes to the server with the fewest bytes so far, so the servers' loads differ by a piece at most.
+    """Divide all buckets so that every element is in exactly one piece. No piece is larger than ``split_bytes`` (or one element),
+    and none crosses two workers' parts. A piece goes to the server with the fewest bytes so far, so the servers' loads differ by at
+    most a piece.
 
-    A model that would leave servers without a piece is cut finer, so that each has one as long as there are as many elements.
+    If servers would get no piece of a model, it is divided into smaller pieces, down to single elements.
     """
     assert group_size > 0
     assert servers > 0
@@ -52,7 +53,7 @@ def pieces(buckets: Sequence[BucketSize], group_size: int, servers: int, split_b
     for index, bucket in enumerate(buckets):
         for position, (start, stop) in _parts(bucket, group_size):
             count = _count(stop - start, bucket, most_bytes)
-            # An even cut, since one small remainder costs a message as large ones do.
+            # Even pieces, since one small remainder costs as much as a large message.
             for first, last in bounds(stop - start, count) if count else []:
                 server = load.index(min(load))
                 load[server] += (last - first) * bucket.itemsize
@@ -61,12 +62,12 @@ def pieces(buckets: Sequence[BucketSize], group_size: int, servers: int, split_b
 
 
 def _finer(buckets: Sequence[BucketSize], group_size: int, servers: int, split_bytes: int) -> int:
-    """The largest piece with which no server is left without one, or else that of one element."""
+    """The largest piece size with which every server gets a piece, or else one element."""
     parts = [(stop - start, bucket) for bucket in buckets for _, (start, stop) in _parts(bucket, group_size)]
     wanted = min(servers, sum(numel for numel, _ in parts))
     most_bytes = split_bytes
     itemsize = max((bucket.itemsize for _, bucket in parts), default=1)
-    # The first try is an even share of the whole. Parts smaller than that may take more than one.
+    # The first try is an even share of the whole. Parts smaller than that may take more tries.
     share = -(-sum(numel * bucket.itemsize for numel, bucket in parts) // (servers * itemsize)) * itemsize
     while sum(_count(numel, bucket, most_bytes) for numel, bucket in parts) < wanted:
         most_bytes = share if most_bytes > share else most_bytes // 2
@@ -74,7 +75,7 @@ def _finer(buckets: Sequence[BucketSize], group_size: int, servers: int, split_b
 
 
 def _parts(bucket: BucketSize, group_size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Each worker that exchanges the bucket, by its place, and what of the bucket is its own."""
+    """Each worker that exchanges the bucket, by its position, and the bounds of its part."""
     positions = range(group_size) if bucket.positions is None else bucket.positions
     return zip(positions, bounds(bucket.numel, len(positions)), strict=True)
 

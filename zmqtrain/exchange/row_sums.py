@@ -1,4 +1,5 @@
-"""Sums of a model that is divided over the rows of a grid: each row sums its own part, and all together what is whole."""
+"""Sums for a model that is divided over the rows of a grid: each row sums its own part, and all workers together the whole
+parts."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from zmqtrain.net.endpoint import Tag
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 
-#: ``make(group, number)``: sums over these workers; the number tells apart the sums that a worker takes part in.
+#: ``make(group, number)``: sums over these workers; the number distinguishes the sums in which a worker takes part.
 Make = Callable[[Group, int], HostSums | NetworkSums]
 
 
 class RowSums:
-    """Implements `zmqtrain.exchange.sums.Sums` with one sum for each set of workers that have the same buckets. Where these lie in
-    a host's memory it is the replica's `Sharing`, too."""
+    """Implements `zmqtrain.exchange.sums.Sums` with one sum for each set of workers that have the same buckets. If these are in a
+    host's memory, it is also the replica's `Sharing`."""
 
     def __init__(self, group: Group, make: Make) -> None:
         self.group, self._make = group, make
-        self._of: list[HostSums | NetworkSums] = []  # bucket -> who sums it
+        self._of: list[HostSums | NetworkSums] = []  # bucket -> its sums
         self._all: list[HostSums | NetworkSums] = []
         self.sums: Sequence[Payload] = ()
 
@@ -30,7 +31,7 @@ class RowSums:
         for bucket in replica.buckets:
             families.setdefault(_family(bucket), []).append(bucket)
         made = {}
-        # The numbers are in the order of buckets, which all workers have in common.
+        # Numbers follow the order of buckets, which is the same on all workers.
         for number, (family, buckets) in enumerate(families.items()):
             sums = made[family] = self._make(buckets[0].sharers(self.group), number)
             self._all.append(sums)
@@ -56,7 +57,7 @@ class RowSums:
     async def stop(self) -> None:
         await together(*(sums.stop() for sums in self._all))
 
-    # For the replica.
+    # Called by the replica.
 
     def wait_writable(self) -> None:
         for sums in self._shared:
@@ -82,5 +83,5 @@ class RowSums:
 
 
 def _family(bucket: Bucket) -> Rows | None:
-    """What buckets have in common that the same workers sum."""
+    """What buckets that are summed by the same workers have in common."""
     return None if bucket.rows is None else Rows(bucket.rows.positions, (), bucket.rows.own)

@@ -5,20 +5,21 @@ message               from, to                 tag (or method)                  
 ====================  =======================  =============================================  ==============================
 configure (request)   worker 0 to servers      ``configure``                                  `Configuration`
 initial               group 0 to servers       ``("initial", piece)``                         a piece's first values
-initial               server to workers        ``("initial", piece)``                         the values that all begin with
+initial               server to workers        ``("initial", piece)``                         the first values, for all workers
+resumed               group 0 to servers       ``("resumed", piece)``                         values and state of a checkpoint
 push                  worker to server         ``("push", piece, step)``                      gradient, `PushMeta`
 parameters            server to worker         ``("parameters", piece, step)``                values for ``step``, `ReadMeta`
-refused (request)     server to worker         ``refused``                                    why a push was not taken
+refused (request)     server to worker         ``refused``                                    why a push was refused
 left (request)        worker to servers        ``left``                                       this worker trains no more
 show (request)        worker 0 to servers      ``show``                                       a label, for group 0 to read
-checkpoint (request)  worker 0 to servers      ``checkpoint``                                 a step, to keep their parts for
+checkpoint (request)  worker 0 to servers      ``checkpoint``                                 the step of the checkpoint
 shown                 server to group 0        ``("shown", piece, label)``                    values, `ReadMeta`
 finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
 ====================  =======================  =============================================  ==============================
 
-Servers hold no code of the user's: everything they need is in the `Configuration`.
+Servers hold no user code: everything they need is in the `Configuration`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class BucketDescription:
     dtype: str
     parameter_group: int
     positions: tuple[int, ...] | None = None
-    """The workers of each group that have it, by their places; ``None``: all."""
+    """The positions in each group of the workers that have it; ``None``: all workers."""
     starts: tuple[int, ...] = ()
-    """Where each parameter begins, if gradients say which of them nothing has reached (`zmqtrain.exchange.unreached`)."""
+    """Where each parameter begins, if gradients mark unreached parameters (`zmqtrain.collectives.unreached`)."""
 
     def starts_in(self, piece: Piece) -> tuple[int, ...]:
         """Where parameters, or the rest of one, begin in a piece of the bucket."""
@@ -61,11 +62,11 @@ class BucketDescription:
 
     @property
     def first(self) -> int:
-        """The place of the worker whose values of it all begin with."""
+        """The position of the worker that gives its initial values."""
         return self.positions[0] if self.positions else 0
 
     def to_value(self) -> Value:
-        """As a row: a model may have a thousand buckets, and headers are limited."""
+        """The description as a short list: a model may have a thousand buckets, and headers are limited."""
         return [self.numel, self.dtype, self.parameter_group, list(self.positions or ()), list(self.starts)]
 
     @classmethod
@@ -73,13 +74,13 @@ class BucketDescription:
         numel, dtype, parameter_group, positions, starts = row
         starts = tuple(starts)
         if any(type(start) is not int for start in starts) or not all(a < b for a, b in pairwise((-1, *starts, numel))):
-            raise ValueError("a bucket's parameters do not lie one after another")
+            raise ValueError("a bucket's parameters are not in ascending order")
         return cls(numel, dtype, parameter_group, tuple(positions) or None, starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The model and the rules of its exchange. The cut into pieces follows from it."""
+    """The model and the rules of its exchange, from which its division into pieces follows."""
 
     buckets: tuple[BucketDescription, ...]
     optimizer: OptimizerSpec
@@ -91,22 +92,27 @@ class Configuration:
     bound: int = 0
     snapshot: bool = False
     clip_norm: float = 0.0
-    """Servers clip the averaged gradient to this norm (sync only; else groups clip); 0: they do not."""
+    """Servers clip the averaged gradient to this norm (sync only; otherwise groups clip); 0: they do not."""
     restored: bool = False
-    """Servers take their values from the checkpoint that the run resumes, instead of from worker 0."""
+    """Servers take their values from the checkpoint that the run resumes, not from worker 0."""
     horizon: float = 0.0
-    """Updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
+    """The number of updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
     rises: tuple[float, ...] = ()
-    """Updates in which the learning rate of each parameter group rises at the beginning, if any does."""
+    """The number of updates over which the learning rate of each parameter group rises at the beginning, if any does."""
+    limits: bool = False
+    """Whether servers limit how fast gradients grow (`zmqtrain.exchange.norm_limit`)."""
+    resumed: int | None = None
+    """Workers of group 0 give servers their values and their optimizers' states as they were at this step, in place of the initial
+    values: the run resumes a checkpoint whose pieces were others."""
     phantom: bool = False
-    """Only sizes travel (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
+    """Only sizes are sent (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The cut of the model."""
+        """The model divided into pieces."""
         return pieces([bucket.size for bucket in self.buckets], len(self.groups[0]), len(self.servers), self.split_bytes)
 
     def to_value(self) -> Value:
-        """As plain values; `from_value` gives an equal configuration."""
+        """The configuration as plain values, which `from_value` reads."""
         values = asdict(self)
         values["buckets"] = [bucket.to_value() for bucket in self.buckets]
         values["groups"] = [list(members) for members in self.groups]
@@ -116,7 +122,7 @@ class Configuration:
 
     @classmethod
     def from_value(cls, value: Value) -> Configuration:
-        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         try:
             values: dict[str, Any] = dict(cast(Mapping[str, Any], value))
             values["buckets"] = tuple(BucketDescription.from_value(row) for row in values["buckets"])
@@ -127,9 +133,11 @@ class Configuration:
             values["optimizer"] = OptimizerSpec(optimizer["name"], tuple(optimizer["groups"]))
             configuration = cls(**values)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ProtocolError(f"this is no configuration of a model server: {error}") from None
+            raise ProtocolError(f"a model server got an invalid configuration: {error}") from None
         if configuration.rises and len(configuration.rises) != len(configuration.optimizer.groups):
-            raise ProtocolError(f"there are {len(configuration.rises)} rises of {len(configuration.optimizer.groups)} rates")
+            raise ProtocolError(
+                f"the configuration has {len(configuration.rises)} rises for {len(configuration.optimizer.groups)} learning rates"
+            )
         if not configuration.buckets or not configuration.groups or configuration.policy not in ("sync", "async", "bound"):
             raise ProtocolError(
                 f"a model server cannot work with {len(configuration.buckets)} buckets, "
@@ -144,11 +152,11 @@ class PushMeta:
 
     group: int
     version: int
-    """The version of the piece that the gradient was computed with."""
+    """The version of the piece with which the gradient was computed."""
     hyperparameters: Mapping[str, Value] | None = None
-    """Those of the optimizer's that differ from the configuration at this step, if any."""
+    """Hyperparameters of the optimizer that differ from the configuration at this step, if any."""
     passed_over: bool = False
-    """Whether to skip the update, because the gradient was not finite. It counts as an update that changes nothing."""
+    """Skip the update because the gradient was not finite. It counts as an update that changes nothing."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
@@ -158,7 +166,7 @@ class PushMeta:
 
     @classmethod
     def from_value(cls, value: Value) -> PushMeta:
-        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         match value:
             case [int(group), int(version)]:
                 return cls(group, version)
@@ -166,7 +174,7 @@ class PushMeta:
                 return cls(group, version, hyperparameters)
             case [int(group), int(version), dict(hyperparameters), True]:
                 return cls(group, version, hyperparameters, True)
-        raise ProtocolError(f"a push says {value!r:.100} of itself, which is no group, version and hyperparameters")
+        raise ProtocolError(f"the header of a push is {value!r:.100}; it must have group, version and hyperparameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,7 @@ class ReadMeta:
     """The header of published parameters."""
 
     version: int
-    """Updates that the values contain."""
+    """The number of updates that the values contain."""
     staleness: int
     """Updates by others between the read and the write of the push that is answered."""
 
@@ -183,15 +191,19 @@ class ReadMeta:
 
     @classmethod
     def from_value(cls, value: Value) -> ReadMeta:
-        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         match value:
             case [int(version), int(staleness)]:
                 return cls(version, staleness)
-        raise ProtocolError(f"parameters say {value!r:.100} of themselves, which is no version and staleness")
+        raise ProtocolError(f"the header of parameters is {value!r:.100}; it must have version and staleness")
 
 
 def initial_tag(piece: int) -> Tag:
     return ("initial", piece)
+
+
+def resumed_tag(piece: int) -> Tag:
+    return ("resumed", piece)
 
 
 def push_tag(piece: int, step: int) -> Tag:
@@ -199,11 +211,11 @@ def push_tag(piece: int, step: int) -> Tag:
 
 
 def parse_push_tag(tag: Tag) -> tuple[int, int]:
-    """Piece and step. Raises `ProtocolError`."""
+    """Piece and step of the tag. Raises `ProtocolError` if it is not one of a push."""
     match tag:
         case ("push", int(piece), int(step)):
             return piece, step
-    raise ProtocolError(f"{tag!r} is no tag of a push; those are ('push', piece, step)")
+    raise ProtocolError(f"{tag!r} is not a tag of a push, such as ('push', piece, step)")
 
 
 def parameters_tag(piece: int, step: int) -> Tag:
@@ -215,7 +227,7 @@ def shown_tag(piece: int, label: str) -> Tag:
 
 
 def kept_label(step: int) -> str:
-    """Under which servers show what they keep in the checkpoint at ``step``."""
+    """The label under which servers provide what they keep for the checkpoint at ``step``."""
     return f"checkpoint {step}"
 
 
@@ -224,8 +236,8 @@ def norm_tag(number: int) -> Tag:
 
 
 def differing(now: OptimizerSpec, base: OptimizerSpec) -> Sequence[Mapping[str, Value] | None]:
-    """For each parameter group the hyperparameters that a schedule has changed since ``base``; None if none. What a schedule has
-    added for itself is none of the optimizer's."""
+    """For each parameter group, the hyperparameters that a schedule has changed since ``base``; None if there are none. Values that
+    a schedule has added for itself are not hyperparameters."""
     return [
         {key: value for key, value in group.items() if key in first and first[key] != value} or None
         for group, first in zip(now.groups, base.groups, strict=True)

@@ -1,4 +1,4 @@
-"""What a worker's side of the model servers must know: its place, the others' names and the rules."""
+"""What a worker's side of the model servers must know: its place, the names of the others, and the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zmqtrain.topology.timeouts import Timeouts
 
 @dataclass(frozen=True, slots=True)
 class ModelServerSettings:
-    """Settings of one worker; all workers have the same but for ``group`` and ``position``."""
+    """The settings of one worker; all workers have the same, apart from ``group`` and ``position``."""
 
     group: int
     position: int
@@ -26,22 +26,22 @@ class ModelServerSettings:
     snapshot: bool = False
     split_bytes: int = 4 << 20
     compensate: bool = False
-    """Fit the optimizer's momentum to what asynchrony adds (`zmqtrain.exchange.momentum`)."""
+    """Adapt the optimizer's momentum to what asynchrony adds (`zmqtrain.exchange.momentum`)."""
     look_ahead: bool = False
-    """Store parameters where they will be when a gradient of them arrives (`zmqtrain.exchange.look_ahead`)."""
+    """Store parameters as they are expected to be when their gradient arrives (`zmqtrain.exchange.look_ahead`)."""
     own_rate: bool = False
-    """Whether the job names the learning rate, instead of the task."""
+    """Whether the job, and not the task, sets the learning rate."""
     compression: str = "none"
     compression_ratio: float = 0.01
     clip_norm: float = 0.0
     judges: bool = False
-    """Whether gradients may be other than finite, and are passed over then, by all workers that wait for each other."""
+    """Whether gradients may not be finite, in which case all workers that wait for each other skip the update."""
     overlap: bool = True
     """Exchange buckets during backward and the next forward, instead of between them."""
     request_s: float = 60.0
     """How long a server may take to answer a request."""
     barrier_s: float = 600.0
-    """How long parameters or the rest of the group may take (other groups may evaluate meanwhile)."""
+    """How long parameters or the rest of the group may take (other groups may evaluate in the meantime)."""
 
     @property
     def compensation(self) -> Compensation:

@@ -10,10 +10,10 @@ from zmqtrain.wire.payload import Payload, Value
 
 
 class Serverless:
-    """The members of `zmqtrain.exchange.base.Exchange` that do nothing where the parameters are the workers' alone."""
+    """The members of `zmqtrain.exchange.base.Exchange` that do nothing if there are no servers."""
 
     def __init__(self, sums: Sums) -> None:
-        """``sums``: of gradients; told when the exchange breaks."""
+        """``sums``: the sums of gradients, which are told when the exchange breaks."""
         self._sums = sums
         self._replica: Replica | None = None
         """Set by ``start``."""

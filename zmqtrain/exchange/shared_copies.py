@@ -1,4 +1,4 @@
-"""Copies that are made to be sent: in the memory that the processes of a host share, where a message only says where they lie."""
+"""Copies made for sending: in memory that the processes of a host share, so that a message contains only their location."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zmqtrain.errors import HostMemoryError
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
-#: Makes a payload of the same dtype and size, with undefined content, that stays for the whole run.
+#: Makes a payload of the same dtype and size, with undefined content, that is kept for the whole run.
 Like: TypeAlias = Callable[[Payload], Payload]
 
 
 def like_in(arena: Arena | None) -> Like:
-    """Makes payloads in shared memory, as far as there is any."""
+    """A function that allocates payloads in shared memory, as far as there is any."""
 
     def like(payload: Payload) -> Payload:
         if arena is None or not isinstance(payload, TensorPayload) or not payload.nbytes:

@@ -1,4 +1,5 @@
-"""Sums of gradients over workers, bucket by bucket: over the network; or in memory within hosts, and over the network between."""
+"""Sums of gradients over workers, bucket by bucket: over the network, or in memory within hosts and over the network between
+them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.host.accumulator import Accumulator
 from zmqtrain.host.member import HostMember
 from zmqtrain.net.endpoint import Tag
+from zmqtrain.waiting import settle
 from zmqtrain.wire.payload import Payload
 
-#: How long the accumulator's lanes may take to end once nothing is left to be summed.
+#: How long the accumulator's lanes may take to end once nothing is left to sum, in seconds.
 CLOSE_S = 5.0
 
 
 class Sums(Protocol):
-    """Sums each bucket's gradients over all its workers, times a factor that they are made with. `start` once, then `sum` each
-    bucket once a step, then `stop`."""
+    """Sums each bucket's gradients over all its workers, times a fixed factor. Call `start` once, then `sum` for each bucket once
+    per step, then `stop`."""
 
     @property
     def group(self) -> Group:
@@ -32,9 +34,9 @@ class Sums(Protocol):
     async def start(self, replica: Replica) -> None: ...
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
-        """Afterwards `Replica.update`, or the bucket's update when it is taken back, goes by the sum.
+        """Sum the bucket; afterwards `Replica.update`, or the bucket's update when it is taken back, uses the sum.
 
-        Buckets are handed over in the same order on all workers; they may be summed at the same time, in any order.
+        Buckets are handed over in the same order on all workers; they may be summed at the same time and finish in any order.
         """
         ...
 
@@ -49,7 +51,7 @@ class NetworkSums:
     """`Sums` over the network."""
 
     def __init__(self, group: Group, scale: float = 1.0) -> None:
-        """``scale``: what the sums are multiplied by."""
+        """``scale``: the factor on the sums."""
         self.group, self._scale = group, scale
         self._arithmetic = Arithmetic("zmqtrain-sums")
 
@@ -57,8 +59,8 @@ class NetworkSums:
         return None
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
-        # The bucket with the highest index is needed first by the next forward. The tag tells the buckets apart, so it does not
-        # matter that workers finish them in different orders.
+        # The next forward needs the bucket with the highest index first. The tag identifies the bucket, so it does not matter
+        # that workers finish them in different orders.
         await all_reduce(self.group, bucket.gradients, tag, priority=bucket.index)
         if self._scale != 1.0:
             await self._arithmetic.do(partial(bucket.gradients.scale_, self._scale), bucket.gradients)
@@ -71,9 +73,9 @@ class NetworkSums:
 
 
 class HostSums:
-    """`Sums` in the memory of each host first, where its workers see each other's gradients; then, where there are several hosts,
-    slice by slice over the network: worker i of a host deals with slice i, so each host's sum leaves it once, by all its workers
-    together.
+    """`Sums` first in the memory of each host, where its workers see each other's gradients; then, if there are several hosts,
+    slice by
+    slice over the network: worker i of each host handles slice i, so each host's sum is sent once, by all its workers together.
 
     Implements `zmqtrain.exchange.base.Sharing` for the replica.
     """
@@ -81,8 +83,8 @@ class HostSums:
     def __init__(
         self, group: Group, member: HostMember, column: Group | None, *, slices: int, scale: float, in_place: bool
     ) -> None:
-        """``member``: this worker's place among those of ``group`` on this host; ``column``: those who deal with the same slice,
-        one a host (None: no others). ``slices``: how many there are. ``in_place``: see `Accumulator`."""
+        """``member``: this worker's place among the members of ``group`` on this host. ``column``: the workers that handle the same
+        slice, one on each host (None: there are no others). ``slices``: the number of slices. ``in_place``: see `Accumulator`."""
         self.group, self.in_place = group, in_place
         self._column, self._member, self._begun = column, member, False
         between = None if slices == member.size and column is None else self._between
@@ -91,7 +93,7 @@ class HostSums:
         self._tasks: set[asyncio.Task[None]] = set()
         self._summed: dict[int, asyncio.Future[None]] = {}
         self._places: dict[int, int] = {}  # bucket -> its number among those that are summed here
-        self._indices: list[int] = []  # and back
+        self._indices: list[int] = []  # the inverse of _places
         self.sums: Sequence[Payload] = ()
         """The sums of the buckets that are summed here, in their order."""
 
@@ -100,7 +102,7 @@ class HostSums:
         replica.share(self)
 
     async def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Sum these buckets only; the caller tells the replica of it."""
+        """Sum these buckets only; the caller informs the replica."""
         self._loop = asyncio.get_running_loop()
         self._indices = [bucket.index for bucket in buckets]
         self._places = {index: place for place, index in enumerate(self._indices)}
@@ -129,7 +131,7 @@ class HostSums:
             await asyncio.wait(tasks)
         await self._member.leave(CLOSE_S)
 
-    # For the replica.
+    # Called by the replica.
 
     def wait_writable(self) -> None:
         self._member.complete(self._accumulator.writable())
@@ -161,7 +163,7 @@ class HostSums:
         try:
             if self._column is not None:
                 await all_reduce(self._column, part, ("hosts", operation), priority=index)
-        except Exception as error:  # noqa: BLE001 - it is told to who waits for the bucket, and to all others of this host
+        except Exception as error:  # noqa: BLE001 - passed to the waiter for the bucket, and to all other workers of this host
             self._member.abort(error)
             self._end(index, error)
         else:
@@ -174,16 +176,9 @@ class HostSums:
         task.add_done_callback(self._tasks.discard)
 
     def _end(self, index: int, error: BaseException | None) -> None:
-        future = self._future(index)
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-            future.exception()  # whoever waits for it gets it; nobody must
+        settle(self._future(index), error)
 
     def _future(self, index: int) -> asyncio.Future[None]:
-        """The future of a bucket and step, created by whichever comes first: the sum or its reader."""
+        """The future of a bucket and step, created on first use, by the sum or by its reader."""
         assert self._loop is not None
         return self._summed.setdefault(index, self._loop.create_future())

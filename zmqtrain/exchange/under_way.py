@@ -1,4 +1,4 @@
-"""The exchanges of buckets that are under way while the replica computes on."""
+"""The pending exchanges of buckets, while the replica goes on computing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zmqtrain.exchange.base import Bucket
 
 
 class UnderWay:
-    """One task a bucket and step::
+    """One task per bucket and step::
 
         begin(step, buckets)        the step's buckets will come
         add(bucket)                 its exchange begins at once; without overlap, when all are there
         await all_added()           the step may end
         await settle()              nothing is under way any more
 
-    An error of one ends all: it goes to ``abort``, and is raised by `all_added` and `settle` from then on.
+    An error of one task ends all: it is passed to ``abort``, and `all_added` and `settle` raise it from then on.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class UnderWay:
         *,
         overlap: bool = True,
     ) -> None:
-        """``exchange(bucket, step)`` is called when the bucket's exchange begins, and what it returns becomes a task."""
+        """``exchange(bucket, step)`` is called when the bucket's exchange begins, and its result becomes a task."""
         self.error: BaseException | None = None
         self._exchange, self._abort, self._overlap = exchange, abort, overlap
         self._step = 0
@@ -43,7 +43,7 @@ class UnderWay:
         self._complete.clear()
 
     def add(self, bucket: Bucket) -> None:
-        """The bucket is the exchange's from now on."""
+        """The bucket belongs to the exchange from now on."""
         self._missing -= 1
         self._held_back.append(bucket)
         if self._overlap or not self._missing:
@@ -54,9 +54,9 @@ class UnderWay:
             self._complete.set()
 
     async def all_added(self) -> None:
-        """Until all buckets of the step were added. Raises the first error.
+        """Wait until all buckets of the step were added. Raises the first error.
 
-        Devices with memory of their own hand the last buckets over after the compute thread is through with the step.
+        Devices with memory of their own hand the last buckets over after the compute thread has finished the step.
         """
         if self.error is None:
             await self._complete.wait()
@@ -64,14 +64,14 @@ class UnderWay:
             raise self.error
 
     async def settle(self) -> None:
-        """Until nothing is under way. Raises the first error."""
+        """Wait until nothing is pending. Raises the first error."""
         while self._tasks and self.error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         if self.error is not None:
             raise self.error
 
     async def cancel(self) -> None:
-        """Give up what is under way."""
+        """Abandon all pending exchanges."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -82,7 +82,7 @@ class UnderWay:
         self._missing = 0
 
     def fail(self, error: BaseException) -> None:
-        """Something outside went wrong: nothing goes on."""
+        """Something failed outside the exchanges: end them all with ``error``."""
         if self.error is None:
             self.error = error
             for task in self._tasks:

@@ -1,4 +1,4 @@
-"""The job of a launch with ``groups = "auto"``: its trainings, each a run of its own, and how far they have come together."""
+"""The job of a launch with ``groups = "auto"``: its trainings, each a run of its own, and their common progress."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
-#: How far the job has come, in the folder of its trainings.
+#: The file with the job's progress, in the folder of its trainings.
 PROGRESS = "progress.json"
-#: Checkpoints of a job that asks for none: there is nothing else to go on from after Ctrl-C, or where it is tuned again.
+#: Checkpoints of a job that asks for none: they are needed to continue after Ctrl-C, and to tune again.
 PARTS = 10
-#: What all trainings have together, in the summary.
+#: Values of the summary that are added up over all trainings.
 SUMS = ("samples", "seconds", "training_seconds", "bytes_sent")
 
 
 class JobError(Exception):
-    """The job's own run has failed, and said why."""
+    """The job's own run has failed and has reported the reason."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -44,14 +44,14 @@ class JobError(Exception):
 
 @dataclass(slots=True)
 class JobRuns:
-    """Implements `zmqtrain.experiment.runs.Runs`: probes as others do, and the job itself as the training that is asked for."""
+    """Implements `zmqtrain.experiment.runs.Runs`: trials like any others, and the job itself as the final training."""
 
     probes: LaunchedRuns
     path: Path
-    """The whole launch's."""
+    """The directory of the whole launch."""
     json_lines: bool
     updates: int | None
-    """The job's, by all groups together; none where it ends by a metric."""
+    """The job's updates, by all groups together; ``None`` if it ends by a metric."""
     elapsed_s: float = 0.0
 
     @property
@@ -75,13 +75,13 @@ class JobRuns:
         return monitor.outcome(whole_s=whole_s, diverged=diverged, finished=self.through)
 
     def train_rest(self, trial: Trial) -> None:
-        """What is left of the job, with nobody watching. Raises `JobError`."""
+        """Train the rest of the job without a monitor. Raises `JobError`."""
         code, _ = self._train(trial.number, self._job(trial), None)
         if code:
             raise JobError(code)
 
     def train_plainly(self, groups: int) -> None:
-        """The job as the file describes it, with so many groups. Raises `JobError`."""
+        """Train the job as the file describes it, with ``groups`` groups. Raises `JobError`."""
         topology = regrouped(self.probes.topology, groups)
         job = topology.job.model_copy(update=lengths(topology, groups, self.updates))
         code, _ = self._train(0, topology.model_copy(update={"job": job}), None)
@@ -89,7 +89,7 @@ class JobRuns:
             raise JobError(code)
 
     def summary(self, status: str, code: int) -> dict[str, Any]:
-        """That of the last training, with what all of them have done together. ``status`` counts where there was none."""
+        """The summary of the last training, with the totals of all trainings. ``status``: used if there was no training."""
         trainings = [self.probes.folders.of(number) for number in self._progress()["trainings"]]
         found = [read_if_there(folder / "summary.json") for folder in trainings]
         values = {"status": status, "exit_code": code, "steps": 0, "samples": 0, "seconds": 0.0, "eval": {}}
@@ -106,7 +106,7 @@ class JobRuns:
         return topology.model_copy(update={"job": topology.job.model_copy(update={"weights": str(weights)})})
 
     def _train(self, number: int, topology: Topology, monitor: TrialMonitor | None) -> tuple[int, float]:
-        """Go on with the run in the trial's folder if it was begun, else begin it. Returns its exit code and its time."""
+        """Continue the run in the trial's folder if it was begun, or else begin it. Returns its exit code and its time."""
         folder, emulation = self.probes.folders.of(number), self.probes.emulation
         goes_on = bool(find_checkpoints(folder / "checkpoints"))
         if goes_on:
@@ -147,7 +147,8 @@ class JobRuns:
 
 
 def job_with(topology: Topology, trial: Trial, updates: int | None) -> Topology:
-    """The file's job with what was found, for so many updates of all groups together (none: as long as the file says)."""
+    """The file's job with the settings that were found, for ``updates`` updates of all groups together (none: as long as the file
+    says)."""
     job = tuned(topology, trial.setting)
     changes = {
         "seed": topology.job.seed + (0 if trial.start is None else trial.start + 1),
@@ -157,7 +158,7 @@ def job_with(topology: Topology, trial: Trial, updates: int | None) -> Topology:
 
 
 def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, Any]:
-    """The fields of ``[job]`` by which so many groups make so many updates together, with checkpoints on the way."""
+    """The fields of ``[job]`` with which ``groups`` groups make ``updates`` updates together, with checkpoints in between."""
     fields: dict[str, Any] = {}
     period = topology.tune.period
     if updates is not None:
@@ -169,12 +170,12 @@ def lengths(topology: Topology, groups: int, updates: int | None) -> dict[str, A
 
 
 def rest(machine: Machine, setting: Setting, reason: str) -> Trial:
-    """Training from where it stands: diverging ones have left nothing."""
+    """The trial that continues from the current training; trainings that diverged are not continued."""
     return Trial(len(machine.trials), setting, 1, "train", "train", reason, machine.start)
 
 
 class Watching(Listening):
-    """Shows the run, too."""
+    """A listening view that also shows the run."""
 
     def __init__(self, view: View, monitor: TrialMonitor, halt: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(monitor, halt)
@@ -201,12 +202,12 @@ class Watching(Listening):
 
 
 def _is_job(trial: Trial) -> bool:
-    """Training with what was found, and not the little that comes before."""
+    """Whether the trial is training with the settings that were found, and not the short training before the search."""
     return trial.phase == "train"
 
 
 def _point(link: Path, folder: Path) -> None:
-    """Let the link lead to the folder; nobody ever sees none."""
+    """Point the link to the folder atomically: readers always find a link."""
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)

@@ -1,4 +1,4 @@
-"""``groups = "auto"`` in a launch: find groups, momentum and learning rate, train with them, and watch that they stay right.
+"""``groups = "auto"`` in a launch: find groups, momentum and learning rate, train with them, and check that they stay suitable.
 
 First it is measured how long an update takes with each number of groups. From that follows how long the job takes, and so how long
 may be searched: where it is too short for any search, it trains with g* groups at once. Else the search is that of `zmqtrain tune`.
@@ -16,15 +16,11 @@ from pathlib import Path
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.experiment.job import JobError, JobRuns, rest
 from zmqtrain.experiment.runs import Folders, LaunchedRuns
-from zmqtrain.experiment.tuning import Reporter, Tuning, again, begun, require_losses, searched
+from zmqtrain.experiment.tuning import Reporter, Tuning, again, require_trials, search_folder, searched
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.run import write_pid
-from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.observe.run_directory import find_run
 from zmqtrain.plan.efficiency import fewest
-from zmqtrain.plan.regroup import regrouped
 from zmqtrain.run.preemption import INTERRUPTED
-from zmqtrain.topology.find_task import find_task
-from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.task import load_task
 from zmqtrain.tune.job import space_for
@@ -48,60 +44,53 @@ def launch_tuned(
     resume: str | None,
     run_dir: Path | None,
 ) -> int:
-    """Tune and train; returns the exit code. ``shown``: who is told of it. ``resume``: the folder of a launch like this one.
+    """Tune and train; returns the exit code. ``shown``: reports the progress. ``resume``: the folder of an earlier launch to
+    continue.
 
     Raises what `TuningRun.run` does.
     """
     if topology.job.task is None:
         raise UsageError(f'{file}: groups = "auto" needs [job] task: a search needs losses')
-    require_losses(file, topology)
-    find_task(topology.job.task, (".", *topology.job.python_path))
-    place(regrouped(topology, 1))
+    require_trials(file, topology)
     space = searched(topology, data, measured=True)
-    if resume is None:
-        directory = RunDirectory.create(f"{topology.job.name}-auto", exact=run_dir)
-        directory.write("topology.toml", topology.to_toml())
-    else:
-        directory = begun(Path(resume) if Path(resume).is_dir() else find_run(resume))
-    write_pid(directory)
-    shown.begin(topology, space, directory.path)
+    begun = None if resume is None else Path(resume) if Path(resume).is_dir() else find_run(resume)
+    with search_folder(topology, "auto", resume=begun, run_dir=run_dir) as directory:
+        shown.begin(topology, space, directory.path)
 
-    def probes_of(name: str) -> LaunchedRuns:
-        return LaunchedRuns(topology, Folders(directory.path / name), data, str(file.resolve().parent), emulation)
+        def probes_of(name: str) -> LaunchedRuns:
+            return LaunchedRuns(topology, Folders(directory.path / name), data, str(file.resolve().parent), emulation)
 
-    job = JobRuns(probes_of("omnivore"), directory.path, json_lines, updates_of(topology, data))
-    tuning = Tuning(topology, space, directory, shown)
-    status, code = "failed", ZmqTrainError.exit_code
-    try:
-        limited = topology.tune.time_limit is not None  # then the file says how long it may take
-        speeds = tuning.resumed("speeds", Speeds(replace(space, speed=SPEED), None if limited else job.updates))
-        tuning.drive("speeds", speeds, probes_of("speeds"))
-        code = _trained(tuning, job, space, speeds)
-        status = "done" if code == 0 else status
-    except JobError as error:
-        code = error.code
-        if code >= ConnectivityError.exit_code:  # worth another try
-            shown.note(again(directory.path))
-    except KeyboardInterrupt:
-        status, code = "interrupted", INTERRUPTED
-        shown.note(f"interrupted; {again(directory.path)}")
-    except ZmqTrainError as error:
-        code = error.exit_code
-        if isinstance(error, ConnectivityError):
-            shown.note(again(directory.path))
-        raise
-    finally:
-        tuning.compare(job.summary(status, code))
-        (directory.path / "pid").unlink(missing_ok=True)
-        directory.close()
+        job = JobRuns(probes_of("omnivore"), directory.path, json_lines, updates_of(topology, data))
+        tuning = Tuning(topology, space, directory, shown)
+        status, code = "failed", ZmqTrainError.exit_code
+        try:
+            limited = topology.tune.time_limit is not None  # then the file says how long it may take
+            speeds = tuning.resumed("speeds", Speeds(replace(space, speed=SPEED), None if limited else job.updates))
+            tuning.drive("speeds", speeds, probes_of("speeds"))
+            code = _trained(tuning, job, space, speeds)
+            status = "done" if code == 0 else status
+        except JobError as error:
+            code = error.code
+            if code >= ConnectivityError.exit_code:  # worth another try
+                shown.note(again(directory.path))
+        except KeyboardInterrupt:
+            status, code = "interrupted", INTERRUPTED
+            shown.note(f"interrupted; {again(directory.path)}")
+        except ZmqTrainError as error:
+            code = error.exit_code
+            if isinstance(error, ConnectivityError):
+                shown.note(again(directory.path))
+            raise
+        finally:
+            tuning.compare(job.summary(status, code))
     return code
 
 
 def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
-    """Search, where that is worth it, and train to the job's end. Returns the exit code."""
+    """Search, if that is worthwhile, and train to the job's end. Returns the exit code."""
     if speeds.too_short is not None:
         groups = fewest(speeds.known)
-        reason = "as many groups as are of use (g*), with the task's learning rate and [optimizer] momentum"
+        reason = "the most groups that still make it faster (g*), with the task's learning rate and [optimizer] momentum"
         tuning.decide("speeds", Decision("setting", reason, {"groups": groups}))
         job.train_plainly(groups)
         return 0
@@ -109,13 +98,13 @@ def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
     done = tuning.drive("omnivore", machine, job)
     if done.setting is not None and not job.through:
         job.train_rest(rest(machine, done.setting, done.reason))
-        done = replace(done, reason=f"{done.reason} for searching; the job went on to its end", reached=True)
+        done = replace(done, reason=f"{done.reason} for searching; the job was trained to its end", reached=True)
     tuning.end("omnivore", machine, done)
     return 0 if job.through else ZmqTrainError.exit_code
 
 
 def updates_of(topology: Topology, data: str | None) -> int | None:
-    """How many the job has. ``steps`` are those of all groups together, as of the one that the file describes."""
+    """The number of the job's updates. ``steps`` are those of all groups together, like those of the one group in the file."""
     job = topology.job
     if job.until is not None:
         return None

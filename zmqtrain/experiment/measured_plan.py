@@ -1,4 +1,4 @@
-"""``zmqtrain plan --measure``: the plan's steps in the simulated world, beside what it was priced at."""
+"""``zmqtrain plan --measure``: the plan's steps in the simulated world, compared with its price."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zmqtrain.simulate.divided import simulate_divided
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.schema import Topology
 
-#: The first step meets connections that are new, and is left out.
+#: The first step, with new connections, is left out.
 STEPS, WARM = 3, 1
 
 
@@ -31,7 +31,7 @@ def measured_rows(topology: Topology, planned: Planned, data: str | None) -> lis
     problem, network = planned.problem, links_of(topology)
     hosts = hosts_of_group(topology, problem.processes)
     if any(network.host(host).bandwidth is None for host in hosts):
-        raise UsageError('--measure runs the plan on the simulated network: give the file a [network] with bandwidth = "1 Gbit/s"')
+        raise UsageError('--measure runs the plan on the simulated network: add [network] with bandwidth = "1 Gbit/s" to the file')
     model, inputs = model_of(topology, data)
     trial = Trial(
         Grid(1, problem.processes),

@@ -28,30 +28,31 @@ from zmqtrain.tune.trial import Outcome, Trial
 
 _NOT_FINITE = NonFiniteLossError.__name__
 ERROR = "error.json"
-#: What a trial's failure is raised as, by its exit code.
+#: The exception for a trial's failure, by exit code.
 ERRORS: Mapping[int, type[ZmqTrainError]] = {
     each.exit_code: each for each in (UsageError, TaskError, ConnectivityError, HostLostError)
 }
 
 
 class Runs(Protocol):
-    """Makes a run of a trial."""
+    """Runs trials."""
 
     elapsed_s: float
-    """What all trials before have taken, in the time of the world. For whoever drives to say."""
+    """The time of all earlier trials, in the time of the world. Set by the caller."""
 
     def run(self, trial: Trial) -> Outcome:
-        """Start it, hear how it goes, and end it. Raises what went wrong (not that it diverged), and ``KeyboardInterrupt``."""
+        """Run a trial to its end and return the outcome. Raises the error of the run (divergence is not an error), and
+        ``KeyboardInterrupt``."""
         ...
 
     def shows(self, trial: Trial) -> bool:
-        """Whether people see how it goes."""
+        """Whether the progress of the trial is shown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where trials lie: one folder each, with the checkpoints of those that train."""
+    """The folders of trials: one for each, with the checkpoints of those that train."""
 
     path: Path
 
@@ -60,7 +61,7 @@ class Folders:
         return self.path / f"{number:03d}"
 
     def emptied(self, number: int) -> Path:
-        """A trial's, without what an interrupted one may have left there."""
+        """A trial's folder, emptied of what an interrupted trial may have left there."""
         folder = self.of(number)
         shutil.rmtree(folder, ignore_errors=True)
         return folder
@@ -72,7 +73,7 @@ class Folders:
 
 @dataclass(slots=True)
 class SimulatedRuns:
-    """Implements `Runs` on virtual time. The file's faults come when the search and training are so old in all."""
+    """Implements `Runs` on virtual time. The times of the file's faults count from the start of the whole search."""
 
     topology: Topology
     folders: Folders
@@ -147,7 +148,7 @@ class LaunchedRuns:
 
 @dataclass(slots=True)
 class Listening:
-    """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run where there is a reason."""
+    """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run if the monitor gives a reason."""
 
     monitor: TrialMonitor
     halt: Callable[[str], None] = field(default=lambda _: None)
@@ -172,17 +173,17 @@ class Listening:
 
 
 def read_if_there(file: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
+    """Read a JSON object; an empty one if there is no such file."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def diverged_as(folder: Path) -> bool:
-    """Whether the run in the folder has failed because its loss was no number."""
+    """Whether the run in the folder has failed because its loss was NaN or infinite."""
     return bool(read_if_there(folder / ERROR).get("type") == _NOT_FINITE)
 
 
 async def timed(life: Awaitable[int]) -> tuple[int, float]:
-    """What it returns, and how long it took on the loop's clock."""
+    """Await ``life``. Returns its result, and the seconds that it took on the loop's clock."""
     clock = asyncio.get_running_loop().time
     start = clock()
     return await life, clock() - start
@@ -192,10 +193,10 @@ def _require_sound(trial: Trial, status: str, error: Mapping[str, Any], monitor:
     """Raise unless the run is done, was stopped on purpose, or diverged: an error with the exit code that the run had."""
     if status in ("done", "stopped") or monitor.stop is not None or error.get("type") == _NOT_FINITE:
         return
-    lines = [f"a trial failed: {error.get('type', status)}: {error.get('message', 'nothing more is known')}"]
+    lines = [f"a trial failed: {error.get('type', status)}: {error.get('message', 'no details are known')}"]
     lines.append(f"  trial {trial.number} ({trial.phase}): {trial.setting}")
     if folder is not None:
-        lines.append(f"  what its processes printed: {folder / 'logs'}")
+        lines.append(f"  output of its processes: {folder / 'logs'}")
     if error.get("shown"):
         lines.append(str(error["shown"]).rstrip())
     code = int(error.get("exit_code") or ZmqTrainError.exit_code)

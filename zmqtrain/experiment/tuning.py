@@ -1,19 +1,23 @@
-"""A search's strategies, one after another: what they ask for is run, and what came of it is kept and told."""
+"""A search's strategies, one after another: their trials are run, and the results are saved and reported."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.experiment.runs import Runs
+from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.plan.setup import source_of
+from zmqtrain.topology.find_task import find_task
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.baselines import StrategyName, strategies
 from zmqtrain.tune.curves import EveryNumberOfGroups, penalties
@@ -26,12 +30,12 @@ from zmqtrain.world import wall_s
 
 M = TypeVar("M", bound=Machine)
 
-#: Emulated updates may take so many times as long as predicted: predictions have errors, too.
+#: Emulated updates may take this many times the predicted time before a warning: predictions have errors, too.
 LATE = 1.5
 
 
 class Reporter(Protocol):
-    """Who is told what happens, as it happens."""
+    """Reports the progress of a search."""
 
     def begin(self, topology: Topology, space: Space, folder: Path) -> None:
         """The search begins: what there is to choose from, and where its results will be."""
@@ -40,13 +44,13 @@ class Reporter(Protocol):
         """A trial begins."""
 
     def ends(self) -> None:
-        """It is over, one way or another."""
+        """The trial is over, whatever its result."""
 
     def trial(self, name: str, trial: Trial, outcome: Outcome) -> None:
-        """What came of a trial of the strategy ``name``."""
+        """The result of a trial of the strategy ``name``."""
 
     def decision(self, name: str, decision: Decision) -> None:
-        """What the strategy ``name`` has decided."""
+        """A decision of the strategy ``name``."""
 
     def done(self, row: dict[str, Any]) -> None:
         """A strategy's result."""
@@ -58,7 +62,7 @@ class Reporter(Protocol):
         """The trade-off over numbers of groups."""
 
     def note(self, text: str) -> None:
-        """Anything else that a person should know."""
+        """Anything else that the user should know."""
 
 
 class Tuning:
@@ -89,7 +93,7 @@ class Tuning:
         self._directory.write(f"{name}.svg", trials_svg(f"{self._topology.job.name}: {name}", machine.trials))
         if name == "omnivore" and done.setting is not None:
             self._directory.write("tuned.toml", tuned(self._topology, done.setting).to_toml())
-            self._shown.note(f"zmqtrain launch {self._directory.path / 'tuned.toml'} trains with what was found")
+            self._shown.note(f"zmqtrain launch {self._directory.path / 'tuned.toml'} trains with these settings")
         row = summary_row(name, machine, done)
         self._rows.append(row)
         self._shown.done(row)
@@ -112,22 +116,22 @@ class Tuning:
         self._shown.curves(rows)
 
     def _summary(self, updates: int, seconds: float) -> dict[str, Any]:
-        """What commands say of any run."""
+        """The summary values that every run has."""
         return {"status": "done", "exit_code": self.exit_code, "steps": updates, "seconds": seconds}
 
     def resumed(self, name: str, machine: M) -> M:
-        """The machine as far as an earlier command has come in this folder."""
+        """The machine in the state that an earlier command reached in this folder."""
         file = self._directory.path / f"{name}.json"
         if not file.exists():
             return machine
         try:
             machine.replay(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"--resume: {file} is of another search than this file describes: {error}") from error
+            raise UsageError(f"--resume: {file} belongs to a different search than this topology file: {error}") from error
         return machine
 
     def drive(self, name: str, machine: Machine, runs: Runs) -> Done:
-        """Run what it asks for until it is done. What it was told is on disk after each trial."""
+        """Run the machine's trials until it is done. Its state is saved after each trial."""
         while True:
             self._tell(name, machine)
             trial = machine.next()
@@ -154,12 +158,12 @@ class Tuning:
         if late > LATE:
             more = math.ceil(2 * late * self._dilation)
             self._shown.note(
-                f"      updates take {late:.1f} times as long as predicted: is this machine too slow? --dilation {more}"
+                f"      updates take {late:.1f} times as long as predicted: this machine may be too slow: try --dilation {more}"
             )
             self._dilation = None
 
     def decide(self, name: str, decision: Decision) -> None:
-        """Something was decided: keep and show it."""
+        """Save and show a decision."""
         self._event(name, decision.what, decision.reason, dict(decision.values))
         self._shown.decision(name, decision)
 
@@ -173,34 +177,61 @@ class Tuning:
         self._directory.flush()
 
 
-def begun(folder: Path) -> RunDirectory:
-    """The folder of a command that is to go on. Raises `UsageError` where it is none."""
+@contextmanager
+def search_folder(topology: Topology, kind: str, *, resume: Path | None, run_dir: Path | None) -> Iterator[RunDirectory]:
+    """The folder of a search, open until the end of the block; `zmqtrain status` and `stop` find this process there meanwhile.
+
+    Args:
+        kind: a new folder is called ``NAME-KIND-NNN``.
+        resume: the folder of a search that is to go on.
+        run_dir: a new search's folder; ``None``: the next free one.
+
+    Raises `UsageError` if ``resume`` is not such a folder.
+    """
+    if resume is None:
+        directory = RunDirectory.create(f"{topology.job.name}-{kind}", exact=run_dir)
+        directory.write("topology.toml", topology.to_toml())
+    else:
+        directory = _begun(resume)
+    write_pid(directory)
+    try:
+        yield directory
+    finally:
+        (directory.path / "pid").unlink(missing_ok=True)
+        directory.close()
+
+
+def _begun(folder: Path) -> RunDirectory:
+    """The folder of a command to continue. Raises `UsageError` if it is not one."""
     if not (folder / "topology.toml").exists():
-        raise UsageError(f"--resume {folder}: there is no search in it; it is the folder that the first command has printed")
+        raise UsageError(f"--resume {folder}: this folder contains no search; give the folder that the first command printed")
     return RunDirectory.go_on(folder)
 
 
 def again(folder: Path) -> str:
-    """How to go on after what need not last."""
-    return f"the same command with --resume {folder} goes on"
+    """A hint how to continue after a failure that may be temporary."""
+    return f"to continue, run the same command with --resume {folder}"
 
 
-def require_losses(file: Path, topology: Topology) -> None:
-    """Raises `UsageError` where trials would compute nothing."""
+def require_trials(file: Path, topology: Topology) -> None:
+    """Raises `UsageError` if trials would compute nothing, if the task cannot be found, or if workers cannot be placed."""
     if not topology.trains:
         raise UsageError(
-            f'{file}: [compute] device = "modelled" computes nothing, and a search needs losses: set [simulation] payload = "real" '
-            "to train in the time that its profile gives"
+            f'{file}: [compute] device = "modelled" computes no losses, which a search needs: '
+            'set [simulation] payload = "real" to train in the time that the profile gives'
         )
+    assert topology.job.task is not None
+    find_task(topology.job.task, (".", *topology.job.python_path))
+    place(regrouped(topology, 1))
 
 
 def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Space:
-    """What there is to choose from. Raises `UsageError`, and `TaskError` where the task's own code fails."""
+    """The space of the search. Raises `UsageError`, and `TaskError` if the task's own code fails."""
     return space_of(topology, variants(topology, source_of(topology, data_path).layers)["as it is"], measured=measured)
 
 
 def summary_row(name: str, machine: Machine, done: Done) -> dict[str, Any]:
-    """A strategy's result: when it reached the target, and what searching took of the time."""
+    """A strategy's result: when it reached the target, and how much of the time the search took."""
     last = machine.trials[-1][1] if machine.trials else None
     setting = done.setting
     return {
@@ -221,7 +252,7 @@ def summary_row(name: str, machine: Machine, done: Done) -> dict[str, Any]:
 
 
 def tuned(topology: Topology, setting: Setting) -> Topology:
-    """The job with what was found, ready to be launched."""
+    """The job with the settings that were found, ready to be launched."""
     grouped = regrouped(topology, setting.groups)
     optimizer = grouped.optimizer.model_copy(update={"lr": setting.lr, "momentum": setting.momentum})
     return grouped.model_copy(update={"optimizer": optimizer})

@@ -1,19 +1,19 @@
-"""Gradients of the workers of one host meet in memory, bucket by bucket, while backward goes on (TRL/Caffe, Sekiyama et al. 2017).
+"""Gradients of one host's workers are summed in shared memory, bucket by bucket, during backward (TRL/Caffe, Sekiyama et al. 2017).
 
-The way of a bucket, at each of n workers::
+The life of a bucket, at each of n workers::
 
     compute thread   its gradients are complete                     -> ARRIVED
-    adding lane      when all have ARRIVED: adds up its slice, 1/n of the bucket, over the workers' buffers, in rank order
-                     where there are other hosts: the slice is summed with theirs (`between`)
+    adding lane      when all have ARRIVED: adds its slice, 1/n of the bucket, over the workers' buffers, in rank order
+                     if there are other hosts: the slice is summed with theirs (`between`)
                                                                     -> DONE
     waiting lane     when all are DONE, the whole bucket is summed  -> `on_summed`
-    compute thread   updates its parameters by the sums             -> TAKEN
+    compute thread   updates its parameters with the sums           -> TAKEN
 
-Nobody sends or broadcasts anything within the host: each byte is read once by whoever adds it, and the sums are read where they
-lie. Every element is added up by one worker, in the order of ranks, so all workers see the same bits on every run, whatever the
+Nothing is sent or broadcast within the host: each byte is read once by the worker that adds it, and the sums are read in place.
+Every element is summed by one worker, in the order of ranks, so all workers see the same bits in every run, whatever the
 timing.
 
-This is the same in the real and in the simulated world; `zmqtrain.host.member` says how they differ.
+This is the same in the real and in the simulated world; `zmqtrain.host.member` explains how they differ.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Between: TypeAlias = Callable[[int, int, Payload, Callable[[], None]], None]
 
 
 class Accumulator:
-    """One worker's part of it. Make one, `start` it, then step by step `writable`, `produced` for each bucket in the same order on
-    all workers, `taken` for each; at last the member leaves (`HostMember.leave`)."""
+    """One worker's part in the summation. Make one, `start` it, then in each step `writable`, `produced` for each bucket in the
+    same order on all workers, and `taken` for each; at the end the member leaves (`HostMember.leave`)."""
 
     def __init__(
         self,
@@ -46,33 +46,34 @@ class Accumulator:
         slices: int | None = None,
         between: Between | None = None,
     ) -> None:
-        """``scale``: what the sums are multiplied by.
-
-        ``in_place``: sums lie in rank 0's buffers, and all read them there; otherwise every worker's own buffer receives them (for
-        those who change them afterwards), which writes them once more for each worker.
-
-        ``between(operation, index, slice, done)`` is called, in a lane, with this host's sum of a slice of ``index``, to be
-        summed with those of other hosts. It must not block; ``done()`` is called, from any thread, when that is done.
-        ``operation`` is a number that all hosts share. ``slices``: in how many the buckets are divided, where the hosts have
-        different numbers of workers; the first workers have one each.
+        """
+        Args:
+            scale: the factor on the sums.
+            in_place: sums are in rank 0's buffers, where all read them; otherwise every worker's own buffer receives them (for
+                workers that change them afterwards), which takes another write per worker.
+            between: ``between(operation, index, slice, done)`` is called in a lane with this host's sum of a slice of ``index``, to
+                be summed with those of other hosts. It must not block; ``done()`` is called in any thread when that is done.
+                ``operation`` is a number that is the same on all hosts.
+            slices: the number of slices of a bucket, if the hosts have different numbers of workers; the first workers have one
+                each.
         """
         self.member = member
         self._scale, self._in_place = scale, in_place
         self._slices, self._between = slices or member.size, between
-        self._buffers: list[list[Payload]] = []  # bucket -> each member's
+        self._buffers: list[list[Payload]] = []  # bucket -> each member's buffer
         self._on_summed: OnSummed = lambda _index, _error: None
         self._to_add: Callable[[Job], None] = _not_started
         self._to_spread: Callable[[Job], None] = _not_started
         self._to_wait: Callable[[Job], None] = _not_started
-        # Operations are numbered; joining the team was the first. Those of several slices may end in another order.
+        # Operations are numbered; joining the team was the first. Those with several slices may end in another order.
         self._produced = self._taken = self._done = 1
         self._ended: set[int] = set()
         self._ending = threading.Lock()
 
     async def start(self, buckets: Sequence[Payload], on_summed: OnSummed) -> list[Payload]:
-        """Share ``buckets``, and wait until all members have done so. Returns where the sums will lie.
+        """Share ``buckets``, and wait until all members have done so. Returns the payloads that will hold the sums.
 
-        ``on_summed(index, error)`` is called in a lane once a bucket is summed; ``error``: what went wrong.
+        ``on_summed(index, error)`` is called in a lane once a bucket is summed; ``error`` is None, or what went wrong.
         """
         self._buffers = await self.member.share(buckets)
         self._on_summed = on_summed
@@ -82,10 +83,10 @@ class Accumulator:
             self._to_spread = self._lane("spread", self._spread)
         return [members[0 if self._in_place else self.member.rank] for members in self._buffers]
 
-    # On the compute thread's side.
+    # Calls by the compute thread.
 
     async def writable(self) -> None:
-        """Wait until nobody reads the sums of the step before, which lie where the next gradients will."""
+        """Wait until the sums of the previous step are no longer read, since the next gradients go to the same memory."""
         if self._in_place and self.member.rank == 0:
             await self.member.wait(Word.TAKEN, self._produced, "the others to update their parameters")
 
@@ -96,7 +97,7 @@ class Accumulator:
         self._to_add((self._produced, index))
 
     def taken(self) -> None:
-        """A bucket's sums are not needed any more. Once a bucket, in any order."""
+        """A bucket's sums are not needed any more. Call it once per bucket, in any order."""
         self._taken += 1
         self.member.set(Word.TAKEN, self._taken)
 
@@ -106,7 +107,7 @@ class Accumulator:
         async def work(job: Job) -> None:
             try:
                 await do(*job)
-            except Exception as error:  # noqa: BLE001 - it is told to who waits for the bucket
+            except Exception as error:  # noqa: BLE001 - passed to the waiter for the bucket
                 self._on_summed(job[1], error)
 
         return self.member.lane(name, work)
@@ -138,7 +139,7 @@ class Accumulator:
         self._finished(operation)
 
     def _finished(self, operation: int) -> None:
-        """This worker's slice of an operation is what it must be; others may have been before it."""
+        """This worker's slice of an operation is complete; later operations may have ended before."""
         with self._ending:
             self._ended.add(operation)
             while self._done + 1 in self._ended:
@@ -151,7 +152,7 @@ class Accumulator:
         self._on_summed(index, None)
 
     def _slices_of(self, index: int) -> list[Payload]:
-        """Every member's part of the slice that this worker adds up."""
+        """Every member's part of the slice that this worker adds."""
         members = self._buffers[index]
         start, stop = bounds(members[0].numel, self._slices)[self.member.rank]
         return [each.part(start, stop) for each in members]

@@ -1,12 +1,12 @@
-"""What an accumulator works with: one worker's place among those of its host that sum gradients in the same memory.
+"""What an accumulator works with: a worker's place among the workers of its host that sum gradients in the same memory.
 
-The accumulator's steps are coroutines, written once. How they wait, and what an addition is, depends on the world:
+The accumulator's steps are coroutines, written once. How they wait, and what an addition does, depends on the world:
 
 ===========  ==========================================  ==========================================
 world        waiting                                     adding
 ===========  ==========================================  ==========================================
 real         a thread sleeps at a word in shared memory  done at once, in a thread beside the loop
-simulated    a task sleeps on the virtual loop           takes the time that the memory needs for it
+simulated    a task sleeps on the virtual loop           takes the time that the memory would need
 ===========  ==========================================  ==========================================
 
 `ArenaMember` is the real one. Its coroutines never suspend: they block the thread that runs them (`complete`).
@@ -34,66 +34,66 @@ Job: TypeAlias = tuple[int, int]
 
 
 class HostMember(Protocol):
-    """One worker's place in a team. `share` once, then any of the others; at last `leave`."""
+    """A worker's place in a team. Call `share` once, then any of the others; at the end `leave`."""
 
     @property
     def rank(self) -> int:
-        """This worker's, among those of the team."""
+        """This worker's rank in the team."""
         ...
 
     @property
     def size(self) -> int:
-        """Number of workers in the team."""
+        """The number of workers in the team."""
         ...
 
     async def share(self, buckets: Sequence[Payload]) -> list[list[Payload]]:
         """Show the others these buckets, and wait until all have shared theirs. This is each member's first operation.
 
-        Returns, for each bucket, every member's, in the order of ranks.
+        Returns, for each bucket, every member's payload, in the order of ranks.
         """
         ...
 
     def set(self, word: Word, value: int) -> None:
-        """This member is at ``value``. From any thread; never blocks."""
+        """This member's counter ``word`` reaches ``value``. May be called in any thread; never blocks."""
         ...
 
     async def wait(self, word: Word, value: int, what: str) -> None:
-        """Until all members are at ``value``. ``what`` is waited for, for the error's text.
+        """Wait until the counter ``word`` of all members has reached ``value``. ``what`` is waited for, for the error's text.
 
-        Raises `PeerLostError`, `PeerTimeoutError`, or what `abort` was given.
+        Raises `PeerLostError`, `PeerTimeoutError`, or the error given to `abort`.
         """
         ...
 
     async def add(self, targets: Sequence[Payload], sources: Sequence[Payload], scale: float) -> None:
         """Every target becomes ``scale`` times the sum of the sources, added from the first to the last. ``targets[0]`` is
-        ``sources[0]``, and the other targets are other sources or none of them."""
+        ``sources[0]``; each other target may be another source, or none."""
         ...
 
     async def copy(self, source: Payload, targets: Sequence[Payload]) -> None:
-        """Every target becomes what ``source`` is."""
+        """Copy ``source`` to every target."""
         ...
 
     def lane(self, name: str, work: Callable[[Job], Coroutine[Any, Any, None]]) -> Callable[[Job], None]:
-        """Something that runs ``work`` for one job after another, beside all else, until `leave`. ``work`` raises nothing.
+        """A thread or task that runs ``work`` for one job after another until `leave`. ``work`` raises nothing.
 
-        Returns what takes a job; it may be called from any thread, and never blocks.
+        Returns the function that submits a job; it may be called in any thread, and never blocks.
         """
         ...
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` to its end while the calling thread, which must not be the loop's, waits."""
+        """Run ``work`` to its end while the calling thread, which must not be the loop's, waits. Returns its result."""
         ...
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` to its end while the loop goes on."""
+        """Run ``work`` to its end while the loop continues. Returns its result."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Every wait of this worker's, now and later, raises ``error``. From any thread."""
+        """Every wait of this worker, now and later, raises ``error``. May be called in any thread."""
         ...
 
     async def leave(self, timeout_s: float) -> None:
-        """End the lanes, waiting for them at most ``timeout_s``; the others' waits for this worker raise from then on."""
+        """End the lanes, waiting for them at most ``timeout_s`` seconds; from then on the others' waits for this worker raise."""
         ...
 
 
@@ -102,10 +102,10 @@ MakeMember: TypeAlias = Callable[[Sequence[int], int, Sequence[PeerId], int], Ho
 
 
 class ArenaMember:
-    """Implements `HostMember` in the memory that the processes of a host really share."""
+    """Implements `HostMember` in memory that the processes of a host really share."""
 
     def __init__(self, team: Team, *, threads: int = 1) -> None:
-        """``threads`` of torch's add up a slice."""
+        """``threads``: the number of torch's threads that add a slice."""
         self.team, self._threads = team, threads
         self._lanes: list[tuple[threading.Thread, queue.SimpleQueue[Job | None]]] = []
         self._background: BackgroundThread | None = None
@@ -122,7 +122,7 @@ class ArenaMember:
         arena, found = self.team.arena, []
         for bucket in buckets:
             place = arena.place_of(_tensor(bucket).pointer, bucket.nbytes)
-            assert place is not None, "gradients of workers that share memory lie in it"
+            assert place is not None, "gradients of workers that share memory must be in it"
             found.append(place)
         tables = self.team.join(found)
         return [
@@ -162,7 +162,7 @@ class ArenaMember:
         except StopIteration as end:
             result: T = end.value
             return result
-        raise AssertionError("what runs in a thread waits by blocking it")
+        raise AssertionError("a coroutine that runs in a thread must wait by blocking it")
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._background is None:
@@ -178,7 +178,7 @@ class ArenaMember:
         await background.close(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """`leave`, for a thread of which no loop waits: blocks until the lanes have ended, at most ``timeout_s``."""
+        """Like `leave`, for a thread for which no loop waits: blocks until the lanes have ended, at most ``timeout_s`` seconds."""
         for _, jobs in self._lanes:
             jobs.put(None)
         for thread, _ in self._lanes:
@@ -188,5 +188,5 @@ class ArenaMember:
 
 
 def _tensor(payload: Payload) -> TensorPayload:
-    assert isinstance(payload, TensorPayload), "what really lies in memory"
+    assert isinstance(payload, TensorPayload), "the payload must be in memory"
     return payload

@@ -1,4 +1,4 @@
-"""Sums over the buffers of several processes, block by block, so that what is added stays in the processor's cache."""
+"""Sums over the buffers of several processes, block by block, so that the data being added stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-#: Elements summed at one stroke: 512 KB of float32, about half of a core's own cache.
+#: Elements summed at a time: 512 KB of float32, about half of a core's own cache.
 BLOCK = 128 * 1024
 
-#: Makes of two tensors a third, element by element: ``combine(left, right, out=...)``.
+#: Combines two tensors element by element: ``combine(left, right, out=...)``.
 Combine: TypeAlias = Callable[..., Tensor]
 
 
@@ -40,7 +40,7 @@ def sum_into(targets: Sequence[Tensor], sources: Sequence[Tensor], *, scale: flo
 
 
 def _result(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor | None:
-    """A target to add up in: it must not be overwritten before it is read itself."""
+    """A target in which to add: it must not be overwritten before it has been read itself."""
     for target in targets:
         if all(target.data_ptr() != source.data_ptr() for source in sources[1:]):
             return target

@@ -1,7 +1,7 @@
 """Processes of one host that work on the same memory, and wait for each other by words in it.
 
-Every wait ends: when all are there, when one is lost (its process has ended, or has left the team), when this process gives up, or
-after the time-out. Nothing here touches an event loop: who waits is a thread.
+Every wait ends: when all have arrived, when one is lost (its process has ended, or has left the team), when this process gives up,
+or after the time-out. Nothing here uses an event loop: only threads wait.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from zmqtrain.arena.words import Words
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.net.endpoint import PeerId
 
-#: How long a wait sleeps before it looks whether those it waits for still live. A loss is noticed within this time; a word that
-#: is set wakes at once.
+#: How long a wait sleeps, in seconds, before it checks whether the processes it waits for are alive. A loss is noticed within this
+#: time; setting a word wakes waiters at once.
 LOOK_S = 0.1
 
 
 class Word(IntEnum):
-    """A member's words, each a counter of operations unless said otherwise."""
+    """A member's words, each a counter of operations unless stated otherwise."""
 
     ARRIVED = 0
-    """Its own content lies in memory."""
+    """Its own content is in memory."""
     DONE = 1
     """Its share of the work is done."""
     TAKEN = 2
-    """It has read the result, and needs it no more."""
+    """It has read the result, and no longer needs it."""
     LEFT = 3
     """Not 0: it has left the team."""
     TABLE_LOW = 4
-    """The cache lines that hold the team's table of places; the lower 32 bits."""
+    """The position of the team's table of places, in cache lines; the lower 32 bits."""
     TABLE_HIGH = 5
 
 
@@ -57,10 +57,15 @@ class Team:
         timeout_s: float = 60.0,
         setting: str = "[job] timeout",
     ) -> None:
-        """``slots`` of the members in the order of their ranks; ``names`` for errors. ``number``: which team of the host it is, the
-        same for all members, and no other team of theirs has it. ``setting``: where ``timeout_s`` is set."""
+        """
+        Args:
+            slots: those of the members, in the order of their ranks.
+            names: names of the members, for errors.
+            number: the number of the team, the same for all members, which no other team of theirs has.
+            setting: the setting of ``timeout_s``, for errors.
+        """
         if arena.slot != slots[rank]:
-            raise ValueError(f"rank {rank} of the team has slot {slots[rank]}, and this process has slot {arena.slot}")
+            raise ValueError(f"rank {rank} of the team has slot {slots[rank]}, but this process has slot {arena.slot}")
         if not 0 <= number < MOST_TEAMS:
             raise ValueError(f"team {number}: a host has at most {MOST_TEAMS} teams")
         self.arena, self.rank, self.names = arena, rank, tuple(names)
@@ -74,11 +79,11 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """The number of members."""
         return len(self._words)
 
     def join(self, places: Sequence[Place] = ()) -> list[list[Place]]:
-        """Tell the others where this member's memory lies, and wait until all have done so. Returns the places of each member."""
+        """Tell the others where this member's memory is, and wait until all have done so. Returns the places of each member."""
         table = self.arena.allocate(16 * (len(places) + 1), "a team's table")
         self._table = table
         rows = table.memory.cast("Q")
@@ -87,19 +92,19 @@ class Team:
             rows[2 + 2 * index], rows[3 + 2 * index] = place.start, place.nbytes
         self.set(Word.TABLE_HIGH, (table.place.start // _LINE) >> 32)
         self.set(Word.TABLE_LOW, table.place.start // _LINE)
-        for word in (Word.DONE, Word.TAKEN, Word.ARRIVED):  # joining is everybody's first operation
+        for word in (Word.DONE, Word.TAKEN, Word.ARRIVED):  # joining is each member's first operation
             self.set(word, 1)
         self.wait(Word.ARRIVED, 1, "the processes of this host to share their memory")
         return [self._places(member) for member in range(self.size)]
 
     def set(self, word: Word, value: int) -> None:
-        """This member is at ``value``."""
+        """This member's counter ``word`` reaches ``value``."""
         self._mine.set(self._first + word, value)
 
     def wait(self, word: Word, value: int, what: str, *, members: Sequence[int] | None = None) -> None:
-        """Sleep until all members (or these), this one too, are at ``value``. ``what`` is waited for, for the error's text.
+        """Sleep until the counter ``word`` of all ``members`` (default: of all members of the team) has reached ``value``.
 
-        Raises `PeerLostError`, `PeerTimeoutError`, or what `abort` was given.
+        ``what`` is waited for, for the error's text. Raises `PeerLostError`, `PeerTimeoutError`, or the error given to `abort`.
         """
         deadline = None
         for member in range(self.size) if members is None else members:
@@ -121,8 +126,8 @@ class Team:
         return self._words[member]
 
     def look(self, what: str, members: Sequence[int] | None = None) -> None:
-        """Raise if a wait for these members (all, if not given) can never end well. Whose process has ended is named before those
-        who left because of it."""
+        """Raise if a wait for these members (default: all) can never succeed. A member whose process has ended is named before
+        members that left because of it."""
         if self._error is not None:
             raise self._error
         others = [member for member in (range(self.size) if members is None else members) if member != self.rank]
@@ -134,7 +139,7 @@ class Team:
                 raise PeerLostError(self.names[member], "it has left", waiting_for=what)
 
     def abort(self, error: BaseException) -> None:
-        """Every wait of this process's, now and later, raises ``error`` (within `LOOK_S`). From any thread."""
+        """Every wait of this process, now and later, raises ``error`` (within `LOOK_S`). May be called in any thread."""
         if self._error is None:
             self._error = error
 
@@ -157,13 +162,13 @@ class Team:
     def _ended(self, member: int) -> bool:
         pid = self._words[member].get(PROCESS)
         if not pid:
-            return False  # it has not begun
+            return False  # it has not started
         if member not in self._processes:
             try:
                 self._processes[member] = os.pidfd_open(pid)
             except ProcessLookupError:
                 return True
-            except OSError:  # an old kernel, or a sandbox: its number will do, though another process may get it
+            except OSError:  # an old kernel, or a sandbox: use its number, although another process may get it
                 return not _runs(pid)
         poll = select.poll()
         poll.register(self._processes[member], select.POLLIN)
@@ -175,6 +180,6 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it runs, and is somebody else's
+    except PermissionError:  # it runs, and belongs to another user
         pass
     return True

@@ -1,10 +1,11 @@
-"""Collectives between processes of one host on tensors that lie anywhere: through a window of shared memory, chunk by chunk.
+"""Collectives between processes of one host on tensors anywhere in memory: through a window of shared memory, chunk by chunk.
 
-Each process has a window of its own that all others read. What it offers goes through the window in chunks that stay in the
-processor's cache, so a tensor crosses memory once on each side; no process needs shared memory of a tensor's size.
+Each process has a window that all others read. What it offers goes through the window in chunks that stay in the processor's cache,
+so a tensor crosses memory once on each side, and no process needs shared memory of a tensor's size.
 
-Windows have two halves, used in turn. A process writes a half again only after all others have arrived at the chunk between, and
-each arrives there only after it has read the half: so one wait a chunk is enough, and two where sums are written as well.
+Windows have two halves, used in turn. A process writes to a half again only after all others have arrived at the chunk in between,
+and
+each arrives there only after it has read the half: so one wait per chunk is enough, and two if sums are written as well.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.team import Team, Word
 
-#: Bytes of a half, for each process: larger ones mean fewer waits, of which each costs more the more processes there are; smaller
-#: ones stay in smaller caches. (Offering chunks ahead of the others, so that nobody waits, was slower: more of them share it.)
+#: Bytes of a half, for each process: larger ones mean fewer waits, each of which costs more with more processes; smaller ones stay
+#: in smaller caches. (Offering chunks ahead of the others, to avoid waiting, was slower: more chunks then share the cache.)
 CHUNK_BYTES = 1 << 20
 _ALIGNMENT = 64
+#: For each half: what a member says of the operation that begins there.
+_HEADER_BYTES = 128
 
 #: ``at(source, part)``: what a process offers of a part in this round, as bytes.
 At: TypeAlias = Callable[[int, int], Tensor]
@@ -32,14 +35,18 @@ class Window:
     """One process's window, and its view of the others'. All members call the same methods in the same order, in one thread."""
 
     def __init__(self, team: Team, *, chunk_bytes: int | None = None) -> None:
-        """Blocks until all members of ``team`` have made theirs. All give the same ``chunk_bytes``, or none."""
+        """Blocks until all members of ``team`` have made theirs. All pass the same ``chunk_bytes``, or none."""
         self.team = team
         self._chunk = chunk_bytes = chunk_bytes or CHUNK_BYTES * team.size
-        block = team.arena.allocate(2 * chunk_bytes, "a window")
+        block = team.arena.allocate(2 * (chunk_bytes + _HEADER_BYTES), "a window")
         places = team.join([block.place])
         memory = [torch.frombuffer(team.arena.memory(each[0]), dtype=torch.uint8) for each in places]
-        self._halves = [[each[:chunk_bytes], each[chunk_bytes:]] for each in memory]
-        self._count = 1  # operations, of which joining was the first
+        self._halves = [[each[:chunk_bytes], each[chunk_bytes : 2 * chunk_bytes]] for each in memory]
+        headers = [team.arena.memory(each[0])[2 * chunk_bytes :] for each in places]
+        self._headers = [[each[:_HEADER_BYTES], each[_HEADER_BYTES:]] for each in headers]
+        self._header: bytes | None = None
+        self._check: Callable[[list[bytes]], None] | None = None
+        self._count = 1  # operations; joining was the first
         self._half = 0
 
     @property
@@ -49,15 +56,21 @@ class Window:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self.team.size
 
-    def offer(self, parts: Sequence[Tensor | None], longest: int, take: Callable[[int, int, At], None], what: str) -> None:
-        """Every process offers its parts (flat bytes; None: nothing), and reads what it wants of the others' as they pass by.
+    def begin(self, header: bytes, check: Callable[[list[bytes]], None]) -> None:
+        """What the next operation is: ``check`` gets the headers of all members in the order of their ranks, as soon as all have
+        come, and raises if they do not fit together. Headers have one length, at most 128 bytes."""
+        assert len(header) <= _HEADER_BYTES
+        self._header, self._check = header, check
 
-        All give the same number of parts, and the length of the ``longest`` of all. ``take(start, stop, at)`` is called for each
-        stretch of the parts: ``at(source, part)`` holds bytes ``start`` to ``stop`` of what ``source`` offers (beyond the end of a
-        part they mean nothing). ``what`` is for errors.
+    def offer(self, parts: Sequence[Tensor | None], longest: int, take: Callable[[int, int, At], None], what: str) -> None:
+        """Every process offers its parts (flat bytes; None: nothing), and reads what it needs of the others' as they pass.
+
+        All pass the same number of parts, and the length of the ``longest`` of all. ``take(start, stop, at)`` is called for each
+        stretch of the parts: ``at(source, part)`` holds bytes ``start`` up to ``stop`` of what ``source`` offers (beyond the end of
+        a part they are undefined). ``what`` is for errors.
         """
         room = self._chunk // len(parts) // _ALIGNMENT * _ALIGNMENT
         assert room, "too many parts for a window"
@@ -77,8 +90,8 @@ class Window:
             take(start, stop, at)
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
-        """``flat`` becomes the combination of all members' in the order of their ranks: of one member, ``root``, if given. The
-        others' stay as they are then."""
+        """``flat`` becomes the combination of all members' tensors in the order of their ranks; only on the member ``root``, if it
+        is given, and the others' stay unchanged."""
         room, mine = self._chunk // flat.element_size(), self.rank
         others = [member for member in range(self.size) if member != mine]
         receives = root is None or root == mine
@@ -86,7 +99,7 @@ class Window:
             part, half = flat[start : start + room], self._half
             own = _slices(part, self.size)
             windows = [_slices(halves[half].view(flat.dtype)[: part.numel()], self.size) for halves in self._halves]
-            for member in others:  # one's own slice nobody else needs
+            for member in others:  # no other member needs one's own slice
                 windows[mine][member].copy_(own[member])
             self._arrive(what)
             sources = [own[mine] if member == mine else windows[member][mine] for member in range(self.size)]
@@ -99,8 +112,8 @@ class Window:
                     own[member].copy_(windows[member][member])
 
     def reduce_scatter(self, parts: Sequence[Tensor], output: Tensor, combine: Combine, what: str, *, longest: int) -> None:
-        """``output`` becomes the combination of the members' ``parts[rank]``. All parts are flat and of one dtype; the ``longest``
-        has so many bytes."""
+        """``output`` becomes the combination of the members' ``parts[rank]``. All parts are flat and of one dtype; the largest has
+        ``longest`` bytes."""
         itemsize = output.element_size()
 
         def take(start: int, stop: int, at: At) -> None:
@@ -115,10 +128,17 @@ class Window:
         self._arrive(what)
 
     def _arrive(self, what: str) -> None:
+        half, header, check = self._half, self._header, self._check
+        self._header = self._check = None
+        if header is not None:
+            self._headers[self.rank][half][: len(header)] = header
         self._half ^= 1
         self._count += 1
         self.team.set(Word.ARRIVED, self._count)
         self.team.wait(Word.ARRIVED, self._count, what)
+        if header is not None and check is not None:
+            # All members have the same headers: if they do not fit, all end the operation here, and can go on with another one.
+            check([bytes(each[half][: len(header)]) for each in self._headers])
 
 
 def _slices(flat: Tensor, count: int) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Turns a placement into running processes and keeps watch over them."""
+"""Turns a placement into running processes and supervises them."""

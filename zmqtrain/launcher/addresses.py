@@ -1,4 +1,4 @@
-"""Which of this machine's addresses another machine can reach it at."""
+"""The addresses at which other machines can reach this one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zmqtrain.topology.schema import Host
 
 
 async def addresses_towards(hosts: Sequence[Host], given: str | None) -> dict[str, str]:
-    """Where each host, by its name, reaches this machine: at the address that is ``given``, or the one on the way to the host.
+    """The address at which each host reaches this machine, by host name: ``given``, or the local address of the route to the host.
 
-    Raises `SshError` as `address_towards`."""
+    Raises `SshError` like `address_towards`."""
     if given is not None:
         return {host.name: given for host in hosts}
     found = await asyncio.gather(*(address_towards(host.name, host.address) for host in hosts))
@@ -22,16 +22,16 @@ async def addresses_towards(hosts: Sequence[Host], given: str | None) -> dict[st
 
 
 async def address_towards(host: str, address: str) -> str:
-    """This machine's own address on the way to another: what the kernel would send from. Sends nothing.
+    """This machine's address on the route to another, from which the kernel would send. Nothing is sent.
 
-    Raises `SshError` for the ``host`` whose ``address`` is unknown, or has no way to it.
+    Raises `SshError` if the ``address`` of ``host`` is unknown, or if there is no route to it.
     """
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
-        what = f"its address {address} is unknown here ({error.strerror})"
-        raise SshError(host, what, "mend it in [[hosts]]", lasting=True) from error
+        what = f"its address {address} cannot be resolved here ({error.strerror})"
+        raise SshError(host, what, "correct it in [[hosts]]", lasting=True) from error
     why = ""
     for family, kind, protocol, _, target in found:
         with socket.socket(family, kind, protocol) as probe:
@@ -41,11 +41,13 @@ async def address_towards(host: str, address: str) -> str:
                 why = str(error.strerror)
                 continue
             return str(probe.getsockname()[0]).partition("%")[0]
-    raise SshError(host, f"there is no way to its address {address} from here ({why})", "mend it in [[hosts]], or the network")
+    raise SshError(
+        host, f"there is no route to its address {address} from here ({why})", "correct it in [[hosts]], or repair the network"
+    )
 
 
 def listening_address(addresses: Iterable[str]) -> str:
-    """Where to listen for those that reach this machine at these addresses: at all of its own, of both families where need be."""
+    """Where to listen so that this machine is reached at ``addresses``: at all of its addresses, of both families if necessary."""
     return "::" if any(not _is_ipv4(address) for address in addresses) and has_ipv6() else "0.0.0.0"
 
 
@@ -53,11 +55,11 @@ def _is_ipv4(address: str) -> bool:
     try:
         return ip_address(address).version == 4
     except ValueError:
-        return False  # a name, which may mean either
+        return False  # a name, which may resolve to either family
 
 
 def has_ipv6() -> bool:
-    """Whether this machine can listen at IPv6 addresses."""
+    """Whether this machine can listen on IPv6 addresses."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -67,6 +69,6 @@ def has_ipv6() -> bool:
 
 
 def endpoint_at(address: str, endpoint: str) -> str:
-    """An endpoint's address (``tcp://HOST:PORTS``), with another host in it."""
+    """An endpoint's address (``tcp://HOST:PORTS``), with ``address`` as its host."""
     host = f"[{address}]" if ":" in address else address
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"

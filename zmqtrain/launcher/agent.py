@@ -25,9 +25,9 @@ from zmqtrain.run.agent import Agent
 
 
 async def run_agent(environment: RoleEnvironment) -> int:
-    """An agent's life, from joining until its host's part of the run is over. Returns the process's exit code.
+    """Run an agent, from joining until its host's part of the run is over. Returns the process's exit code.
 
-    Roles that are left end with this process: its fork server sees to that."""
+    The fork server ends roles that are still running when this process ends."""
     timeouts = environment.timeouts
     async with AsyncExitStack() as stack:
         endpoint = await open_zeromq(environment.peer, settings=environment.settings())
@@ -39,22 +39,22 @@ async def run_agent(environment: RoleEnvironment) -> int:
         description = await fetch_description(endpoint, timeout=timeouts.request_s)
         region = None
         if description.topology.compute.shared_memory and shared_memory_missing() is None:
-            # It stays as long as a process that has it open; roles that end are replaced in their slots.
+            # The memory exists as long as any process has it open; roles that end are replaced in their slots.
             region = Arena.create(len(description.placement.of_host(environment.peer.partition("/")[2])))
         agent = Agent(link, description, environment, ForkedProcesses(forks, description, region))
         _heed_signals(agent)
         try:
             await agent.run()
         except ConnectivityError as error:
-            # The run goes on without this host, or is over: either way nobody waits for its roles any more.
+            # The run continues without this host, or is over: in both cases its roles are not needed any more.
             print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
             return ConnectivityError.exit_code
     return 0
 
 
 def _heed_signals(agent: Agent) -> None:
-    """SIGTERM and SIGINT end this host's part in good order. SIGUSR1 asks for a checkpoint first, and so does SIGTERM where a
-    scheduler means it so."""
+    """SIGTERM and SIGINT end this host's part of the run in an orderly way. SIGUSR1 asks for a checkpoint first, and so does
+    SIGTERM under schedulers that use it as a warning."""
     loop = asyncio.get_running_loop()
     preempts = {signal.SIGUSR1, signal.SIGTERM} if wanted_on_sigterm() else {signal.SIGUSR1}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -65,9 +65,12 @@ def main() -> int:
     """``zmqtrain agent``: everything comes from the environment."""
     environment = RoleEnvironment.from_environ()
     if environment is None:
-        print("zmqtrain agent is started by an engine, which sets ZMQTRAIN_PEER, _COORDINATOR and _TOKEN", file=sys.stderr)
+        print(
+            "zmqtrain agent is started by an engine, which sets ZMQTRAIN_PEER, ZMQTRAIN_COORDINATOR and ZMQTRAIN_TOKEN",
+            file=sys.stderr,
+        )
         return 2
-    heed_no_preemption()  # until it has joined, and can tell of it
+    heed_no_preemption()  # until it has joined and can report it
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         die_with_parent(int(parent))

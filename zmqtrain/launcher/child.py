@@ -1,4 +1,4 @@
-"""A forked process's life: become the role that the environment names, and leave a report if that fails."""
+"""What a forked process does: run the role that the environment names, and leave an error report if it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # over a second, which every role's first optimizer would spend by itself
+import torch._dynamo  # takes over a second, which each role would otherwise spend on its first optimizer
 from setproctitle import setproctitle
 
 from zmqtrain.errors import UsageError
@@ -36,11 +36,11 @@ def main(report_file: int) -> int:
     """Called in a fresh fork. Writes the error report, if any, as JSON to ``report_file``; returns the exit code."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     environment = RoleEnvironment.from_environ()
-    peer = environment.peer if environment else "nobody"
+    peer = environment.peer if environment else "a role without a name"
     setproctitle(f"zmqtrain {peer}")  # what ps and top show
     try:
         if environment is None:
-            raise UsageError("a role was started without its environment")
+            raise UsageError("a role was started without the environment variables of its run")
         torch.set_num_threads(int(os.environ.get(THREADS, "1")))
         sys.path[:0] = [folder for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
         script = os.environ.get(SCRIPT)
@@ -63,7 +63,7 @@ def main(report_file: int) -> int:
 async def _run_role(environment: RoleEnvironment) -> None:
     async with enter_run(environment) as (context, _):
         if context.role.device == "modelled" and context.topology.compute.keep_memory:
-            keep_memory()  # as on a real CPU: what it receives is of the same sizes in each step
+            keep_memory()  # as on a real CPU: it receives messages of the same sizes in each step
         await run_role(context)
 
 

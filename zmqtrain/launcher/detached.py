@@ -1,4 +1,4 @@
-"""``zmqtrain launch --detach``: the launcher in a process of its own, which no terminal ends."""
+"""``zmqtrain launch --detach``: the launcher in a process of its own, independent of the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-#: What a detached launcher prints, in the run directory.
+#: The file in the run directory with the output of a detached launcher.
 LOG = "launcher.log"
 _LOOK_S = 0.05
 
@@ -19,8 +19,8 @@ _LOOK_S = 0.05
 def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Callable[[], bool], out: TextIO) -> int | None:
     """Call ``launch`` in a child that outlives this process and its terminal.
 
-    Returns ``None`` as soon as the run ``is_running``, or its exit code where it ended before. What it prints until then goes to
-    ``out``, too.
+    Returns ``None`` as soon as the run ``is_running``, or its exit code if it ended before that. Until then its output also goes to
+    ``out``.
 
     The caller must not have started any threads.
     """
@@ -35,7 +35,7 @@ def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Call
             os.setsid()
             leave_terminal(log)
             code = launch()
-        except BaseException:  # noqa: BLE001 - there is nobody above who could show it
+        except BaseException:  # noqa: BLE001 - no caller is left to show it
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -52,12 +52,12 @@ def run_detached(directory: Path, launch: Callable[[], int], *, is_running: Call
                 if running:
                     return None
                 time.sleep(_LOOK_S)
-            except KeyboardInterrupt:  # until it runs, this is its terminal
+            except KeyboardInterrupt:  # until the run has started, its output is shown here
                 os.kill(child, signal.SIGINT)
 
 
 def leave_terminal(log: Path) -> None:
-    """Take nothing from the terminal any more, and print to a file instead."""
+    """Detach this process from the terminal, and print to a file instead."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for source, target in ((nothing, 0), (file, 1), (file, 2)):

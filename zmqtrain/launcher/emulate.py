@@ -1,9 +1,9 @@
 """The emulated world: every host of the file is a set of processes on this machine, and the network between them is as slow as the
 file says.
 
-Two ways lead there. With *namespaces* each host has a network of its own in the kernel, which lets no more through than its NIC
-would. *Paced*, each endpoint holds back what it sends until the network would have carried it; that needs nothing, and knows
-racks. Latency is the endpoint's in both. The figures mean the same: bytes of messages, not of the packets around them.
+There are two ways to do it. With *namespaces*, each host has a network of its own in the kernel, limited to its NIC's bandwidth.
+*Paced*: each endpoint delays what it sends until the network would have carried it; that needs no rights, and supports racks.
+Latency is added by the endpoint in both cases. The figures mean the same: bytes of messages, not of the packets around them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zmqtrain.topology.schema import Host, Topology
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
 KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
-#: Folders of emulated runs begin with this, and hold this file while their run is alive.
+#: The prefix of emulated runs' folders, and the file in them that is locked while the run is alive.
 _FOLDER, _ALIVE = "zmqtrain-emulated-", "alive"
 
 
@@ -43,21 +43,22 @@ class Emulation:
     """How a run is emulated."""
 
     shaping: ShapingKind = "auto"
-    """``auto``: namespaces where they can be had and suffice, else paced."""
+    """``auto``: namespaces if they are available and sufficient, otherwise paced."""
     dilation: Dilation = field(default_factory=Dilation)
 
     def check(self, topology: Topology) -> None:
-        """Raise `UsageError` where there is nothing to emulate, or not in the way that was asked for."""
+        """Raise `UsageError` if there is nothing to emulate, or if it cannot be emulated in the requested way."""
         model = links_of(topology)
         ways = [model.way, *model.ways.values()]
         limited = any(host.bandwidth is not None or host.latency for host in model.hosts.values())
         if not (limited or model.racks or any(way.latency or way.bandwidth is not None or way.down for way in ways)):
             raise UsageError(
-                'there is no network to emulate: give the file a [network] with bandwidth = "1 Gbit/s", latency = "200 us", or both'
+                'there is no network to emulate: add [network] to the file, with bandwidth = "1 Gbit/s", latency = '
+                '"200 us", or both'
             )
         beyond = _beyond_namespaces(model)
         if self.shaping == "namespaces" and beyond is not None:
-            raise UsageError(f"namespaces cannot shape {beyond}: leave --shaping out, or use --shaping paced")
+            raise UsageError(f"namespaces cannot shape {beyond}: remove --shaping, or use --shaping paced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class EmulatedEngine:
 
     kind: ShapingKind
     plan: Path
-    """What `zmqtrain.net.shaping.Shaping` reads."""
+    """The file that `zmqtrain.net.shaping.Shaping` reads."""
     dilation: Dilation
     namespaces: Namespaces | None
     local: LocalEngine
@@ -81,35 +82,35 @@ class EmulatedEngine:
         await self.local.stop(handle, grace)
 
     def address_of(self, host: str) -> str:
-        """Where a host's processes listen."""
+        """The address at which a host's processes listen."""
         return "127.0.0.1" if self.namespaces is None else self.namespaces.address_of(host)
 
     def moved(self, topology: Topology) -> Topology:
-        """The topology with its hosts where they are emulated, whatever engine reaches those that they stand for."""
+        """The topology with the emulated hosts' addresses, and with the local engine."""
         hosts = tuple(host.model_copy(update={"address": self.address_of(host.name)}) for host in topology.hosts)
         engine = topology.engine.model_copy(update={"kind": "local"})
         return topology.model_copy(update={"hosts": hosts, "engine": engine})
 
     def settings(self, peer: PeerId, settings: NetSettings) -> NetSettings:
-        """What the launcher's own endpoint runs by."""
+        """The settings of the launcher's own endpoint."""
         host = settings.host if self.namespaces is None else self.namespaces.address
         return replace(settings, host=host, shaping=Shaping.load(str(self.plan), peer))
 
     def facts(self) -> dict[str, object]:
-        """For the summary."""
+        """Values for the run's summary."""
         return {"shaping": self.kind, "dilation": self.dilation.factor}
 
 
 @asynccontextmanager
 async def emulated(topology: Topology, placement: Placement, emulation: Emulation) -> AsyncIterator[tuple[EmulatedEngine, str]]:
-    """An engine for the run, and a line about it. Its network is taken down at the end.
+    """Make the emulated network. Yields an engine for the run and a line for the user; the network is removed at the end.
 
-    Raises `UsageError` where namespaces were asked for and cannot be had.
+    Raises `UsageError` if namespaces were asked for and are not available.
     """
     model = links_of(topology)
     host_of = {role.peer: role.host for role in placement.roles}
     host_of |= {f"agent/{host.name}": host.name for host in topology.hosts}
-    host_of[COORDINATOR] = topology.hosts[0].name  # where simulation has it, too
+    host_of[COORDINATOR] = topology.hosts[0].name  # where the simulation puts it, too
     factor = emulation.dilation.factor
     async with AsyncExitStack() as stack:
         _remove_leftovers()
@@ -119,7 +120,7 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
         plan = plan_of(model, host_of, nics=namespaces is None).write(folder)
         said = [f"emulated: {len(placement.hosts)} host(s) on this machine, {_IN_WORDS[kind]}{why}"]
         if factor != 1:
-            said.append(f"{factor:g} times as slow as reported")
+            said.append(f"{factor:g} times slower than reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
         yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
@@ -130,10 +131,10 @@ class EmulatedHosts:
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation, self._stack = emulation, AsyncExitStack()
-        self._engine: EmulatedEngine | None = None  # once they are gathered
+        self._engine: EmulatedEngine | None = None  # set by `gather`
 
     async def gather(self, gathering: Gathering) -> Gathered:
-        """Make the network. Raises `UsageError` where namespaces were asked for and cannot be had."""
+        """Make the network. Raises `UsageError` if namespaces were asked for and are not available."""
         topology = gathering.topology
         engine, said = await self._stack.enter_async_context(emulated(topology, place(topology), self._emulation))
         self._engine = engine
@@ -161,25 +162,25 @@ class EmulatedHosts:
         await self._engine.stop(handle, grace)
 
     async def close(self) -> None:
-        """Take the network down."""
+        """Remove the network."""
         await self._stack.aclose()
 
 
 @contextmanager
 def _owned_folder() -> Iterator[Path]:
-    """A folder for the run, removed at its end. A lock shows that the run is alive, since a killed one removes nothing."""
+    """A folder for the run, removed at its end. A lock shows that the run is alive, since a killed run cannot remove its folder."""
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as name:
         folder = Path(name)
         with (folder / "unlocked").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            (folder / "unlocked").rename(folder / _ALIVE)  # nobody finds it before it is locked
+            (folder / "unlocked").rename(folder / _ALIVE)  # it gets its name only after it is locked
             yield folder
 
 
 def _remove_leftovers() -> None:
     """Remove the folders of runs that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
-        with suppress(OSError), path.open("r+") as file:  # locked, another's, or gone by now
+        with suppress(OSError), path.open("r+") as file:  # locked, owned by another user, or gone by now
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent)
 
@@ -188,7 +189,7 @@ _IN_WORDS: dict[ShapingKind, str] = {"paced": "links paced by the endpoints", "n
 
 
 async def _namespaces(stack: AsyncExitStack, model: NetworkModel, emulation: Emulation) -> tuple[Namespaces | None, str]:
-    """The hosts' namespaces, or why there are none."""
+    """The hosts' namespaces, or the reason why there are none."""
     if emulation.shaping == "paced":
         return None, ""
     beyond = _beyond_namespaces(model)
@@ -210,7 +211,7 @@ async def _namespaces(stack: AsyncExitStack, model: NetworkModel, emulation: Emu
 
 
 def _beyond_namespaces(model: NetworkModel) -> str | None:
-    """What a file has that namespaces do not shape."""
+    """The settings of the network that namespaces cannot shape, as words."""
     if model.racks:
         return "racks"
     if any(way.bandwidth is not None for way in model.ways.values()):
@@ -219,7 +220,7 @@ def _beyond_namespaces(model: NetworkModel) -> str | None:
 
 
 def plan_of(model: NetworkModel, host_of: Mapping[PeerId, str], *, nics: bool = True) -> ShapingPlan:
-    """The network as endpoints shape it; without ``nics`` only its latencies, and what is down."""
+    """The network as endpoints shape it; without ``nics`` only latencies and links that are down."""
     rates: list[float] = []
 
     def nic(bandwidth: float | None) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class Handle(Protocol):
     """An agent that an engine has started."""
 
     async def wait(self) -> int:
-        """Its exit code (negative for a signal), once it has ended. May be called again."""
+        """Wait for its end and return its exit code (negative for a signal). May be called again."""
         ...
 
 
@@ -35,35 +35,35 @@ class Engine(Protocol):
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         """Start ``command`` on the host with these variables added. ``environ`` holds secrets: never show it, and never put it on
-        a command line. The command's first word is this machine's Python; a host of its own may have another."""
+        a command line. The command's first word is the Python of this machine; another host may have a different one."""
         ...
 
     async def stop(self, handle: Handle, grace: float) -> None:
-        """End the agent: ask, and after ``grace`` seconds force (0: at once). Returns when it has ended."""
+        """Ask the agent to end, and kill it after ``grace`` seconds (0: at once). Returns when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What a `RemoteEngine` is told of the run."""
+    """The run, as a `RemoteEngine` gets it."""
 
     topology: Topology
     hosts: tuple[Host, ...]
-    """Those that have roles."""
+    """The hosts that have roles."""
     coordinators: Mapping[str, str]
-    """Where each host, by its name, reaches the coordinator: the endpoint's address."""
+    """The address of the coordinator's endpoint for each host, by host name."""
     folder: Path
-    """The folder that the person launches in; relative paths begin there."""
+    """The folder in which the user launches; relative paths begin there."""
     directory: Path
     """The run directory, on this machine."""
     script: str | None
-    """The script that workers run, as the person named it."""
+    """The script that workers run, as the user named it."""
     timeouts: Timeouts
     say: Callable[[str], None]
-    """Tell the person a line."""
+    """Prints a line for the user."""
     log: Callable[[str, str], None]
-    """``log(host, text)``: lines that a host's agent itself has printed."""
+    """``log(host, text)`` takes lines that a host's agent itself has printed."""
     agents: bool = True
-    """Whether agents will be started, which fork roles. ``False``: processes that look at the hosts and measure."""
+    """Whether agents will be started, which fork roles. ``False``: probes, which check the hosts and measure."""
 
 
 @runtime_checkable
@@ -71,61 +71,62 @@ class RemoteEngine(Engine, Protocol):
     """An engine whose hosts are other machines. The launcher listens at all its addresses for them."""
 
     async def open(self, run: EngineRun) -> None:
-        """Before any agent is started: see that the hosts have what the run needs. Raises `HostsError` with all that is missing."""
+        """Called before any agent is started: check that the hosts have what the run needs. Raises `HostsError` with all
+        problems."""
 
     async def close(self) -> None:
-        """After the last agent has been stopped, also where `open` failed."""
+        """Called after the last agent has been stopped, and also if `open` failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """What a `GatheringEngine` is told."""
+    """The run, as a `GatheringEngine` gets it."""
 
     topology: Topology
-    """As the file has it: without addresses, or without hosts, where it leaves them out."""
+    """The topology of the file, which may lack addresses, or hosts altogether."""
     directory: Path
     """The run directory, on this machine."""
     say: Callable[[str], None]
-    """Tell the person a line."""
+    """Prints a line for the user."""
     hosts: tuple[Host, ...] = ()
-    """Those on which something will be started, where that is known already."""
+    """The hosts on which something will be started, if that is known already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The hosts are known."""
+    """The hosts that a `GatheringEngine` has found."""
 
     topology: Topology
-    """With the hosts as they are."""
+    """The topology with the actual hosts."""
     towards: Mapping[str, str]
-    """Where each host, by its name, reaches this machine. Empty: all hosts are this machine, and the coordinator's endpoint has an
-    address that they reach."""
+    """The address of this machine for each host, by host name. Empty: all hosts are this machine, and the coordinator's endpoint
+    has an address that they reach."""
     token: str | None = None
-    """The run's token, where the engine's own secret decides it; ``None``: any will do."""
+    """The run's token, if it follows from a secret of the engine; ``None``: the launcher chooses one."""
     port: int = 0
-    """The coordinator's port; 0: any free one."""
+    """The coordinator's port; 0: any free port."""
     host: str | None = None
     """The address at which the coordinator listens; ``None``: what ``towards`` needs."""
     shape: Callable[[NetSettings], NetSettings] | None = None
-    """Changes what the coordinator's endpoint runs by, where the network between the hosts is emulated."""
+    """Changes the settings of the coordinator's endpoint, if the network between the hosts is emulated."""
     told: Topology | None = None
-    """The topology as roles are told it, where that is another: emulated hosts are on this machine."""
+    """The topology for the roles, if it differs: emulated hosts are on this machine."""
     said: str = ""
-    """A line about the hosts, for the person."""
+    """A line about the hosts, for the user."""
     facts: Mapping[str, object] = field(default_factory=dict)
-    """What of that belongs into the summary."""
+    """Values about the hosts for the run's summary."""
 
 
 @runtime_checkable
 class GatheringEngine(RemoteEngine, Protocol):
-    """An engine that finds out which machines the hosts are: they come by themselves, or somebody gives them."""
+    """An engine that finds out which machines the hosts are: they join by themselves, or a cluster provides them."""
 
     async def gather(self, gathering: Gathering) -> Gathered:
-        """Before all else, even before roles are placed on hosts. `close` is called also where this has failed."""
+        """Find the hosts. Called first, even before roles are placed on hosts. `close` is called also if this fails."""
         ...
 
 
-#: Engines of ours: module and class. Each module is imported when its engine is asked for.
+#: The engines of this package: module and class. A module is imported when its engine is needed.
 BUILT_IN = {
     "local": "zmqtrain.launcher.local:LocalEngine",
     "ssh": "zmqtrain.launcher.ssh.engine:SshEngine",
@@ -137,7 +138,7 @@ BUILT_IN = {
 
 
 def make_engine(kind: str) -> Engine:
-    """The engine of this name. Raises `UsageError` where there is none, or where a plug-in's is no engine."""
+    """The engine of this name. Raises `UsageError` if there is none, or if a plug-in does not provide an engine."""
     if kind in BUILT_IN:
         module, _, name = BUILT_IN[kind].partition(":")
         engine: Engine = getattr(import_module(module), name)()
@@ -146,10 +147,10 @@ def make_engine(kind: str) -> Engine:
     if kind not in found:
         known = [*BUILT_IN, *sorted(found)]
         near = did_you_mean(kind, known)
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = f"; did you mean {near!r}?" if near else "."
         raise UsageError(
-            f"[engine] kind = {kind!r}: there is no such engine{hint} Known: {', '.join(known)}. "
-            f"A package brings its own by the entry point group {GROUP}"
+            f"[engine] kind = {kind!r}: there is no such engine{hint} Choose one of {', '.join(known)}. Other packages can add "
+            f"engines by the entry point group {GROUP}"
         )
     return _plugged_in(found[kind])
 
@@ -166,8 +167,8 @@ def _plugged_in(entry: EntryPoint) -> Engine:
     if not isinstance(made, Engine):
         missing = [name for name in ("start", "stop") if not callable(getattr(made, name, None))]
         raise EngineError(
-            f"{where} gives {type(made).__name__}, which is no engine: it lacks {' and '.join(missing)}. The entry point names a "
-            "class, or a function without arguments, that gives a zmqtrain.launcher.engine.Engine"
+            f"{where} gives {type(made).__name__}, which is not an engine: it lacks {' and '.join(missing)}. The entry point "
+            f"must name a class, or a function without arguments, that returns a zmqtrain.launcher.engine.Engine."
         )
     wrong = [name for name in ("start", "stop") if not iscoroutinefunction(getattr(made, name))]
     if wrong:
@@ -177,7 +178,8 @@ def _plugged_in(entry: EntryPoint) -> Engine:
 
 @contextmanager
 def engine_faults(kind: str, doing: str) -> Iterator[None]:
-    """What an engine raises comes out as an `EngineError`, unless it is an error of ours already. ``doing``: what it was to do."""
+    """Turn what an engine raises into an `EngineError`, unless it is a `ZmqTrainError` already. ``doing``: what the engine was
+    asked to do."""
     try:
         yield
     except ZmqTrainError:

@@ -1,16 +1,16 @@
-"""The hosts of a launch, in one form whatever engine has them, and one process on each: an agent, or a probe.
+"""The hosts of a launch, in the same form for every engine, and one process on each: an agent, or a probe.
 
 ::
 
-    async with gathered_hosts(engine, gathering, token) as fleet:   # which machines they are, and where they reach this one
+    async with gathered_hosts(engine, gathering, token) as fleet:   # which machines the hosts are, and where they reach this one
         endpoint = await open_zeromq(COORDINATOR, settings=fleet.settings(encrypted=...))
-        await fleet.open(endpoint, hosts, directory, say=..., log=...)     # they have what the run needs
-        await fleet.start(command, "agent")                     # `fleet.handles` has one for each host
+        await fleet.open(endpoint, hosts, directory, say=..., log=...)     # check that they have what the run needs
+        await fleet.start(command, "agent")                     # `fleet.handles` has a handle for each host
         ...
         await fleet.stop(grace_s)
 
-Engines have as many methods as they need (`zmqtrain.launcher.engine`). `in_one_form` adds the others, so that nothing else asks
-what kind of engine it has.
+Engines have as many methods as they need (`zmqtrain.launcher.engine`). `in_one_form` adds the others, so that no other code
+depends on the kind of engine.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from zmqtrain.topology.schema import Host, Topology
 
 
 def engine_for(topology: Topology, emulation: Emulation | None) -> Engine:
-    """What starts processes on a topology's hosts: emulated, or as its ``[engine]`` says. Raises as `make_engine`."""
+    """The engine that starts processes on a topology's hosts: emulated, or that of ``[engine]``. Raises like `make_engine`."""
     return make_engine(topology.engine.kind) if emulation is None else EmulatedHosts(emulation)
 
 
 def in_one_form(engine: Engine) -> GatheringEngine:
-    """The engine with all methods that an engine can have."""
+    """The engine, with all the methods that an engine can have."""
     if isinstance(engine, LocalEngine):
         return LocalHosts(engine)
     if isinstance(engine, GatheringEngine):
@@ -59,9 +59,9 @@ def in_one_form(engine: Engine) -> GatheringEngine:
 
 @asynccontextmanager
 async def gathered_hosts(engine: Engine, gathering: Gathering, token: str) -> AsyncIterator[Fleet]:
-    """The topology's hosts, found by the engine, which is closed at the end.
+    """Find the topology's hosts with the engine, and close it at the end.
 
-    ``token``: the run's secret, where the engine's own does not decide it. Raises what the engine's ``gather`` raises."""
+    ``token``: the run's secret, unless the engine has one. Raises what the engine's ``gather`` raises."""
     whole, kind = in_one_form(engine), gathering.topology.engine.kind
     try:
         with engine_faults(kind, "gather the hosts"):
@@ -72,19 +72,19 @@ async def gathered_hosts(engine: Engine, gathering: Gathering, token: str) -> As
 
 
 class Fleet:
-    """Made by `gathered_hosts`."""
+    """The hosts of a launch. Made by `gathered_hosts`."""
 
     def __init__(self, engine: GatheringEngine, gathered: Gathered, token: str) -> None:
         self.gathered, self.token = gathered, token
         self.handles: dict[str, Handle] = {}
-        """What was started, by host."""
+        """The handle of what was started, by host name."""
         self._engine, self._kind = engine, gathered.topology.engine.kind
         self._what = "agent"
         self._hosts: tuple[Host, ...] = ()
-        self._coordinators: dict[str, str] = {}  # where each host reaches the coordinator's endpoint
+        self._coordinators: dict[str, str] = {}  # the address of the coordinator's endpoint, by host name
 
     def settings(self, *, encrypted: bool, port: int | None = None) -> NetSettings:
-        """What the coordinator's endpoint runs by, so that all hosts reach it. ``port``: instead of the engine's."""
+        """Settings of the coordinator's endpoint with which all hosts reach it. ``port``: used instead of the engine's."""
         gathered = self.gathered
         host = gathered.host
         if host is None:
@@ -106,19 +106,19 @@ class Fleet:
         agents: bool = True,
         needs: Topology | None = None,
     ) -> None:
-        """See that these hosts have what is needed there, before anything is started.
+        """Check that these hosts have what is needed, before anything is started.
 
         Args:
             endpoint: the coordinator's.
-            hosts: those on which something will be started.
+            hosts: the hosts on which something will be started.
             directory: the run directory, on this machine.
-            say: takes a line for the person.
-            log: takes a host's name and what the process that is started there prints itself.
-            script: the script that workers run, as the person named it.
+            say: prints a line for the user.
+            log: takes a host's name and the output of the process that is started there.
+            script: the script that workers run, as the user named it.
             agents: whether agents will be started, which fork roles.
-            needs: the topology of a run that needs as much as this one of its hosts, if not the run's own.
+            needs: the topology that says what the hosts must have, if it is not the run's own.
 
-        Raises `HostsError` with all that is missing.
+        Raises `HostsError` with everything that is missing.
         """
         towards, topology = self.gathered.towards, needs or self.gathered.topology
         self._hosts = tuple(hosts)
@@ -126,7 +126,7 @@ class Fleet:
             host.name: endpoint_at(towards[host.name], endpoint.address) if towards else endpoint.address for host in hosts
         }
         if towards:
-            endpoint.pardon(len(hosts))  # who try the way from each host
+            endpoint.pardon(len(hosts))  # they try the connection from each host
         run = EngineRun(
             topology=topology,
             hosts=self._hosts,
@@ -143,9 +143,10 @@ class Fleet:
             await self._engine.open(run)
 
     async def start(self, command: Sequence[str], what: str) -> None:
-        """Start a command on each host, all at once. ``what`` it is, in a word. Its environment says how it finds the coordinator.
+        """Start a command on all hosts at once. ``what``: a word for it in errors. Its environment says how it finds the
+        coordinator.
 
-        Raises `EngineError`, and what the engine raises, where that fails; what was started then has its handle nevertheless."""
+        Raises `EngineError` or the engine's own error if that fails; whatever was started by then has a handle nevertheless."""
         self._what = what
         async with asyncio.TaskGroup() as group:
             for host in self._hosts:
@@ -154,29 +155,29 @@ class Fleet:
     async def _start(self, host: Host, command: Sequence[str]) -> None:
         job = self.gathered.topology.job
         coordinator = self._coordinators[host.name]
-        # Probes have the names of agents: an emulated network knows where those are.
+        # Probes use the names of agents, because an emulated network knows the agents' hosts.
         environment = RoleEnvironment(f"agent/{host.name}", coordinator, self.token, timeout_s=job.timeout_s, ports=job.port_range)
         if self.gathered.towards:
             environment = replace(environment, host=host.address, bind=host.listens_at)
         with engine_faults(self._kind, f"start the {self._what} of {host.name}"):
             handle = await self._engine.start(host, command, environment.to_environ())
             if not isinstance(handle, Handle):
-                raise TypeError(f"its start returns {type(handle).__name__}, which is no handle: it has no wait")
+                raise TypeError(f"its start returned {type(handle).__name__}, which is not a handle: it has no wait")
         self.handles[host.name] = handle
 
     async def wait(self, host: str) -> int:
-        """The exit code of what was started on a host, once it has ended. May be called again."""
+        """Wait for the end of the process on a host and return its exit code. May be called again."""
         with engine_faults(self._kind, f"follow the {self._what} of {host}"):
             return await self.handles[host].wait()
 
     async def stop(self, grace_s: float) -> None:
-        """End what is left of them, all at once: ask, and after the grace time force (0: at once)."""
+        """End all processes that are left: ask them at once, and kill them after ``grace_s`` seconds (0: at once)."""
         with engine_faults(self._kind, f"stop {self._what}s"):
             await asyncio.gather(*(self._engine.stop(handle, grace_s) for handle in self.handles.values()))
 
 
 class _Here:
-    """An engine that only starts and stops: its hosts are this machine."""
+    """Wraps an engine that only starts and stops: its hosts are this machine."""
 
     def __init__(self, engine: Engine) -> None:
         self.start, self.stop = engine.start, engine.stop
@@ -185,14 +186,14 @@ class _Here:
         return Gathered(gathering.topology, {}, port=gathering.topology.job.port)
 
     async def open(self, run: EngineRun) -> None:
-        """There is nothing to see to."""
+        """Nothing to prepare."""
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class _Reached:
-    """An engine whose hosts are the file's, on other machines: how they reach this one is the network's to say."""
+    """Wraps an engine whose hosts are those of the file, on other machines: the routes to them give this machine's addresses."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.start, self.stop = engine.start, engine.stop

@@ -1,4 +1,4 @@
-"""A host's processes for real: forked by a fork server, their output and error reports read from pipes."""
+"""The real processes of a host: forked by a fork server, with their output and error reports read from pipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zmqtrain.membership.environment import RoleEnvironment
     from zmqtrain.topology.placement import RolePlacement
 
-#: A report is a traceback and a few words.
+#: The largest report in bytes: a traceback and a few words.
 LARGEST_REPORT = 1 << 20
 
 
@@ -83,14 +83,14 @@ class ForkedProcesses:
         return ForkedProcess(child, output, report_read)
 
     def environ(self, role: RolePlacement, environment: RoleEnvironment) -> dict[str, str]:
-        """The variables that a role's process has beside those of its agent."""
+        """The variables that a role's process has besides those of its agent."""
         description = self._description
-        if self._region is not None:  # its place there is its number among the host's roles
+        if self._region is not None:  # its slot there is its number among the host's roles
             slot = description.placement.of_host(role.host).index(role)
             environment = replace(environment, arena=self._region.path, slot=slot)
         master = description.placement.workers[0].host
         address = next(host.address for host in description.topology.hosts if host.name == master)
-        # MASTER_PORT is for torch.distributed in a script of the user's own; nothing of ours listens there.
+        # MASTER_PORT is for torch.distributed in the user's script; zmqtrain does not listen there.
         port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
         variables = {
             **environment.to_environ(),
@@ -106,7 +106,7 @@ class ForkedProcesses:
 
 
 def _read_report(file: int) -> Mapping[str, Any] | None:
-    """The report that the ended process has written, if any. What is no report is none."""
+    """The report that the ended process has written; ``None`` if there is none, or if it cannot be read."""
     os.set_blocking(file, False)
     data = b""
     try:

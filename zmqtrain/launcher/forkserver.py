@@ -2,7 +2,7 @@
 
 Importing torch takes over a second and 200 MB a process; a fork takes milliseconds and shares the memory. The standard library's
 forkserver would do the forking, but it imports the agent's main module again in every child, passes no files for output, and its
-children do not end with it; what is needed is small: requests and answers on one socket, files beside them.
+children do not end with it; what is needed is small: requests and answers on one socket, accompanied by files.
 
 The agent's side is `ForkServer`. The server's side, `serve`, has one thread and no event loop: it forks safely.
 """
@@ -31,9 +31,9 @@ from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
-#: What children call, if nothing else is said.
+#: The function that children call by default.
 ENTRY = "zmqtrain.launcher.child:main"
-#: The file of a channel at whose other end a fork server is already, or will be (`zmqtrain.launcher.zygote`).
+#: The variable with the file descriptor of a channel at whose other end a fork server is or will be (`zmqtrain.launcher.zygote`).
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 _READY = 0
 
@@ -59,14 +59,14 @@ class ForkServer:
     def __init__(self, entry: str = ENTRY, *, threads: int = 1) -> None:
         """``entry``: the function that every child calls; its module is imported before forking.
 
-        Where the environment names a channel (`ADOPTED`), it is used, and no process is started."""
+        If the environment names a channel (`ADOPTED`), it is used, and no process is started."""
         self._entry, self._threads = entry, threads
-        self._process: asyncio.subprocess.Process | None = None  # that this one has started
+        self._process: asyncio.subprocess.Process | None = None  # the process that this object has started
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[int] | None = None
         self._starting: dict[int, asyncio.Future[int]] = {}
         self._children: dict[int, Child] = {}
-        self._early: dict[int, int] = {}  # exits of children whose start nobody has read yet
+        self._early: dict[int, int] = {}  # exits of children whose start has not been read yet
         self._number = 0
 
     async def __aenter__(self) -> ForkServer:
@@ -107,14 +107,14 @@ class ForkServer:
             await self._process.wait()
 
     async def pid(self) -> int:
-        """The server's process, once it is ready. Raises `HostLostError` where it has died before."""
+        """The server's process, once it is ready. Raises `HostLostError` if it died before that."""
         assert self._ready is not None
         return await asyncio.shield(self._ready)
 
     async def start(self, environ: Mapping[str, str], output: int, report: int) -> Child:
         """Fork a process with these variables set, its output to the file ``output``, its error report to ``report``.
 
-        The caller closes both files on its side. Raises `HostLostError` where the server has died.
+        The caller closes both files on its side. Raises `HostLostError` if the server has died.
         """
         assert self._ready is not None
         await asyncio.shield(self._ready)
@@ -163,7 +163,7 @@ class ForkServer:
                 child.exited.set_result(status)
 
     def _close(self) -> None:
-        """The server has died, or is not needed any more: its children die with it."""
+        """Close the channel: the server has died, or is not needed any more. Its children die with it."""
         if self._socket is None:
             return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
@@ -173,7 +173,7 @@ class ForkServer:
         for future in waiting:
             if not future.done():
                 future.set_exception(_died())
-                future.exception()  # whoever awaits it gets it; nobody must
+                future.exception()  # raised only to callers that await it
         for child in self._children.values():
             if not child.exited.done():
                 child.exited.set_result(-signal.SIGKILL)
@@ -182,14 +182,17 @@ class ForkServer:
 
 
 def _died() -> HostLostError:
-    return HostLostError("the process that starts roles (zmqtrain.launcher.forkserver) has died; was it killed for want of memory?")
+    return HostLostError(
+        "the process that starts roles (zmqtrain.launcher.forkserver) has died; it may have been killed "
+        "because memory ran out (see dmesg)"
+    )
 
 
 # The server's side ------------------------------------------------------------------------------------------------------------
 
 
 def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
-    """Fork for every request until the other side closes; then kill what is left."""
+    """Fork for every request until the other side closes; then kill all children that are left."""
     children: dict[int, int] = {}  # pid -> number of the request
 
     def become(message: bytes, files: list[int]) -> NoReturn:
@@ -218,13 +221,13 @@ def fork_for_messages(
 ) -> None:
     """Fork for every message until the other side closes.
 
-    ``become(message, files)`` is the child's life; so many files come with a message, and are the child's alone. Here
-    ``forked(message, pid)`` is told of each child, and ``ended(pid, status)`` of its end.
+    ``become(message, files)`` is the child's life; ``files`` is the number of files that come with a message, which only the child
+    keeps. In this process, ``forked(message, pid)`` is called for each child, and ``ended(pid, status)`` at its end.
     """
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # only its wake-up matters
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only the wake-up matters
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
@@ -269,7 +272,7 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not wanted_on_sigterm():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops all in good order
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops everything in order
         die_with_parent(int(os.environ["ZMQTRAIN_FORKSERVER_PID"]))
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -280,7 +283,7 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - there is nobody above who could show it
+    except BaseException:  # noqa: BLE001 - no caller is left to show it
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -288,20 +291,20 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
                 stream.flush()
             except (OSError, ValueError):
                 code = code or 70
-        # Not sys.exit: what the parent registered to happen at its exit is not this process's to do.
+        # Not sys.exit: this process must not run the parent's exit handlers.
         os._exit(code)
 
 
 def import_entry(entry: str) -> Callable[[int], int]:
-    """The function, and with its module all that children need, in memory that they share."""
-    # The current folder stays importable in children (tasks lie there), but must not shadow modules of this process.
+    """Import the function, and with its module everything that children need, into memory that they share."""
+    # The current folder stays importable in children (tasks are there), but must not shadow modules of this process.
     here = str(Path.cwd())
     if sys.path[0] != here:
         sys.path.insert(0, here)
-    gc.disable()  # nothing of what is imported is garbage
+    gc.disable()  # imports produce no garbage
     module, _, name = entry.partition(":")
     function: Callable[[int], int] = getattr(__import__(module, fromlist=[name]), name)
-    # What is there now stays for good. Collections in the children would only copy its pages, for each of them.
+    # All objects that exist now stay for good. Collections in the children would only copy their pages.
     gc.freeze()
     gc.enable()
     return function

@@ -1,4 +1,4 @@
-"""What a machine is like, as far as a run needs to know: versions, room on disks and in memory, and what names mean there."""
+"""The facts about a machine that a run needs: versions, free space on disks and in memory, and how names resolve there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zmqtrain.arena import shared_memory_missing
 from zmqtrain.arena.region import available_bytes
 from zmqtrain.processors import gpus, processors
 
-#: Of one name, so many addresses are told.
+#: The most addresses that are reported for a name.
 _MOST_ADDRESSES = 8
 _SHARED = Path("/dev/shm")
 
 
 def facts_here(names: Sequence[str], packages: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
-    """This machine's facts, as plain values. ``names``: what to look up; ``packages``: whose versions to tell;
-    ``paths``: whose existence."""
+    """This machine's facts, as plain values. ``names``: host names to resolve; ``packages``: packages whose versions to report;
+    ``paths``: paths whose existence to report."""
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
@@ -49,12 +49,12 @@ def _version(package: str) -> str | None:
 
 
 def _state_folder() -> Path:
-    """Where runs have their folders on hosts (as `zmqtrain.launcher.ssh.remote` has it)."""
+    """The parent of runs' folders on hosts (as `zmqtrain.launcher.ssh.remote` has it)."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "zmqtrain" / "runs"
 
 
 def _room(path: Path) -> list[Any]:
-    """A folder, and how many bytes are free there: in the nearest one that exists, where it will be made."""
+    """A folder and the bytes that are free there, taken from the nearest parent that exists."""
     there = next(folder for folder in (path, *path.parents) if folder.is_dir())
     return [str(path), shutil.disk_usage(there).free]
 
@@ -64,7 +64,7 @@ def _total(path: Path) -> int | None:
 
 
 def _addresses(name: str) -> list[str]:
-    """What a name, or an address, means here; nothing where it is unknown."""
+    """The addresses to which a name, or an address, resolves here; empty if it is unknown."""
     try:
         found = socket.getaddrinfo(name, 9, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,6 +1,6 @@
-"""A process on one host that looks at it, and measures the ways to the others, when it is asked to. An engine starts it.
+"""A process on one host that examines it, and measures its links to the others, on request. An engine starts it.
 
-It talks to `zmqtrain.launcher.probes`, which gives it everything by environment variables, as agents get theirs.
+It talks to `zmqtrain.launcher.probes`, which configures it by environment variables, like agents.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.world import wall_s
 
-#: Round trips of a small message; the median counts.
+#: The number of round trips of a small message, of which the median is taken.
 TRIPS = 50
-#: Tensors of a bulk transfer; the time from the first's arrival to the last's counts.
+#: The number of tensors in a bulk transfer; the time from the arrival of the first to that of the last is measured.
 TENSORS = 9
 SMALLEST_BYTES, LARGEST_BYTES = 64 << 10, 16 << 20
-#: The turn of a transfer that is to show only that it arrives.
+#: The turn number of a transfer that only shows whether tensors arrive.
 BULK_TURN = -1
-#: A tensor is as large as the link carries in about this time.
+#: The size of a tensor is chosen so that it takes about this many seconds.
 TENSOR_S = 0.05
 
 
@@ -50,13 +50,14 @@ def _multiply(count: int) -> float:
 
 
 class LinkProbe:
-    """Answers requests until it is told that all is measured."""
+    """Answers requests until everything is measured."""
 
     def __init__(self, endpoint: Endpoint, *, patience_s: float, multiply: Callable[[int], float] = _multiply) -> None:
-        """``patience_s``: for one measurement. ``multiply(threads)``: this host's speed, in operations a second."""
+        """``patience_s``: the time-out of a measurement in seconds. ``multiply(threads)`` measures this host's speed, in
+        operations per second."""
         self._endpoint, self._patience_s, self._product = endpoint, patience_s, multiply
         self.ended = asyncio.Event()
-        """All is measured, or whoever asks is gone."""
+        """Set when everything is measured, or when the launcher is gone."""
         endpoint.on_lost(self._lost)
         for name in ("know", "look", "clock", "reach", "measure", "multiply", "trip", "take", "end"):
             endpoint.serve(f"probe.{name}", getattr(self, f"_{name}"))
@@ -66,20 +67,21 @@ class LinkProbe:
             self.ended.set()
 
     async def _know(self, _caller: PeerId, peer: Value, address: Value) -> Value:
-        """Where another probe is."""
+        """Request: the address of another probe."""
         self._endpoint.add_peer(str(peer), str(address))
         return None
 
     async def _look(self, _caller: PeerId, names: Value, packages: Value, paths: Value) -> Value:
-        """What this machine is like, and what names mean here."""
+        """Request: the facts about this machine, and how names resolve here."""
         return await asyncio.to_thread(facts_here, _texts(names), _texts(packages), _texts(paths))
 
     async def _clock(self, _caller: PeerId) -> Value:
-        """The time of day here."""
+        """Request: the time of day here."""
         return wall_s()
 
     async def _reach(self, _caller: PeerId, others: Value, patience_s: Value) -> Value:
-        """Shake hands with other probes on both lanes, as roles would. Says what is wrong with those where that cannot be done."""
+        """Request: connect to other probes on both lanes, as roles would. Returns the error for each probe that cannot be
+        reached."""
         patience = float(patience_s) if isinstance(patience_s, int | float) else self._patience_s
         failed: dict[str, Value] = {}
 
@@ -99,7 +101,7 @@ class LinkProbe:
         return failed
 
     async def _measure(self, _caller: PeerId, target: Value) -> Value:
-        """The way from here to another probe: bytes a second, and seconds of a round trip."""
+        """Request: measure the link to another probe. Returns bytes per second, and the seconds of a round trip."""
         to, clock = str(target), asyncio.get_running_loop().time
         trips = []
         for _ in range(TRIPS):
@@ -108,7 +110,7 @@ class LinkProbe:
             trips.append(clock() - start)
         rate = await self._transfer(to, 0, SMALLEST_BYTES)
         size = SMALLEST_BYTES
-        for turn in range(1, 4):  # a first guess of a fast link is far too low: its messages are nothing but overhead
+        for turn in range(1, 4):  # the first guess for a fast link is far too low, since small messages are mostly overhead
             larger = int(min(LARGEST_BYTES, max(SMALLEST_BYTES, rate * TENSOR_S)))
             if larger < 1.5 * size:
                 break
@@ -124,16 +126,16 @@ class LinkProbe:
                 await self._endpoint.send(to, ("probe", turn, number), payload)
         seconds = (await taken).meta
         if not isinstance(seconds, float) or seconds <= 0:
-            raise ProtocolError(f"{to} says that a transfer took {seconds!r:.40}")
+            raise ProtocolError(f"{to} reported an impossible time for a transfer: {seconds!r:.40}")
         return size * (TENSORS - 1) / seconds
 
     async def _trip(self, _caller: PeerId) -> Value:
         return None
 
     async def _take(self, caller: PeerId, turn: Value, numel: Value) -> Value:
-        """Receive the tensors of a transfer. The seconds from the first's arrival to the last's."""
+        """Request: receive the tensors of a transfer. Returns the seconds from the arrival of the first to that of the last."""
         if not isinstance(turn, int) or not isinstance(numel, int) or not 0 < numel <= LARGEST_BYTES // 4:
-            raise ProtocolError(f"{caller} announces a transfer in a wrong way")
+            raise ProtocolError(f"{caller} announced a transfer in a wrong format")
         into, clock = TensorPayload.empty(numel, "float32"), asyncio.get_running_loop().time
         arrivals = []
         for number in range(TENSORS):
@@ -142,9 +144,9 @@ class LinkProbe:
         return arrivals[-1] - arrivals[0]
 
     async def _multiply(self, _caller: PeerId, threads: Value) -> Value:
-        """The fastest product of matrices here, in operations a second."""
+        """Request: the speed of the fastest matrix product here, in operations per second."""
         if not isinstance(threads, int) or not 0 < threads <= 4096:
-            raise ProtocolError("probe.multiply asks for no number of threads")
+            raise ProtocolError("a request probe.multiply does not give a number of threads")
         return await asyncio.to_thread(self._product, threads)
 
     async def _end(self, _caller: PeerId) -> Value:
@@ -154,14 +156,14 @@ class LinkProbe:
 
 def _texts(values: Value) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ProtocolError("a probe was asked about something that is no list of texts")
+        raise ProtocolError("a request to a probe contains something that is not a list of strings")
     return [str(value) for value in values]
 
 
 async def run_probe(environment: RoleEnvironment) -> int:
-    """A probe's life. Returns the process's exit code."""
+    """Run a probe. Returns the process's exit code."""
     timeouts = environment.timeouts
-    # Who is not to be reached shows soon: all are there before they are asked about each other.
+    # A short time-out is enough to connect: all probes have started before they are asked about each other.
     settings = replace(environment.settings(), greet_s=timeouts.connect_s)
     async with await open_zeromq(environment.peer, settings=settings) as endpoint:
         probe = LinkProbe(endpoint, patience_s=timeouts.barrier_s)
@@ -172,7 +174,7 @@ async def run_probe(environment: RoleEnvironment) -> int:
 
 
 def main() -> int:
-    """Everything comes from the environment."""
+    """The entry point of the process. Everything comes from the environment."""
     environment = RoleEnvironment.from_environ()
     if environment is None:
         print("link probes are started by `zmqtrain profile FILE --links` and `zmqtrain check FILE`", file=sys.stderr)

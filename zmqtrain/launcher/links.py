@@ -1,4 +1,4 @@
-"""The network between a file's hosts, measured: probes take turns, so that none is in another's way."""
+"""Measure the network between a file's hosts: probes take turns, so that they do not disturb each other."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from zmqtrain.launcher.probes import open_probes
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.measured import HostSpeed, LinkSpeed
 
-#: All ways between so many hosts are measured; of more hosts, those between neighbours, and between the first and each other.
+#: Up to this many hosts, all links are measured; with more, those between neighbours, and between the first host and each other
+#: one.
 ALL_PAIRS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What was measured."""
+    """The measured links and hosts."""
 
     hosts: tuple[HostSpeed, ...]
     links: tuple[LinkSpeed, ...]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """As JSON lines."""
+        """The rows for JSON lines."""
         yield from ({"row": "host", **asdict(host)} for host in self.hosts)
         yield from ({"row": "link", **asdict(link)} for link in self.links)
 
 
 def pairs_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Between which hosts the network is measured, both ways."""
+    """The pairs of hosts between which the network is measured, in both directions."""
     count = len(hosts)
     if count <= ALL_PAIRS:
         return [(one, other) for one in hosts for other in hosts if one != other]
@@ -44,14 +45,14 @@ async def measure_links(
 ) -> Links:
     """Measure between the hosts of the file: emulated, or as its engine reaches them. ``token``: a secret that the probes share.
 
-    ``say`` takes lines for the person. Raises `UsageError` where probes cannot be started from here or there is but one host (and
-    `HostsError` where hosts lack what it takes), `ZmqTrainError` where a probe ends early.
+    ``say`` prints lines for the user. Raises `UsageError` if probes cannot be started from here or if there is only one host,
+    `HostsError` if hosts lack something that is needed, and `ZmqTrainError` if a probe ends early.
     """
     names = [host.name for host in topology.hosts]
     if len(names) < 2:
-        raise UsageError("--links measures between hosts, and the file has one: add [[hosts]]")
+        raise UsageError("--links measures between hosts, but the file has only one: add [[hosts]]")
     async with open_probes(topology, emulation, token=token, say=say) as probes:
-        # Each way, and each host's processor, one after another.
+        # The links, and the hosts' processors, one after another.
         links = [await probes.measure_way(*pair) for pair in pairs_of(names)]
         speeds = [await probes.measure_processor(host) for host in topology.hosts]
         await probes.end()

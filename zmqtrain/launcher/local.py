@@ -13,7 +13,7 @@ from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.launcher.zygote import Zygote
 from zmqtrain.topology.schema import Host
 
-#: Tells an agent which process it must not outlive.
+#: The variable that tells an agent which process it must not outlive.
 PARENT = "ZMQTRAIN_PARENT_PID"
 
 
@@ -35,7 +35,7 @@ class LocalEngine:
 
     @asynccontextmanager
     async def forking(self) -> AsyncIterator[None]:
-        """Within the block there is a fork server for each agent that is started; without it they start their own."""
+        """Within the block, agents that are started share one import of torch; without it, each starts a fork server of its own."""
         async with Zygote() as self._zygote:
             try:
                 yield
@@ -88,5 +88,5 @@ class LocalHosts:
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     if process.returncode is None:
-        with suppress(ProcessLookupError):  # it has ended, which the loop does not know yet
+        with suppress(ProcessLookupError):  # it has ended, but the loop does not know yet
             process.send_signal(number)

@@ -1,7 +1,8 @@
-"""Hosts as Linux network namespaces: each with a network of its own, joined by a bridge, and no faster than its NIC.
+"""Hosts as Linux network namespaces: each with a network of its own, connected by a bridge and limited to the NIC's bandwidth.
 
-A run's names begin with ``zt`` and the launcher's process number, so the next run removes what one that was killed has left. The
-bridge is in a namespace of its own, where no firewall of the machine looks at what crosses it; one cable leads to the launcher.
+A run's names begin with ``zt`` and the launcher's process number, so the next run can remove what a killed one has left. The
+bridge is in a namespace of its own, where the machine's firewall does not see its traffic; one veth pair connects it to the
+launcher.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from zmqtrain.net.zeromq import URGENT_TOS
 
 log = logging.getLogger(__name__)
 
-#: A full Ethernet frame, and what of it is payload: without headers of Ethernet (14), IP (20) and TCP with its time stamps (32).
-#: ``tc`` counts the former, our figures are of the latter.
+#: The size of a full Ethernet frame, and of its payload: without the headers of Ethernet (14), IP (20) and TCP with time stamps
+#: (32). ``tc`` counts the former, our figures are of the latter.
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-#: A bucket of tokens, which go through at once after a pause, and a queue: so many seconds of the rate, but so many bytes at least.
+#: The burst that passes at once after a pause, and the queue: each in seconds at the full rate, with a minimum in bytes.
 BURST_S, LEAST_BURST_BYTES = 0.002, 16 * 1024
-#: What a class may send in its turn; there is one of each priority, so it need only hold a packet as the kernel makes them.
+#: What a class may send in its turn; there is one class of each priority, so one packet of the kernel is enough.
 QUANTUM_BYTES = 64 * 1024
 QUEUE_S, LEAST_QUEUE_BYTES = 0.05, 256 * 1024
-#: What a connection may have in a queue. A path without delay needs little, and few connections then never overflow the queue: TCP
-#: waits for 200 ms after a loss of the last packets, however slow the run's own clock is.
+#: What a connection may have in a queue. A path without delay needs little, and then a few connections never overflow the queue:
+#: TCP waits for 200 ms after a loss of the last packets, however slow the run's own clock is.
 WINDOW_S, LEAST_WINDOW_BYTES = 0.004, 128 * 1024
-#: TCP hands its packets over in lumps, which urgent messages and acknowledgements wait for: so many seconds of the rate each.
+#: TCP hands its packets over in lumps, which urgent messages and acknowledgements wait for: their length in seconds at the rate.
 LUMP_S, LEAST_LUMP_BYTES, MOST_LUMP_BYTES = 0.0005, 4 * 1024, 64 * 1024
-#: In every kernel; on a path without delay it fills the NIC, while BBR, some machines' default, stays a few percent below.
+#: Available in every kernel; on a path without delay it fills the NIC, while BBR, the default of some machines, stays a few
+#: percent below.
 CONGESTION_CONTROL = "reno"
-#: Hosts of one run: a /22, and one address is the launcher's.
+#: The most hosts of a run: a /22 network, with one address for the launcher.
 MOST_HOSTS = 1000
-#: Addresses for measuring networks, which nobody routes (RFC 2544); a run takes one of 128 parts.
+#: Addresses reserved for benchmarks, which are not routed (RFC 2544); a run takes one of 128 parts.
 _NETWORK = "198.{}.{}.{}"
 _PARTS = 128
 _OWNED = re.compile(r"^zt(\d+)(?:-|$)")
@@ -47,14 +49,14 @@ _CLONE_NEWNET = 0x40000000
 
 
 class NoNamespacesError(Exception):
-    """Namespaces cannot be had here; says why."""
+    """Namespaces cannot be used here; the message says why."""
 
 
 class Namespaces:
     """One run's namespaces: ``await open()``, and ``await close()`` in any case."""
 
     def __init__(self, rates: Mapping[str, float | None]) -> None:
-        """``rates``: for each host, payload bytes a second in each direction; ``None``: no limit."""
+        """``rates``: for each host, payload bytes per second in each direction; ``None``: no limit."""
         self._rates = rates
         self._name = f"zt{os.getpid()}"
         self._numbers = {host: number for number, host in enumerate(rates)}
@@ -63,22 +65,22 @@ class Namespaces:
 
     @property
     def address(self) -> str:
-        """The launcher's, as the hosts see it."""
+        """The launcher's address for the hosts."""
         return self._address(0)
 
     def address_of(self, host: str) -> str:
         return self._address(self._numbers[host] + 1)
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
-        """The command, to run in the host's namespace (in the process that is started, not in a child of it)."""
+        """The command with a prefix that runs it in the host's namespace (in the process that is started, not in a child of it)."""
         return ("ip", "netns", "exec", self.namespace_of(host), *command)
 
     def namespace_of(self, host: str) -> str:
-        """Its name, for `enter_namespace`."""
+        """The name of the host's namespace, for `enter_namespace`."""
         return f"{self._name}-{self._numbers[host]}"
 
     async def open(self) -> None:
-        """Make them. Raises `NoNamespacesError`; call `close` then, too."""
+        """Make the namespaces. Raises `NoNamespacesError`; call `close` in that case, too."""
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing:
             raise NoNamespacesError(f"there is no {' and no '.join(missing)} here (package iproute2)")
@@ -91,7 +93,7 @@ class Namespaces:
         self._opened = True
         bridge = f"{self._name}-net"
         await _batch("ip", [f"netns add {bridge}", *(f"netns add {self.namespace_of(host)}" for host in self._rates)])
-        # All cables begin in the bridge's namespace, so that they go when it goes.
+        # All veth pairs begin in the bridge's namespace, so that they are removed with it.
         await _batch(
             "ip",
             [
@@ -111,7 +113,7 @@ class Namespaces:
         for host in self._rates:
             lines = ["link set lo up", f"addr add {self.address_of(host)}/22 dev eth0", "link set eth0 up"]
             await _batch("ip", lines, "-n", self.namespace_of(host))
-            with suppress(NoNamespacesError):  # else it stays with the machine's own choice
+            with suppress(NoNamespacesError):  # otherwise the machine's default stays
                 await _run(*self.command(host, ("sh", "-c", _tcp_settings(self._rates[host]))))
         limited = [(host, rate) for host, rate in self._rates.items() if rate is not None]
         for host, rate in limited:
@@ -120,19 +122,19 @@ class Namespaces:
         await _batch("tc", list(chain.from_iterable(cables)), "-n", bridge)
 
     async def close(self) -> None:
-        """Remove them, however many there are, when what ran in them has ended. What cannot be removed is left to the next run."""
+        """Remove the namespaces that exist, once their processes have ended. What cannot be removed is left to the next run."""
         if self._opened:
             try:
                 await _remove(os.getpid())
             except NoNamespacesError as error:
-                log.warning("network namespaces of this run are left: %s", error)
+                log.warning("network namespaces of this run could not be removed: %s", error)
 
     def _address(self, number: int) -> str:
         number += 1
         return _NETWORK.format(18 + self._part // 64, self._part % 64 * 4 + number // 256, number % 256)
 
     async def _remove_leftovers(self) -> None:
-        alive = set(os.listdir("/proc")) - {str(os.getpid())}  # whoever had our number has gone
+        alive = set(os.listdir("/proc")) - {str(os.getpid())}  # the process that had our number before has ended
         for owner in await _owners():
             if str(owner) not in alive:
                 await _remove(owner)
@@ -143,11 +145,11 @@ class Namespaces:
             self._part = (os.getpid() + tried) % _PARTS
             if f" {self.address}/22" not in taken:
                 return self._part
-        raise NoNamespacesError("too many runs have namespaces here already")
+        raise NoNamespacesError("too many runs on this machine have namespaces already")
 
 
 def enter_namespace(name: str) -> None:
-    """Let this thread, and those that it starts, see a namespace's network from now on. Raises `OSError`."""
+    """Move this thread, and those that it starts, into a namespace's network. Raises `OSError`."""
     file = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter_network(file, name)
@@ -156,7 +158,7 @@ def enter_namespace(name: str) -> None:
 
 
 def enter_network(file: int, name: str) -> None:
-    """The same for a namespace whose file is open; nothing if this thread is in it already, which needs no rights."""
+    """The same for a namespace whose file is open. If this thread is in it already, nothing happens, and no rights are needed."""
     if os.fstat(file).st_ino == os.stat("/proc/thread-self/ns/net").st_ino:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -175,12 +177,12 @@ def _tcp_settings(rate: float | None) -> str:
 
 
 def _limited(device: str, rate: float) -> list[str]:
-    """``tc``'s commands for a device that sends payload of ``rate`` bytes a second, and what is marked as urgent first."""
+    """Commands of ``tc`` that limit a device to ``rate`` payload bytes per second and send packets marked as urgent first."""
     gross = rate * FRAME_BYTES / PAYLOAD_BYTES
     burst = max(LEAST_BURST_BYTES, int(gross * BURST_S))
     limit = max(LEAST_QUEUE_BYTES, int(gross * QUEUE_S))
     whole = int(gross * 8)
-    half = f"rate {whole // 2}bit ceil {whole}bit burst {burst} cburst {burst}"  # what it is sure of, and what it may take
+    half = f"rate {whole // 2}bit ceil {whole}bit burst {burst} cburst {burst}"  # the guaranteed rate, and the most that it may use
     return [
         f"qdisc add dev {device} root handle 1: htb default 3",
         f"class add dev {device} parent 1: classid 1:1 htb rate {whole}bit burst {burst} cburst {burst}",
@@ -193,7 +195,7 @@ def _limited(device: str, rate: float) -> list[str]:
 
 
 async def _owners() -> list[int]:
-    """The processes by whose numbers namespaces are named."""
+    """The process numbers in the names of namespaces."""
     listed = await _run("ip", "netns", "list")
     matches = (_OWNED.match(line) for line in listed.splitlines())
     return sorted({int(match[1]) for match in matches if match})
@@ -202,19 +204,19 @@ async def _owners() -> list[int]:
 async def _remove(owner: int) -> None:
     listed = await _run("ip", "netns", "list")
     names = [line.split()[0] for line in listed.splitlines() if line.startswith(f"zt{owner}-")]
-    with suppress(NoNamespacesError):  # it goes with the bridge's namespace, but that may take a moment
+    with suppress(NoNamespacesError):  # it is removed with the bridge's namespace, but that may take a moment
         await _run("ip", "link", "del", f"zt{owner}")
     await _batch("ip", [f"netns del {name}" for name in names], "-force")
 
 
 async def _batch(tool: str, lines: Sequence[str], *options: str) -> None:
-    """Give a tool many commands at once."""
+    """Run many commands of a tool in one process."""
     if lines:
         await _run(tool, *options, "-batch", "-", text="\n".join(lines) + "\n")
 
 
 async def _run(*command: str, text: str = "") -> str:
-    with tempfile.TemporaryFile() as file:  # a pipe may break before all of it is written
+    with tempfile.TemporaryFile() as file:  # the pipe may break before everything is written
         file.write(text.encode())
         file.seek(0)
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""What a role prints, line by line, out of a pipe."""
+"""Reads the output of a role from a pipe, line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-#: A line longer than this goes on before its end has come: a progress bar may never end its line.
+#: A longer line is passed on in pieces: a progress bar may never end its line.
 LONGEST_LINE = 8192
 _READ = 65536
 
@@ -15,7 +15,7 @@ class OutputReader:
     """Reads a pipe until its last writer has closed it. ``take`` gets whole lines, several at a time."""
 
     def __init__(self, file: int, take: Callable[[str], None]) -> None:
-        """Takes over ``file``, the reading end. Made on the loop's thread."""
+        """Takes over ``file``, the reading end. Must be made on the loop's thread."""
         self._file, self._take = file, take
         self._rest = b""
         self._loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ class OutputReader:
             self._take(data[:end].decode(errors="replace"))
 
     def close(self) -> None:
-        """Stop reading, and hand on what is left. Idempotent."""
+        """Stop reading, and pass on what is left. Idempotent."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._file)

@@ -1,7 +1,7 @@
-"""What `zmqtrain check` finds out about the hosts of a file: what they have, whom they reach, how fast, and their clocks.
+"""What `zmqtrain check` finds out about the hosts of a file: what they have, which hosts they reach, how fast, and their clocks.
 
-Whatever an engine can start processes on can be looked at. Hosts that cannot take part are left out, with what is wrong with them,
-and the others are looked at nevertheless.
+Any host on which an engine can start processes can be checked. Hosts that cannot take part are left out, with the reason, and the
+others are checked nevertheless.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from zmqtrain.launcher.probes import Probes, open_probes, probe_of
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.world import wall_s
 
-#: How often a host is asked for the time; the quickest answer counts.
+#: How often a host is asked for the time; the fastest answer is used.
 CLOCK_TRIES = 9
-#: How long one host may take to shake hands with another.
+#: Seconds that one host may take to connect to another.
 REACH_S = 10.0
-#: Whom each host tries to reach: all others, or of many so many that follow it.
+#: Each host tries to reach all others, or of many hosts the next ones in the file, up to this number.
 MOST_TRIED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a host is like."""
+    """The facts about one host."""
 
     name: str
     facts: Mapping[str, Any]
-    """As `zmqtrain.launcher.host_facts.facts_here` tells them, and where it was found (``endpoint``)."""
+    """What `zmqtrain.launcher.host_facts.facts_here` returns, and the address of the host's probe (``endpoint``)."""
     clock_offset_s: float
-    """How far its clock is ahead of the one here."""
+    """Seconds by which its clock is ahead of the one here."""
     clock_error_s: float
-    """By how much that may be wrong: half of a round trip."""
+    """The uncertainty of the offset in seconds: half of a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class WayReport:
-    """The way from one host to another."""
+    """The link from one host to another."""
 
     source: str
     target: str
     why: str = ""
-    """What is wrong with it; empty: nothing."""
+    """What is wrong with the link; empty: nothing."""
     bandwidth: float | None = None
-    """Bits a second; ``None``: not measured."""
+    """Bits per second; ``None``: not measured."""
     round_trip_s: float | None = None
 
     def row(self) -> dict[str, Any]:
-        """As a JSON line."""
+        """The row for a JSON line."""
         return {"row": "way", **asdict(self), "ok": not self.why}
 
 
 @dataclass(slots=True)
 class PreflightReport:
-    """What was found out about all hosts."""
+    """The report on all hosts."""
 
     hosts: list[HostReport] = field(default_factory=list)
     ways: list[WayReport] = field(default_factory=list)
     faults: list[HostFault] = field(default_factory=list)
-    """What keeps hosts from taking part, or from being looked at."""
+    """Faults that keep hosts from taking part, or from being checked."""
     encrypted: bool = False
-    """Whether they shook hands with keys."""
+    """Whether the hosts exchanged keys."""
 
 
 async def inspect_hosts(
@@ -77,9 +77,10 @@ async def inspect_hosts(
     paths: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> PreflightReport:
-    """Look at all hosts of the file. ``token``: a secret for the processes that do it; ``packages``: whose versions to ask
-    for; ``paths``: what must be there. Raises `UsageError` where the engine cannot
-    be used here at all."""
+    """Check all hosts of the file.
+
+    ``token``: a secret that the probes share; ``packages``: packages whose versions to ask for; ``paths``: paths that must exist.
+    Raises `UsageError` if the engine cannot be used here at all."""
     look = PreflightReport(encrypted=topology.encrypted(emulated=emulation is not None))
     left = list(topology.hosts)
     while left:
@@ -115,7 +116,7 @@ async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str
         reached = [group.create_task(_reach(probes, name, names), name=f"ways of {name}") for name in names]
     look.hosts += [task.result() for task in looks]
     tried = {(way.source, way.target): way for task in reached for way in task.result()}
-    # One after another, so that none is in another's way. Of many only some are measured; the others were tried.
+    # One after another, so that they do not disturb each other. Of many links only some are measured; the others were tried.
     for source, target in pairs_of(names):
         way = tried.get((source, target)) or WayReport(source, target)
         if not way.why:
@@ -132,7 +133,7 @@ async def _ask_all(probes: Probes, topology: Topology, about: tuple[Sequence[str
 async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: Sequence[str], paths: Sequence[str]) -> HostReport:
     facts = await probes.ask(host.name, "look", list(addresses), list(packages), list(paths))
     if not isinstance(facts, dict):
-        raise ProtocolError(f"the probe of {host.name} tells {facts!r:.60} of its host")
+        raise ProtocolError(f"the probe of {host.name} returned {facts!r:.60} about its host")
     clock = asyncio.get_running_loop().time
     best = (float("inf"), 0.0)
     for _ in range(CLOCK_TRIES):
@@ -140,7 +141,7 @@ async def _look(probes: Probes, host: Host, addresses: Sequence[str], packages: 
         there = await probes.ask(host.name, "clock")
         took = clock() - sent
         if not isinstance(there, float):
-            raise ProtocolError(f"the probe of {host.name} says that it is {there!r:.40} o'clock")
+            raise ProtocolError(f"the probe of {host.name} returned {there!r:.40} as the time of day")
         best = min(best, (took, there - (before + took / 2)))
     return HostReport(host.name, {"endpoint": probes.address_of(host.name), **facts}, best[1], best[0] / 2)
 
@@ -152,5 +153,5 @@ async def _reach(probes: Probes, name: str, names: list[str]) -> list[WayReport]
         return []
     failed = await probes.ask(name, "reach", [probe_of(other) for other in others], REACH_S)
     if not isinstance(failed, dict):
-        raise ProtocolError(f"the probe of {name} tells {failed!r:.60} of its ways")
+        raise ProtocolError(f"the probe of {name} returned {failed!r:.60} about its links")
     return [WayReport(name, other, str(failed.get(probe_of(other), ""))) for other in others]

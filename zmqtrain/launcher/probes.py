@@ -1,4 +1,4 @@
-"""Processes on a file's hosts that look and measure when they are asked to, as their launcher has them."""
+"""The launcher's side of probes: processes on a file's hosts that check and measure on request."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ async def open_probes(
     say: Callable[[str], None] = lambda text: None,
     with_files: bool = False,
 ) -> AsyncIterator[Probes]:
-    """Probes on all hosts of the file, which know each other. They are ended with the context.
+    """Start probes on all hosts of the file, and make them known to each other. They end with the context.
 
-    ``token``: a secret that they share. ``say`` takes lines for the person. ``with_files``: hosts must also have the folder and
+    ``token``: a secret that they share. ``say`` prints lines for the user. ``with_files``: hosts must also have the folder and
     files of the job, unless they are to be copied there.
-    Raises `UsageError` where they cannot be started from here, `HostsError` where hosts lack what it takes, and `ZmqTrainError`
-    where a probe ends early.
+    Raises `UsageError` if they cannot be started from here, `HostsError` if hosts lack something that is needed, and
+    `ZmqTrainError` if a probe ends early.
     """
     engine = engine_for(topology, emulation)
     if emulation is None:
@@ -60,15 +60,17 @@ async def open_probes(
 
 
 def _require_reachable(engine: Engine, topology: Topology) -> None:
-    """Hosts that are there in a launch only, or that the engine does not reach at all, cannot be looked at."""
+    """Refuse hosts that exist only during a launch, or that the engine cannot reach at all."""
     kind = topology.engine.kind
     if isinstance(engine, GatheringEngine):
-        raise UsageError(f'the hosts of kind = "{kind}" are there in a launch only: use --emulate to measure what the file says')
+        raise UsageError(
+            f'with [engine] kind = "{kind}" the hosts exist only during a launch: use --emulate to measure the emulated hosts'
+        )
     away = [host for host in topology.hosts if not host.local]
     if away and not isinstance(engine, RemoteEngine):
         raise UsageError(
-            f'{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "{kind}" does not reach: say '
-            'kind = "ssh", or use --emulate to measure what the file says'
+            f'{away[0].name} ({away[0].address}) is another machine, which [engine] kind = "{kind}" does not '
+            f'reach: set kind = "ssh", or use --emulate to measure the emulated hosts'
         )
 
 
@@ -77,17 +79,17 @@ def _log_to(say: Callable[[str], None]) -> Callable[[str, str], None]:
 
 
 def _bare(topology: Topology) -> Topology:
-    """The topology of a run that needs zmqtrain on its hosts, but nothing of the job's."""
+    """The topology of a run that needs only zmqtrain on its hosts, and no files of the job."""
     hosts = tuple(host.model_copy(update={"folder": host.folder or "~"}) for host in topology.hosts)
     job = topology.job.model_copy(update={"task": None})
     return topology.model_copy(update={"hosts": hosts, "job": job, "engine": topology.engine.model_copy(update={"sync": False})})
 
 
 class Probes:
-    """The probes of all hosts, as their launcher has them. Whatever can start a process on a host (`Engine`) can start them."""
+    """The probes of all hosts. Every `Engine` can start them."""
 
     def __init__(self, endpoint: Endpoint, fleet: Fleet, hosts: Sequence[Host], timeouts: Timeouts) -> None:
-        """``fleet``: the hosts as their engine has them, open."""
+        """``fleet``: the hosts, after `Fleet.open`."""
         self._endpoint, self._fleet, self._hosts, self._timeouts = endpoint, fleet, hosts, timeouts
         self._here: dict[PeerId, asyncio.Future[str]] = {
             probe_of(host.name): asyncio.get_running_loop().create_future() for host in hosts
@@ -98,13 +100,13 @@ class Probes:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End what is left of them."""
+        """End the probes that are left."""
         await self._fleet.stop(self._timeouts.grace_s)
         for peer in self._here:
             self._endpoint.forget(peer, "all is measured")
 
     async def start(self) -> None:
-        """Start one on each host, and make them known to each other."""
+        """Start a probe on each host, and make them known to each other."""
         await self._fleet.start((sys.executable, "-m", "zmqtrain.launcher.link_probe"), "probe")
         addresses = await self._all_here()
         for peer, address in addresses.items():
@@ -115,11 +117,12 @@ class Probes:
                     await self.ask(peer.partition("/")[2], "know", other, address)
 
     def address_of(self, host: str) -> str:
-        """Where a host's probe is found, once it has started."""
+        """The address of a host's probe, once it has started."""
         return without_key(self._here[probe_of(host)].result())
 
     async def measure_way(self, source: str, target: str) -> LinkSpeed:
-        """One way between two hosts. Raises what the probe of ``source`` raises, `PeerTimeoutError` where it reaches nobody."""
+        """Measure the link from one host to another. Raises what the probe of ``source`` raises: `PeerTimeoutError` if it gets no
+        answer."""
         match await self.ask(source, "measure", probe_of(target)):
             case [float(rate), float(trip_s)]:
                 return LinkSpeed(source, target, 8 * rate, trip_s / 2)
@@ -127,24 +130,25 @@ class Probes:
                 raise ProtocolError(f"the probe of {source} measured {other!r:.60}")
 
     async def measure_processor(self, host: Host) -> HostSpeed:
-        """How fast a host's slots multiply."""
+        """Measure the speed of matrix products on a host's slots, in operations per second."""
         flops = await self.ask(host.name, "multiply", host.slots)
         if not isinstance(flops, float):
             raise ProtocolError(f"the probe of {host.name} measured {flops!r:.60}")
         return HostSpeed(host.name, flops)
 
     async def end(self) -> None:
-        """Let them end by themselves."""
+        """Ask the probes to end by themselves."""
         for host in self._hosts:
             await self.ask(host.name, "end")
 
     async def ask(self, host: str, method: str, *values: Value) -> Value:
-        """Let a host's probe do something (`zmqtrain.launcher.link_probe`); its answer."""
+        """Send a request to a host's probe (`zmqtrain.launcher.link_probe`) and return the answer."""
         answer = await self._endpoint.request(probe_of(host), f"probe.{method}", *values, timeout=self._timeouts.barrier_s)
         return answer.meta
 
     async def _all_here(self) -> dict[PeerId, str]:
-        """Where each is. Raises where one ends instead, or none comes."""
+        """Wait until all probes have started, and return their addresses. Raises if one ends before that, or does not start in
+        time."""
         ends = {asyncio.create_task(self._fleet.wait(host)): host for host in self._fleet.handles}
         every = asyncio.gather(*self._here.values())
         both: list[asyncio.Future[Any]] = [every, *ends]
@@ -152,7 +156,7 @@ class Probes:
             await asyncio.wait(both, timeout=self._timeouts.join_s, return_when=asyncio.FIRST_COMPLETED)
             for task, host in ends.items():
                 if task.done():
-                    raise ZmqTrainError(f"the probe on {host} ended with code {task.result()}; what it said stands above")
+                    raise ZmqTrainError(f"the probe on {host} ended with exit code {task.result()}; see its output above")
             if not every.done():
                 missing = next(peer for peer, here in self._here.items() if not here.done())
                 raise PeerTimeoutError(missing, "its probe to come", self._timeouts.join_s)
@@ -165,12 +169,12 @@ class Probes:
     async def _on_here(self, caller: PeerId, address: Value) -> Value:
         here = self._here.get(caller)
         if here is None or not isinstance(address, str):
-            raise ProtocolError(f"{caller} is no probe of this file's hosts")
+            raise ProtocolError(f"{caller} is not a probe of this file's hosts")
         if not here.done():
             here.set_result(address)
         return None
 
 
 def probe_of(host: str) -> PeerId:
-    """Named as the host's agent is: an emulated network knows where that is."""
+    """The probe's peer id: that of the host's agent, because an emulated network knows the agents' hosts."""
     return f"agent/{host}"

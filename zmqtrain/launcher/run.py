@@ -48,9 +48,9 @@ class Launch:
         emulation: Emulation | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """``emulation``: put all hosts on this machine, behind a network like the file's. Then run in a loop that is dilated so.
-        ``engine``: what starts the agents; by default the one that the topology names. Where it gathers the hosts first, the
-        description's are not final.
+        """``emulation``: put all hosts on this machine, with a network like the file's. The event loop must have the same dilation.
+        ``engine``: what starts the agents; by default the engine that the topology names. If it gathers the hosts first, those of
+        the description are not final.
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
@@ -66,7 +66,7 @@ class Launch:
         self._life: asyncio.Task[Ending] | None = None
 
     def halt(self, reason: str) -> None:
-        """Stop the run in good order; it has not failed. On the loop's thread, while `run` is going on."""
+        """Stop the run in an orderly way, not as a failure. Call it on the loop's thread while `run` is running."""
         self._stopped = True
         self._record.quiet = True
         if self._assembly is not None:
@@ -112,7 +112,7 @@ class Launch:
                 listeners=Listeners(record.membership_event, record.report, record.checkpoint_event, record.note),
                 preemption=self._preemption,
             )
-            # Whatever is left of the agents is ended before the endpoint closes.
+            # Agents that are left are ended before the endpoint closes.
             stack.push_async_callback(self._stop_agents, fleet)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._assembly.run(), name="coordinator")
@@ -121,13 +121,13 @@ class Launch:
             return self._ending(outcome)
 
     def _settle(self, gathered: Gathered) -> RunDescription:
-        """The hosts are known now. Place the roles on them, where they were not before. Returns the run as roles are told it."""
+        """Now that the hosts are known, place the roles, if they are not placed yet. Returns the description for the roles."""
         if gathered.topology is not self._topology:
             self._topology, self._placement = gathered.topology, place(gathered.topology)
             self._description = replace(self._description, topology=self._topology, placement=self._placement)
             self._record.settle(self._description)
             self._directory.write("topology.toml", self._topology.to_toml())
-        for caution in cautions(self._topology, self._placement, gpus()):  # what the person may not have meant
+        for caution in cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
             self._record.note(str(caution))
         if gathered.said:
             self._view.note(gathered.said)
@@ -138,11 +138,11 @@ class Launch:
         return tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
 
     async def _stop_agents(self, fleet: Fleet) -> None:
-        """End what is left of them, all at once; without any patience when the person has none."""
+        """End all agents that are left, at once; without a grace time if the user has asked twice to stop."""
         await fleet.stop(self._timeouts.grace_s if self._interrupts < 2 else 0.0)
 
     async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], fleet: Fleet) -> Outcome:
-        """The run's outcome. An agent that ends before its time is a lost host: its roles have died with it."""
+        """Wait for the run's outcome. An agent that ends too early is a lost host: its roles have died with it."""
         ends = {asyncio.create_task(fleet.wait(host), name=f"agent of {host}"): host for host in fleet.handles}
         try:
             while not running.done():
@@ -154,7 +154,7 @@ class Launch:
                     code = task.result()
                     left = f"agent/{host}" not in coordinator.view.members
                     if not (left and coordinator.running.is_set()):
-                        coordinator.host_ended(host, f"its agent ended with code {code}")
+                        coordinator.host_ended(host, f"its agent ended with exit code {code}")
             return running.result()
         finally:
             for task in ends:
@@ -170,7 +170,7 @@ class Launch:
         if wanted_on_sigterm(self._topology.engine.kind):
             handlers[signal.SIGTERM] = self._preemption.ask
         if self._topology.engine.kind != "local":
-            # The terminal is gone, or the connection that it was; the machines work on all the same.
+            # The terminal, or the login, is gone; the run continues.
             handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
@@ -181,7 +181,7 @@ class Launch:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """The first time the run stops with a checkpoint, where it can, the second time at once."""
+        """The first Ctrl-C stops the run with a checkpoint if possible, the second one at once."""
         self._interrupts += 1
         self._record.quiet = True
         if self._assembly is not None and self._interrupts == 1:
@@ -197,7 +197,8 @@ class Launch:
 
 
 def write_pid(directory: RunDirectory) -> None:
-    """Leave what ``zmqtrain status`` and ``stop`` look for: this process, by number and start time (numbers are used again)."""
+    """Write the file by which ``zmqtrain status`` and ``stop`` find this process: its number and start time (numbers are
+    reused)."""
     import psutil
 
     directory.write("pid", f"{os.getpid()} {psutil.Process().create_time()}\n")

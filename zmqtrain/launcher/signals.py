@@ -1,7 +1,7 @@
-"""Which signals mean that a machine is about to be taken away, and which processes leave them to others.
+"""Which signals mean that a machine is about to be taken away, and which processes ignore them.
 
-SIGUSR1 means it everywhere. Schedulers that say it by SIGTERM are understood, too, where the engine is theirs or
-``ZMQTRAIN_ON_TERM=checkpoint`` is in the environment. What follows is `zmqtrain.run.preemption`.
+SIGUSR1 always means it. SIGTERM means it, too, with the engines of schedulers that send it as a warning, or with
+``ZMQTRAIN_ON_TERM=checkpoint`` in the environment. `zmqtrain.run.preemption` says what happens then.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _ENGINES = ("slurm",)
 
 
 def wanted_on_sigterm(engine: str = "") -> bool:
-    """Whether SIGTERM means that machines are taken away, rather than that a person wants the run to end."""
+    """Whether SIGTERM means that machines are about to be taken away, rather than that the user wants the run to end."""
     return engine in _ENGINES or os.environ.get(ON_TERM) == "checkpoint"
 
 
 def heed_no_preemption() -> None:
-    """This process and those that it forks are not the ones to be told: the launcher and agents are, and see to them."""
+    """Ignore these signals in this process and those that it forks: the launcher and the agents handle them."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if wanted_on_sigterm():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

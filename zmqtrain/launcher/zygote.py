@@ -1,9 +1,12 @@
 """One process that has imported torch, from which the fork servers of all hosts of this machine are forked.
 
-A file may have many hosts that are all this machine. If each of their agents had a fork server of its own making, each would import
-torch: seconds of processor time and hundreds of megabytes a host. So the launcher starts one process that imports it once; for each
-host it forks one that becomes its agent's fork server. It does that at the other end of a channel that the agent inherits, in the
-agent's environment and network namespace, and ends with that channel: with its agent.
+A file may have many hosts on this machine. If each of their agents started a fork server of its own, each would import torch, which
+takes seconds of processor time and hundreds of megabytes per host. So the launcher starts one process that imports torch once, and
+forks a fork server from it for each host. The fork server is at the other end of a channel that the agent inherits, has the agent's
+environment and network namespace, and ends with the channel, that is, with its agent.
+
+A program that launches many short runs can import once for all of them: it forks a process that calls `serve_launcher` for each
+launch, and the launcher inherits the channel to it (`RUNNING`).
 """
 
 from __future__ import annotations
@@ -25,17 +28,27 @@ from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, fork_f
 from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption
 
+#: Names the file of a channel to a zygote that is running already, for a launcher that inherits it. It serves one launch.
+RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
+
 
 class Zygote:
     """The launcher's side. ``async with Zygote() as zygote: channel = zygote.channel()``."""
 
     def __init__(self, entry: str = ENTRY) -> None:
-        """``entry``: what fork servers' children call; its module is imported once."""
+        """``entry``: the function that the fork servers' children call; its module is imported once.
+
+        Where the environment names a channel (`RUNNING`), it is used, and no process is started."""
         self._entry = entry
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
 
     async def __aenter__(self) -> Self:
+        inherited = os.environ.pop(RUNNING, None)
+        if inherited is not None:
+            self._socket = socket.socket(fileno=int(inherited))
+            self._socket.set_inheritable(False)
+            return self
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = (sys.executable, "-m", "zmqtrain.launcher.zygote", str(theirs.fileno()), self._entry, str(os.getpid()))
@@ -47,24 +60,25 @@ class Zygote:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        """Ends it, and whatever fork servers are left."""
-        assert self._process is not None
+        """End the process, and all fork servers that are left."""
         assert self._socket is not None
-        self._socket.close()
+        self._socket.close()  # one that was inherited ends by itself
+        if self._process is None:
+            return
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process; not of one that was inherited."""
         assert self._process is not None
         return self._process.pid
 
     def channel(self) -> socket.socket:
-        """One end of a channel, for an agent to inherit; a fork server will be at the other, as soon as torch is imported.
+        """One end of a channel, which an agent inherits; a fork server will be at the other end once torch is imported.
 
-        Raises `HostLostError` where the process has died.
+        Raises `HostLostError` if the process has died.
         """
         assert self._socket is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,13 +100,24 @@ def main() -> None:
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_no_preemption()
-    entry = import_entry(sys.argv[2])
+    serve_launcher(requests, import_entry(sys.argv[2]))
+
+
+def serve_launcher(requests: socket.socket, entry: Callable[[int], int]) -> None:
+    """Fork a fork server for every request, until the launcher closes its end.
+
+    Args:
+        requests: the end of a ``SOCK_SEQPACKET`` pair at whose other end is a launcher's `Zygote`.
+        entry: what fork servers' children call (`import_entry`).
+
+    The process must have one thread."""
+    heed_no_preemption()
     parent = os.getpid()
 
     def become(_message: bytes, files: list[int]) -> NoReturn:
         _become(files[0], parent, entry)
 
-    # Those that are left at the end die with this process.
+    # Fork servers that are left at the end die with this process.
     fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None)
 
 
@@ -103,11 +128,11 @@ def _become(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:
         die_with_parent(parent)
         channel = socket.socket(fileno=file)
         data, files, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, 1)
-        if data:  # else its agent is gone already
+        if data:  # otherwise its agent is gone already
             os.environ.clear()
             os.environ.update(msgpack.unpackb(data))
             os.environ["ZMQTRAIN_FORKSERVER_PID"] = str(os.getpid())
-            enter_network(files[0], "of the agent")  # an emulated host has one of its own
+            enter_network(files[0], "of the agent")  # an emulated host has its own network
             os.close(files[0])
             heed_no_preemption()
             serve(channel, entry)
@@ -118,7 +143,7 @@ def _become(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:
 
 
 def adopt(channel: socket.socket) -> None:
-    """The agent's first word to what is at the other end: its environment, and where its network is."""
+    """The agent's first message over the channel: its environment, and its network namespace."""
     environ = {name: value for name, value in os.environ.items() if name != ADOPTED}
     with open("/proc/self/ns/net", "rb") as namespace:
         socket.send_fds(channel, [msgpack.packb(environ)], [namespace.fileno()])

@@ -1,4 +1,4 @@
-"""What the roster decides: messages for its coordinator to carry out, each with the reason for the decision."""
+"""The roster's decisions: actions for its coordinator to carry out, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zmqtrain.errors import ConnectivityError, HostLostError, TaskError, ZmqTrai
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.wire.payload import Value
 
-#: Names one request that waits for an answer.
+#: Identifies a request that waits for an answer.
 Ticket: TypeAlias = int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer a request that waits."""
+    """Answer a waiting request."""
 
     ticket: Ticket
     value: Value
@@ -25,7 +25,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer a request that waits with an error."""
+    """Answer a waiting request with an error."""
 
     ticket: Ticket
     error: ZmqTrainError
@@ -45,7 +45,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Tell a member something it did not ask for."""
+    """Send a member a message that it did not request."""
 
     to: PeerId
     what: Literal["view", "halt", "finish"]
@@ -55,7 +55,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """A peer is a member now, and is reached there."""
+    """A peer is a member now, and can be reached at this address."""
 
     peer: PeerId
     address: str
@@ -64,7 +64,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nothing more will come from this peer: give up every wait for it."""
+    """This peer will send nothing more: give up all waits for it."""
 
     peer: PeerId
     reason: str
@@ -72,7 +72,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something happened that belongs into the run's events."""
+    """An event for the run's record."""
 
     kind: Literal["join", "running", "leave", "exit", "lost", "halt", "finishing", "failed", "ended"]
     values: Mapping[str, Value]
@@ -97,19 +97,19 @@ class Failure:
     peer: PeerId
     host: str
     exit_code: int | None
-    """The process's exit code as its agent saw it (negative: the signal that ended it); ``None`` if it did not exit."""
+    """The process's exit code as reported by its agent (negative: the signal that ended it); ``None`` if it did not exit."""
     reason: str
     report: Mapping[str, Any] | None
     """The error report that the role wrote, if it wrote one."""
     consequence: bool
-    """Whether this only follows from another failure."""
+    """Whether this is a consequence of another failure."""
     error: ZmqTrainError
     pid: int | None = None
-    """The process's number on its host, as its agent told it."""
+    """The process's number on its host, as reported by its agent."""
 
     @property
     def of_user(self) -> bool:
-        """Whether the role itself is at fault, as far as can be told; otherwise its process, host or network was lost."""
+        """Whether the role's own code has failed, as far as is known; otherwise its process, host or network was lost."""
         if self.report is not None:
             return int(self.report.get("exit_code", 0)) < ConnectivityError.exit_code
         return self.exit_code is not None and 0 <= self.exit_code < ConnectivityError.exit_code
@@ -125,7 +125,7 @@ class Failure:
         left: bool,
         pid: int | None = None,
     ) -> Failure:
-        """A role that exited as it should not have. ``stopped``: its agent had ended it on purpose."""
+        """The failure of a role that exited unexpectedly. ``stopped``: its agent had ended it on purpose."""
         error: ZmqTrainError
         if report is not None:
             reason = f"{peer} failed: {report.get('message', 'no message')}"
@@ -161,13 +161,13 @@ class Outcome:
     reason: str
     failures: tuple[Failure, ...] = ()
     halt: Mapping[str, Any] | None = None
-    """The reason that the role which stopped the run gave."""
+    """The reason given by the role that stopped the run."""
     losses: tuple[str, ...] = ()
-    """Why workers were lost without whom the run went on."""
+    """The reasons for losses of workers after which the run continued."""
 
     @staticmethod
     def of(failure: str | None, failures: Sequence[Failure], halt: Mapping[str, Any] | None, losses: Sequence[str] = ()) -> Outcome:
-        """``failure``: the first one's reason, where there was one."""
+        """The outcome of a run. ``failure``: the reason of the first failure, if there was one."""
         if failure is not None:
             return Outcome("failed", failure, tuple(failures), halt, tuple(losses))
         if halt is not None:
@@ -176,5 +176,5 @@ class Outcome:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure to show: the first one that does not only follow from another."""
+        """The failure to show: the first one that is not a consequence of another."""
         return next((failure for failure in self.failures if not failure.consequence), next(iter(self.failures), None))

@@ -1,8 +1,8 @@
-"""An agent's side of the membership: it vouches for the roles of its host.
+"""An agent's side of the membership: it reports which roles of its host are alive.
 
-An agent's whole life::
+The life of an agent::
 
-    link = await AgentLink.join(endpoint, coordinator_address=address, timeouts=timeouts)    # at once, waits for nobody
+    link = await AgentLink.join(endpoint, coordinator_address=address, timeouts=timeouts)    # does not wait for other members
     link.on_halt(lambda reason: stop_all())
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())                   # heartbeats, until the run is over
@@ -31,41 +31,42 @@ class AgentLink:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._alive: set[PeerId] = set()
-        self._ended_in: dict[PeerId, int] = {}  # the view in which the last process of a role was known to have ended
+        self._ended_in: dict[PeerId, int] = {}  # the version of the view at which the last process of a role had ended
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> AgentLink:
-        """Join as ``agent/HOST``. Raises as `Membership.join`, but does not wait for others."""
+        """Join as ``agent/HOST``. Raises like `Membership.join`, but does not wait for others."""
         return cls(await Membership.join(endpoint, coordinator_address=coordinator_address, timeouts=timeouts))
 
     @property
     def finished(self) -> asyncio.Event:
-        """The run is over: end what still runs here, and leave."""
+        """Set when the run is over: end what is still running here, and leave."""
         return self.membership.finished
 
     @property
     def alive(self) -> frozenset[PeerId]:
-        """The roles that this agent vouches for."""
+        """The roles that this agent reports as alive."""
         return frozenset(self._alive)
 
     def on_halt(self, callback: HaltCallback) -> None:
-        """Call ``callback(reason)`` when the run is to stop; see `Membership.on_halt`. The roles are told, too, and should end by
+        """Call ``callback(reason)`` when the run must stop; see `Membership.on_halt`. The roles are told, too, and should end by
         themselves; the agent ends those that do not within the grace time."""
         self.membership.on_halt(callback)
 
     def on_lost(self, callback: Callable[[PeerId], None]) -> None:
-        """Call ``callback(peer)`` for each living role of this host that the run goes on without: end its process."""
+        """Call ``callback(peer)`` for each living role of this host that the run continues without: the agent must end its
+        process."""
 
         def tell(view: View) -> None:
             for peer in sorted(self._alive):
-                # An older view may still tell of the process before.
+                # An older view may still be about the previous process.
                 if peer in view.lost and view.version > self._ended_in.get(peer, 0):
                     callback(peer)
 
         self.membership.on_view(tell)
 
     def started(self, peer: PeerId) -> None:
-        """A role's process runs. Call this before the process can join."""
+        """Record that a role's process is running. Call this before the process can join."""
         self._alive.add(peer)
 
     async def exited(
@@ -77,8 +78,8 @@ class AgentLink:
         stopped: bool = False,
         pid: int | None = None,
     ) -> None:
-        """A role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if any.
-        ``stopped``: this agent had told it to end, so that its end is nobody's fault. ``pid``: its number on this host."""
+        """Report that a role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if
+        any. ``stopped``: this agent had told it to end, so its end is not a failure. ``pid``: its number on this host."""
         sent: Value = None if report is None else dict(report)
         version = await self.membership._ask("exited", peer, exit_code, sent, stopped, pid)
         self._ended_in[peer] = version if isinstance(version, int) else 0
@@ -86,14 +87,14 @@ class AgentLink:
         self._alive.discard(peer)
 
     async def run(self) -> None:
-        """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` when the coordinator is gone or has
-        given this host up: then end all roles."""
+        """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` if the coordinator is gone or has
+        given up this host: end all roles then."""
         timeouts = self.membership.timeouts
         while not self.finished.is_set():
             living: list[Value] = [*sorted(self._alive)]
             known = await self.membership._ask("heartbeat", living, timeout=timeouts.lost_s)
             if known is False:
-                raise PeerLostError(COORDINATOR, "it has given this host up, since it had not heard of it for too long")
+                raise PeerLostError(COORDINATOR, "it has given up this host, because it had not heard from it for too long")
             try:
                 async with asyncio.timeout(timeouts.heartbeat_s):
                     await self.finished.wait()
@@ -101,5 +102,5 @@ class AgentLink:
                 continue
 
     async def leave(self) -> None:
-        """Say that this host is done. All its roles must have ended."""
+        """Leave the run: this host is done. All its roles must have ended."""
         await self.membership.leave()

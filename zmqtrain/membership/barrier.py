@@ -1,4 +1,4 @@
-"""Named barriers over any of the members, and agreements: barriers at which all learn the largest value. Sans-IO."""
+"""Named barriers over any set of members, and agreements: barriers at which all members get the largest value. Sans-IO."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, Usag
 from zmqtrain.membership.actions import Action, Answer, Refuse, Ticket
 from zmqtrain.net.endpoint import PeerId
 
-#: Barriers that may be open at once. A training run has a handful; more is a program that never comes back to its barriers.
+#: The most open barriers. A training run needs a handful; more means a program that never completes its barriers.
 MOST_BARRIERS = 1024
-#: Longest name of a barrier.
+#: The longest name of a barrier.
 LONGEST_NAME = 256
-#: How many missing members an error names; the rest is counted.
+#: An error names at most this many missing members, and counts the rest.
 NAMED_AT_MOST = 8
 
 
@@ -24,19 +24,19 @@ def name_some(peers: list[PeerId]) -> str:
 
 @dataclass(slots=True)
 class Barrier:
-    """Opens when all members are there, and is then gone: the same name may be used again."""
+    """Opens when all members have arrived, and is then removed: the same name may be used again."""
 
     name: str
     members: tuple[PeerId, ...]
     deadline: float
     timeout_s: float
     version: int | None = None
-    """The view that it is about; a newer one ends it."""
-    everybody: bool = False
-    """Whether it is of all who are there: those who are lost no longer count."""
+    """The version of the view that it is about; a newer view ends it."""
+    of_all: bool = False
+    """Whether it is for all members: those that are lost no longer count."""
     waiting: dict[PeerId, Ticket] = field(default_factory=dict)
     largest: int | None = None
-    """The largest of the values that members brought."""
+    """The largest value that members have given."""
 
     @property
     def missing(self) -> list[PeerId]:
@@ -44,14 +44,14 @@ class Barrier:
         return [peer for peer in self.members if peer not in self.waiting]
 
     def arrive(self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket, value: int | None) -> list[Action]:
-        """A member is there."""
-        if self.everybody:
+        """A member has arrived."""
+        if self.of_all:
             self.members = members
         if members != self.members:
-            message = f"{peer} calls the barrier {self.name!r} with other members than those who wait there already"
+            message = f"{peer} calls the barrier {self.name!r} with a different set of members than those that already wait there"
             return [Refuse(ticket, ProtocolError(message))]
         if peer in self.waiting:
-            return [Refuse(ticket, ProtocolError(f"{peer} waits at the barrier {self.name!r} already"))]
+            return [Refuse(ticket, ProtocolError(f"{peer} already waits at the barrier {self.name!r}"))]
         self.waiting[peer] = ticket
         if value is not None:
             self.largest = value if self.largest is None else max(self.largest, value)
@@ -60,17 +60,17 @@ class Barrier:
     def _maybe_open(self) -> list[Action]:
         if self.missing:
             return []
-        reason = f"all {len(self.members)} members are at {self.name!r}"
+        reason = f"all {len(self.members)} members have reached {self.name!r}"
         return [Answer(waiting, self.largest, reason) for waiting in self.waiting.values()]
 
     def go_on_without(self, peer: PeerId) -> list[Action]:
-        """A member of all is not there any more."""
+        """Continue without a member that is lost."""
         self.members = tuple(member for member in self.members if member != peer)
         self.waiting.pop(peer, None)
         return self._maybe_open()
 
     def give_up(self, peer: PeerId, reason: str) -> list[Action]:
-        """A member will never come."""
+        """A member will never arrive."""
         error = PeerLostError(peer, reason, waiting_for=f"the barrier {self.name!r}")
         return [Refuse(ticket, error) for ticket in self.waiting.values()]
 
@@ -97,24 +97,24 @@ class Barriers:
         *,
         value: int | None = None,
         version: int | None = None,
-        everybody: bool = False,
+        of_all: bool = False,
     ) -> list[Action]:
-        """A member is at a barrier; the first to come opens it. With a ``value`` all learn the largest."""
+        """A member has reached a barrier; the first one creates it. With a ``value``, all members get the largest value."""
         barrier = self._open.get(name)
         if barrier is None:
             if len(self._open) >= MOST_BARRIERS or len(name) > LONGEST_NAME:
-                return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or too long a name"))]
-            barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s, version, everybody)
+                return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or the name is too long"))]
+            barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s, version, of_all)
         actions = barrier.arrive(peer, members, ticket, value)
         if not barrier.missing:
             del self._open[name]
         return actions
 
     def give_up(self, peer: PeerId, reason: str) -> list[Action]:
-        """A peer will never come to any barrier."""
+        """A peer will never arrive at any barrier."""
         actions: list[Action] = []
         for barrier in [barrier for barrier in self._open.values() if peer in barrier.members]:
-            if barrier.everybody:
+            if barrier.of_all:
                 actions += barrier.go_on_without(peer)
                 if barrier.missing:
                     continue
@@ -124,7 +124,7 @@ class Barriers:
         return actions
 
     def outdate(self, version: int, reason: str) -> list[Action]:
-        """The view of this version is the newest now: end what was to be agreed on about older ones."""
+        """The view of this version is the newest now: end agreements about older ones."""
         actions: list[Action] = []
         for barrier in [each for each in self._open.values() if each.version is not None and each.version < version]:
             del self._open[barrier.name]
@@ -134,7 +134,7 @@ class Barriers:
         return actions
 
     def deadlines(self) -> list[float]:
-        """When each open barrier times out."""
+        """The deadlines of all open barriers."""
         return [barrier.deadline for barrier in self._open.values()]
 
     def tick(self, now: float) -> list[Action]:
@@ -146,7 +146,7 @@ class Barriers:
         return actions
 
     def close(self) -> list[Ticket]:
-        """Forget all barriers; the requests that waited there."""
+        """Forget all barriers, and return the requests that waited at them."""
         waiting = [ticket for barrier in self._open.values() for ticket in barrier.waiting.values()]
         self._open.clear()
         return waiting

@@ -1,8 +1,8 @@
 """A role's side of the membership.
 
-A role's whole life::
+The life of a role::
 
-    membership = await Membership.join(endpoint, coordinator_address=address, timeouts=timeouts)   # everybody is there now
+    membership = await Membership.join(endpoint, coordinator_address=address, timeouts=timeouts)   # all members have joined now
     membership.on_halt(lambda reason: worker.stop(reason))
     await membership.barrier("started")
     ...                                     # train; membership.view tells who is in the run
@@ -24,7 +24,7 @@ from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
 
 COORDINATOR: PeerId = "coordinator"
-#: Events that travel in one request: enough for a quarter of a second, and far from the wire's limits.
+#: The most events in one request: enough for a quarter of a second, and far below the wire's limits.
 EVENTS_AT_ONCE = 500
 
 HaltCallback: TypeAlias = Callable[[dict[str, Any]], None]
@@ -40,12 +40,12 @@ class Membership:
         self.view = View(0, False, {}, {})
         """The newest view. Replaced, never changed."""
         self.finished = asyncio.Event()
-        """All workers have left (for an agent: the run is over): finish and leave."""
+        """Set when all workers have left (for an agent: when the run is over): finish and leave."""
         self.halted = asyncio.Event()
-        """The run is to stop; `halt_reason` says why."""
+        """Set when the run must stop; `halt_reason` says why."""
         self.halt_reason: dict[str, Any] | None = None
         self.late = False
-        """Whether the run was under way already when this process joined: it is one that comes instead of another."""
+        """Whether the run was already in progress when this process joined, in place of one that was lost."""
         self._callbacks: list[HaltCallback] = []
         self._view_callbacks: list[ViewCallback] = []
         self._left = False
@@ -56,10 +56,10 @@ class Membership:
     ) -> Membership:
         """Join the run as ``endpoint.peer``. For a worker or server it returns when all others have joined, too.
 
-        On return the endpoint knows everybody's address, and ``view`` is complete. ``incarnation`` tells two processes that call
-        themselves by the same name apart; by default it is random.
-        Raises `PeerTimeoutError` naming those who did not come, `PeerLostError` naming one that failed before everybody was there,
-        `RunTokenError`, or `ProtocolError` if this peer is not expected.
+        On return the endpoint knows all addresses, and ``view`` is complete. ``incarnation`` distinguishes two processes of the
+        same name; by default it is random.
+        Raises `PeerTimeoutError`, which names the missing members, `PeerLostError`, which names one that failed before all had
+        joined, `RunTokenError`, or `ProtocolError` if this peer is not expected.
         """
         membership = cls(endpoint, timeouts)
         endpoint.serve("membership.view", membership._take_view)
@@ -68,7 +68,7 @@ class Membership:
         endpoint.on_lost(membership._take_lost)
         endpoint.add_peer(COORDINATOR, coordinator_address)
         number = random_bits(63) if incarnation is None else incarnation
-        # The coordinator gives up first and says who is missing; this time-out is for a coordinator that says nothing.
+        # The coordinator gives up first and says who is missing; this time-out is for a coordinator that does not answer.
         patience = timeouts.join_s + timeouts.lost_s
         answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)
         membership.late = isinstance(answer.meta, dict) and answer.meta.get("late") is True
@@ -77,18 +77,18 @@ class Membership:
 
     @property
     def peer(self) -> PeerId:
-        """This member's name."""
+        """This member's peer id."""
         return self.endpoint.peer
 
     async def ready(self) -> None:
-        """Say that this process, which joined a run under way, can take part. On return ``view`` says so, too."""
+        """Announce that this process, which joined a run in progress, can take part. On return ``view`` shows it."""
         self._newer(View.from_value(await self._ask("ready")))
 
     async def barrier(self, name: str, members: Sequence[PeerId] | None = None) -> None:
         """Wait until all ``members`` (all workers, if none are given) have called the barrier of this name.
 
-        A name may be used again once all have passed. Raises `PeerTimeoutError` naming the missing, or `PeerLostError` as soon as a
-        member is gone.
+        A name may be used again once all have passed. Raises `PeerTimeoutError`, which names the missing members, or
+        `PeerLostError` as soon as a member is gone.
         """
         who: Value = None if members is None else list(members)
         await self._ask("barrier", name, who, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
@@ -96,32 +96,34 @@ class Membership:
     async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
         """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
 
-        Either all get it or none: raises `PeerLostError` as soon as a member is gone, and `PeerTimeoutError` naming the missing.
-        ``version``: what is agreed on is about the view of this version; `ViewChangedError` where there is a newer one.
+        Either all get it or none: raises `PeerLostError` as soon as a member is gone, and `PeerTimeoutError`, which names those
+        missing. ``version``: the agreement is about the view of this version; raises `ViewChangedError` if there is a newer one.
         """
         who: Value = list(members)
         answer = await self._ask("agree", name, value, who, version, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
         if not isinstance(answer, int):
-            raise ProtocolError(f"the coordinator answers the agreement {name!r} with {answer!r:.60}")
+            raise ProtocolError(f"the coordinator answered the agreement {name!r} with {answer!r:.60}, which is not a number")
         return answer
 
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send events (plain values) to the keeper of the run's record; on return they have arrived."""
+        """Send events (plain values) to the run's record; on return they have arrived."""
         for start in range(0, len(events), EVENTS_AT_ONCE):
             batch: list[Value] = [dict(event) for event in events[start : start + EVENTS_AT_ONCE]]
             await self._ask("report", batch)
 
     async def halt(self, reason: Mapping[str, Any]) -> None:
-        """Ask to stop the run: every member, this one too, gets `on_halt`, once. ``reason["message"]`` is for people."""
+        """Ask to stop the run: `on_halt` is called once in every member, including this one. ``reason["message"]`` is shown to the
+        user."""
         await self._ask("halt", dict(reason))
 
     async def fail(self, report: Mapping[str, Any]) -> None:
-        """Say that this role has failed, with its error report. For roles without an agent, whose end would not be noticed."""
+        """Report that this role has failed, with its error report. For roles without an agent, whose end would not be noticed."""
         await self._ask("failed", dict(report))
 
     def on_halt(self, callback: HaltCallback) -> None:
-        """Call ``callback(reason)`` when the run is to stop: a member asked for it, one failed (``kind`` is ``failure``), or the
-        coordinator is gone (``kind`` is ``coordinator lost``). At most once; at once if that has been said already."""
+        """Call ``callback(reason)`` when the run must stop: a member asked for it, one failed (``kind`` is ``failure``), or the
+        coordinator is gone (``kind`` is ``coordinator lost``). It is called at most once, and immediately if the run has to stop
+        already."""
         if self.halt_reason is not None:
             callback(self.halt_reason)
         else:
@@ -132,10 +134,10 @@ class Membership:
         self._view_callbacks.append(callback)
 
     async def leave(self) -> None:
-        """Say that this member's work is done. The coordinator's silence is no failure from here on. Idempotent.
+        """Leave the run: this member's work is done. From here on the coordinator's silence is not a failure. Idempotent.
 
-        What it has sent to others has arrived by then, however long it takes on a slow network, and its end is no loss to them.
-        Raises `PeerTimeoutError` where nothing arrives any more. Once the run is to stop, it is not needed.
+        It waits until everything that it has sent has arrived, however long that takes on a slow network. Its end is not a loss to
+        others. Raises `PeerTimeoutError` if nothing arrives any more. Not needed once the run must stop.
         """
         if not self._left:
             await self._finish()
@@ -171,7 +173,7 @@ class Membership:
             known = before.members.get(peer)
             if peer == self.peer or (known is not None and known.incarnation == member.incarnation):
                 continue
-            if known is not None:  # lost and back again since the view before
+            if known is not None:  # lost and back again since the previous view
                 self.endpoint.forget(peer, "another process has taken its place")
             self.endpoint.add_peer(peer, member.address)
         for callback in list(self._view_callbacks):
@@ -187,7 +189,9 @@ class Membership:
 
     def _take_lost(self, peer: PeerId, reason: str) -> None:
         if peer == COORDINATOR and not self._left:
-            self._stop({"kind": "coordinator lost", "peer": peer, "message": f"lost the coordinator: {reason}"})
+            self._stop(
+                {"kind": "coordinator lost", "peer": peer, "message": f"the connection to the coordinator is lost: {reason}"}
+            )
 
     async def _take_view(self, caller: PeerId, value: Value) -> Value:
         if caller == COORDINATOR:

@@ -1,15 +1,15 @@
-"""A step that is the same for all workers: the coordinator asks how far each is, and tells the furthest step to all. All of them
-stop before it, or keep a checkpoint there and go on.
+"""A common step for all workers: the coordinator asks each how far it is, and tells all of them the furthest step. They stop
+before it, or write a checkpoint there and continue.
 
 ::
 
     coordinator                         worker
     "stop.ask" why     ->               answers with the step before which it can stop, and waits there
-    "stop.at" 12 why   ->               goes on up to step 12 (or, told no step, as if not asked)
+    "stop.at" 12 why   ->               continues up to step 12 (or, without a step, as if not asked)
 
-A worker that has answered trains no further than its answer until it is told, and none is told before all have answered. So none
-has gone beyond the step that all are told, and groups that are ahead wait for nothing but those behind, which wait for no one. Both
-questions may be asked at the same time, each once.
+A worker that has answered trains no further than its answer until it gets the step, which is sent only after all have answered. So
+no worker is beyond the common step, and groups that are ahead wait only for those behind, which do not wait. Both requests may be
+made at the same time, each once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
 
 ASK, TELL = "stop.ask", "stop.at"
-#: What all are to do at the step.
+#: What all workers must do at the step.
 Why = Literal["stop", "keep"]
 
 
@@ -34,7 +34,7 @@ class Here(Enum):
     """What a worker does before a step."""
 
     TRAIN = "go on"
-    KEEP = "keep a checkpoint, and go on"
+    KEEP = "write a checkpoint, and continue"
     STOP = "stop"
 
     def __bool__(self) -> bool:
@@ -45,12 +45,12 @@ class StopPoint:
     """A worker's side. Requests that come before `open` wait for it."""
 
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
-        """``timeout_s``: how long the others may take to say how far they are."""
+        """``timeout_s``: seconds that the others may take to say how far they are."""
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._at = 0
         self._steps: int | None = None
         self._ended = False
-        self._asked: dict[Why, asyncio.Future[None]] = {}  # what is asked and not told yet
+        self._asked: dict[Why, asyncio.Future[None]] = {}  # requests that were answered, but have no step yet
         self._told: dict[Why, int] = {}
 
     def open(self, step: int, steps: int | None) -> None:
@@ -60,7 +60,7 @@ class StopPoint:
         self._endpoint.serve(TELL, self._on_tell)
 
     async def here(self, step: int) -> Here:
-        """Call this before each step. Returns what all do here."""
+        """Call this before each step. Returns what all workers do here."""
         await self._decided()
         if self._told.get("stop") == step:
             return Here.STOP
@@ -71,7 +71,7 @@ class StopPoint:
         return Here.TRAIN
 
     async def end(self) -> bool:
-        """Training would end here, before its last step. Returns whether it does: not where all are to stop later."""
+        """Call this when training would end, after its last step. Returns whether it ends: not if all must stop later."""
         await self._decided()
         if self._told:
             return False
@@ -80,7 +80,7 @@ class StopPoint:
 
     async def _decided(self) -> None:
         while self._asked:
-            async with in_time(COORDINATOR, "the step that is the same for all", self._timeout_s):
+            async with in_time(COORDINATOR, "the common step for all workers", self._timeout_s):
                 await asyncio.shield(next(iter(self._asked.values())))
 
     async def _on_ask(self, caller: PeerId, why: Value = "stop") -> Value:
@@ -100,7 +100,7 @@ class StopPoint:
 
 
 def may_not_stop(endpoint: Endpoint, why: str) -> None:
-    """Until its `StopPoint` opens this worker cannot stop at any step; a caller that asks is told ``why``."""
+    """Until its `StopPoint` opens this worker cannot stop at any step; a request gets the answer ``why``."""
 
     async def refuse(caller: PeerId, _what: Value = "stop") -> Value:
         raise ConnectivityError(why)
@@ -109,16 +109,16 @@ def may_not_stop(endpoint: Endpoint, why: str) -> None:
 
 
 async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float, why: Why = "stop") -> int | None:
-    """Let all workers stop before the same step, or keep a checkpoint there. Returns the step; ``None`` where training is about to
+    """Let all workers stop before a common step, or write a checkpoint there. Returns the step; ``None`` if training is about to
     end by itself.
 
-    Those that are lost meanwhile do not count. Raises `ConnectivityError` where another does not answer, or none is left.
+    Workers that are lost meanwhile do not count. Raises `ConnectivityError` if another one does not answer, or if none is left.
     """
     answers = await asyncio.gather(
         *(endpoint.request(peer, ASK, why, timeout=timeout_s) for peer in workers), return_exceptions=True
     )
     step, reached = 0, False
-    failure: BaseException | None = PeerLostError("all workers", "none is left that could stop") if not workers else None
+    failure: BaseException | None = PeerLostError("all workers", "no worker is left that could stop") if not workers else None
     there = []
     for peer, answer in zip(workers, answers, strict=True):
         if isinstance(answer, BaseException):
@@ -131,7 +131,7 @@ async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeou
                 step = max(step, at)
                 reached = reached or ended or (steps is not None and at >= steps)
             case other:
-                raise ProtocolError(f"{peer} does not say how far it is, but {other!r:.60}")
+                raise ProtocolError(f"{peer} was asked how far it is, but answered {other!r:.60}")
     decision = None if failure is not None or reached else step
     told = await asyncio.gather(
         *(endpoint.request(peer, TELL, decision, why, timeout=timeout_s) for peer in there), return_exceptions=True
@@ -145,7 +145,7 @@ async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeou
 
 def _require_coordinator(caller: PeerId) -> None:
     if caller != COORDINATOR:
-        raise ProtocolError(f"{caller} may not stop the workers, only the coordinator may")
+        raise ProtocolError(f"{caller} asks to stop the workers, but only the coordinator may do so")
 
 
 def _known(why: Value) -> Why:
@@ -153,4 +153,4 @@ def _known(why: Value) -> Why:
         return "stop"
     if why == "keep":
         return "keep"
-    raise ProtocolError(f"nobody knows what to do at a common step for {why!r:.40}")
+    raise ProtocolError(f"the reason {why!r:.40} for a common step is not known")

@@ -1,4 +1,4 @@
-"""Everything that a role is given. A role opens nothing itself, so that it runs in anybody's event loop."""
+"""Everything that a role is given. A role opens no connection itself, so that it runs in any event loop."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class RoleContext:
     timeouts: Timeouts
     recorder: Recorder = field(default_factory=NullRecorder)
     data_path: str | None = None
-    """Where the task finds its data: what the person said, else what the topology says."""
+    """Where the task finds its data: the launch option, or else the topology's setting."""
     resume: str | None = None
-    """The checkpoint to go on from: a folder or ``latest``; ``None`` to begin anew."""
+    """The checkpoint to continue from: a folder or ``latest``; ``None`` to start anew."""
     arena: Arena | None = None
-    """The memory that the processes of this host share; ``None`` where they share none, and everything goes over the network."""
+    """The memory that the processes of this host share; ``None`` if they share none, so that everything uses the network."""
     make_member: MakeMember | None = None
-    """Makes a worker's place among those of its host that sum gradients in simulated memory; ``None``: it is in `arena`."""
+    """Makes the worker's team member for sums of gradients in simulated memory; ``None``: the sums are in `arena`."""
     slowdown: Callable[[], float] = lambda: 1.0
-    """How many times as long a modelled device takes for work that begins now (a simulated host may be slow for a while)."""
+    """The speed factor of a modelled device for work that begins now (a simulated host may be slow for a while)."""
     make_device: Callable[[RolePlacement], Device] | None = None
-    """Makes the device of a worker that computes with torch; ``None``: the one that its placement names."""
+    """Makes the device of a worker that computes with torch; ``None``: the device that its placement names."""
 
     @property
     def modelled(self) -> bool:
-        """Whether this role only takes the time that computing would: it has no task, and needs no torch."""
+        """Whether this role only waits for the time that computing would take: it has no task, and does not need torch."""
         return self.role.device == "modelled" and self.make_device is None and not self.topology.trains

@@ -6,10 +6,10 @@ The launcher's part::
     async with asyncio.TaskGroup() as group:
         run = group.create_task(coordinator.run())
         ...                                   # start the agents, telling them endpoint.address and the run token
-        await coordinator.running.wait()      # everybody has joined (or: coordinator.failed.wait())
+        await coordinator.running.wait()      # all have joined (or: coordinator.failed.wait())
         outcome = await run                   # "done", "halted" or "failed", with all failures; outcome.cause is the one to show
 
-A program that runs the roles as coroutines of its own passes ``agents=False``.
+A program that runs the roles as its own coroutines passes ``agents=False``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
-#: ``on_event(kind, values)``: something happened to the membership; ``values["reason"]`` says why.
+#: ``on_event(kind, values)``: an event of the membership; ``values["reason"]`` says why.
 EventCallback: TypeAlias = Callable[[str, dict[str, Any]], None]
 #: ``on_report(peer, events)``: a role's own events.
 ReportCallback: TypeAlias = Callable[[PeerId, list[dict[str, Any]]], None]
@@ -39,7 +39,7 @@ ReportCallback: TypeAlias = Callable[[PeerId, list[dict[str, Any]]], None]
 
 @dataclass(slots=True)
 class _Outbox:
-    """What one member is to be told. A newer view replaces an older one that has not gone out, so this stays small."""
+    """Messages for one member. A newer view replaces an older one that was not sent yet, so this stays small."""
 
     pending: dict[str, Value] = field(default_factory=dict)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,7 +47,7 @@ class _Outbox:
 
 
 class Coordinator:
-    """Keeps the membership of one run. Make it inside the event loop, before anybody is told the endpoint's address."""
+    """Keeps the membership of one run. Make it inside the event loop, before any process gets the endpoint's address."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Coordinator:
         self.running = asyncio.Event()
         """Set once all members have joined."""
         self.failed = asyncio.Event()
-        """Something failed; `run` goes on for a moment to collect what the others have to say."""
+        """Set when something failed; `run` continues for a moment to collect the reports of the others."""
         self.outcome: Outcome | None = None
         self._endpoint, self._timeouts = endpoint, timeouts
         self._loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class Coordinator:
         return self._roster.view()
 
     def halt(self, reason: Mapping[str, Any]) -> None:
-        """Stop the run, as a role may by `Membership.halt`: every member is told, once."""
+        """Stop the run, as a role may by `Membership.halt`: every member is told once."""
         self._do(self._roster.handle_halt(COORDINATOR, reason, self._now()))
 
     def host_ended(self, host: str, reason: str) -> None:
@@ -93,7 +93,8 @@ class Coordinator:
         self._do(self._roster.handle_host_ended(host, reason, self._now()))
 
     async def run(self) -> Outcome:
-        """Keep the membership until the run has ended. Cancelling it refuses all waiting members, and does not tell the others."""
+        """Keep the membership until the run has ended. Cancelling it refuses all waiting requests, and does not notify other
+        members."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -123,7 +124,7 @@ class Coordinator:
         self._changed.clear()
 
     async def _drain(self) -> None:
-        """Let the last words go out, for as long as the time-outs allow."""
+        """Send the last messages, for as long as the time-outs allow."""
         try:
             async with asyncio.timeout(self._timeouts.flush_s):
                 for outbox in list(self._outboxes.values()):
@@ -194,7 +195,7 @@ class Coordinator:
                 try:
                     await self._endpoint.request(peer, f"membership.{what}", value, timeout=self._timeouts.request_s)
                 except ZmqTrainError as error:
-                    # A member that cannot be told is busy or gone; its agent says which, and the roster acts on that.
+                    # A member that cannot be reached is busy or gone; its agent reports which, and the roster acts on that.
                     self._note("untold", {"peer": peer, "what": what}, str(error))
             outbox.filled.clear()
             outbox.idle.set()
@@ -202,7 +203,7 @@ class Coordinator:
     # Requests -----------------------------------------------------------------------------------------------------------------
 
     async def _decide(self, decide: Callable[[Ticket], list[Action]]) -> Value:
-        """Let the roster decide on a request that may have to wait; the answer, or its refusal as an exception."""
+        """Let the roster decide on a request that may have to wait. Returns the answer, or raises the refusal."""
         ticket = next(self._tickets)
         future: asyncio.Future[Value] = self._loop.create_future()
         self._waiting[ticket] = future
@@ -219,7 +220,7 @@ class Coordinator:
         return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
 
     def _check_key(self, caller: PeerId, address: str) -> None:
-        """The views that go to all must say whom to expect at an address, exactly where connections are encrypted."""
+        """Addresses in views must contain the peer's key if connections are encrypted, and only then."""
         try:
             key = key_in(address)
         except ValueError as error:

@@ -23,11 +23,11 @@ class RunDescription:
     topology: Topology
     placement: Placement
     folder: str
-    """The folder that relative paths in the topology file begin at."""
+    """The folder at which relative paths in the topology file begin."""
     data_path: str | None = None
     resume: str | None = None
     script: tuple[str, ...] = ()
-    """A script of the user's own that workers run, and its arguments; empty where the topology names a task."""
+    """The user's script that workers run, and its arguments; empty if the topology names a task."""
 
     def to_value(self) -> Value:
         return {
@@ -41,7 +41,7 @@ class RunDescription:
 
     @classmethod
     def from_value(cls, value: Any) -> RunDescription:
-        """Raises `ProtocolError` for anything else than `to_value` gives."""
+        """The description that `to_value` wrote. Raises `ProtocolError` for anything else."""
         try:
             return cls(
                 topology=Topology.from_dict(value["topology"]),
@@ -52,11 +52,11 @@ class RunDescription:
                 script=tuple(value["script"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"the coordinator describes the run in a way that this release does not know: {error!r}") from error
+            raise ProtocolError(f"the coordinator's description of the run cannot be read by this release: {error!r}") from error
 
 
 def serve_description(endpoint: Endpoint, description: RunDescription) -> None:
-    """Answer everybody who asks what the run is."""
+    """Serve the description of the run to all members."""
     value = description.to_value()
 
     async def answer(_caller: PeerId) -> Value:
@@ -66,5 +66,6 @@ def serve_description(endpoint: Endpoint, description: RunDescription) -> None:
 
 
 async def fetch_description(endpoint: Endpoint, *, timeout: float) -> RunDescription:
-    """What the run is. The endpoint must know the coordinator's address. Raises `ConnectivityError` and `ProtocolError`."""
+    """Get the description of the run. The endpoint must know the coordinator's address. Raises `ConnectivityError` and
+    `ProtocolError`."""
     return RunDescription.from_value((await endpoint.request(COORDINATOR, _METHOD, timeout=timeout)).meta)

@@ -1,4 +1,4 @@
-"""How a process is told its place: a few environment variables, enough to find the run and to ask for the rest."""
+"""The environment variables that tell a process how to find its run; it asks the coordinator for the rest."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ class RoleEnvironment:
 
     peer: PeerId
     coordinator: str
-    """Address of the coordinator's endpoint. With the coordinator's public key in it, all that this process says is encrypted."""
+    """Address of the coordinator's endpoint. If it contains the coordinator's public key, everything that this process sends is
+    encrypted."""
     token: str = field(repr=False)
     """The run token. A secret: it goes by environment or standard input, never on a command line."""
     host: str = "127.0.0.1"
-    """The address to advertise, and to bind where ``bind`` does not say another."""
+    """The address to advertise, and to bind if ``bind`` is empty."""
     timeout_s: float = 60.0
     """The value of ``[job] timeout``."""
     shaping: str = ""
-    """The file that says how an emulated network is shaped; empty: not at all."""
+    """The file with the shaping of an emulated network; empty: no shaping."""
     arena: str = ""
     """The path of the host's shared memory; empty if there is none."""
     slot: int = 0
     """The process's slot in it."""
     bind: str = ""
-    """The address to bind, where it is not the one that others connect to."""
+    """The address to bind, if others connect to a different one."""
     ports: tuple[int, int] | None = None
-    """The first and the last port that may be listened at; ``None``: any."""
+    """The first and the last port to listen on; ``None``: any port."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -59,13 +60,13 @@ class RoleEnvironment:
         return Timeouts.of(self.timeout_s)
 
     def settings(self, arena: Arena | None = None) -> NetSettings:
-        """What the process's endpoint runs by. ``arena``: its place in the memory of its host."""
+        """The settings of the process's endpoint. ``arena``: its slot in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
         settings = net_settings(self.timeouts, self.token, host=self.bind or self.host, ports=self.ports, identity=self._identity())
         return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def _identity(self) -> Identity | None:
-        """New keys, where the run is encrypted."""
+        """New keys, if the run is encrypted."""
         try:
             key = key_in(self.coordinator)
         except ValueError as error:
@@ -89,9 +90,9 @@ class RoleEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> RoleEnvironment | None:
-        """What `to_environ` gave; ``None`` where this process was not started for a run.
+        """Read what `to_environ` wrote; ``None`` if this process was not started for a run.
 
-        Raises `UsageError` where only a part of the variables is there, or a value is wrong.
+        Raises `UsageError` if only some of the variables are set, or if a value is wrong.
         """
         variables = os.environ if environ is None else environ
         needed = (PEER, COORDINATOR_ADDRESS, TOKEN)
@@ -126,7 +127,7 @@ class RoleEnvironment:
 
 
 def ports_in(text: str) -> tuple[int, int] | None:
-    """The range of ports that ``ZMQTRAIN_PORTS`` gives; ``None`` where it is empty. Raises `UsageError`."""
+    """The range of ports in ``ZMQTRAIN_PORTS``; ``None`` if it is empty. Raises `UsageError`."""
     if not text:
         return None
     first, mark, last = text.partition("-")
@@ -144,7 +145,7 @@ def net_settings(
     ports: tuple[int, int] | None = None,
     identity: Identity | None = None,
 ) -> NetSettings:
-    """An endpoint's settings, its time-outs from the timeouts. ``identity``: its keys, where connections are encrypted."""
+    """An endpoint's settings, with its time-outs from ``timeouts``. ``identity``: its keys, if connections are encrypted."""
     return NetSettings(
         token=token,
         host=host,

@@ -1,4 +1,4 @@
-"""The coordinator's mind: who is in the run, in which state the run is, and what follows. Sans-IO: time is an argument.
+"""The coordinator's state machine: the members, the state of the run, and what follows. Sans-IO: time is an argument.
 
 The life of a run::
 
@@ -7,9 +7,9 @@ The life of a run::
        └────────── a failure ───────────┴───────▶ failed ◀─────────────┘                     │
                                                      └──all exited, or the grace time over───┘
 
-A role is judged by its agent's word (heartbeats that name the living, reports of exits) and never by its own silence: a process
-whose GIL is held for a minute is healthy. An agent is judged by its silence. Roles without an agent (embedded in another program)
-are judged by the endpoint, which notices a link that stays away.
+A role is judged by its agent's messages (heartbeats that name the living roles, reports of exits) and never by its own silence: a
+process whose GIL is held for a minute is healthy. An agent is judged by its silence. Roles without an agent (embedded in another
+program) are judged by the endpoint, which notices a link that stays broken.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
-#: Processes that only watch.
+#: The most processes that only observe.
 MOST_OBSERVERS = 64
-#: Longest address and reason that are kept.
+#: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
 
 
 class Roster:
-    """A run's state machine: each method takes what happened and returns what to do.
+    """A run's state machine: each method takes an event and returns actions.
 
     ``now`` is the loop's clock and never goes back."""
 
     def __init__(self, expected: Iterable[Member], timeouts: Timeouts, *, now: float, elastic: bool = False) -> None:
-        """``elastic``: the run goes on without workers that are lost, and with those that come back."""
+        """``elastic``: the run continues without workers that are lost, and admits workers that come back."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
         self._elastic = elastic
-        self._losses: list[str] = []  # without which the run went on
-        self._told = 0  # the version of the newest view that everybody was told
+        self._losses: list[str] = []  # losses after which the run continued
+        self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected)
-        self._heard: dict[str, float] = {}  # host -> when its agent was last heard
+        self._heard: dict[str, float] = {}  # host -> time of the agent's last message
         self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
         self._barriers = Barriers(timeouts.barrier_s)
         self._version = 0
@@ -92,14 +92,14 @@ class Roster:
     # What happened ------------------------------------------------------------------------------------------------------------
 
     def handle_join(self, peer: PeerId, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
-        """A process wants in. Roles are answered when everybody is there, agents and observers at once."""
+        """A process asks to join. Roles get an answer when all have joined, agents and observers at once."""
         entry = self._members.get(peer)
         if entry is None:
             if not peer.startswith("observer/"):
                 expected = name_some([other.member.peer for other in self._members.of_kind("agent", "worker", "server", "fc")])
                 return [Refuse(ticket, ProtocolError(f"{peer} is not part of this run, which expects {expected}"))]
             if len(self._members.of_kind("observer")) >= MOST_OBSERVERS:
-                return [Refuse(ticket, UsageError(f"{peer} cannot watch: {MOST_OBSERVERS} observers are here already"))]
+                return [Refuse(ticket, UsageError(f"{peer} cannot join: there are {MOST_OBSERVERS} observers already"))]
             entry = self._members.add(Member(peer, "", "", "observer", -1))
         stopped = self.halt_reason is not None and not self._complete
         again = self._elastic and self.state is State.RUNNING and entry.member.kind in ("worker", "agent")
@@ -111,7 +111,7 @@ class Roster:
         actions: list[Action] = []
         if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
             if entry.member.kind != "observer" and self.state is not State.JOINING:
-                reason = "it came back as another process; what it knew is gone"
+                reason = "it came back as another process, and its state is lost"
                 error = PeerLostError(peer, reason)
                 return [Refuse(ticket, error), *self._lose(entry, reason, error, now)]
             actions += self._discard_join(peer, f"another process has joined as {peer}")
@@ -129,15 +129,20 @@ class Roster:
         if entry.member.is_role and not self._complete:
             gone = next((other for other in self._members if other.gone), None)
             if gone is not None:
-                error = PeerLostError(gone.member.peer, gone.reason, waiting_for="everybody to join")
+                error = PeerLostError(gone.member.peer, gone.reason, waiting_for="all members to join")
                 return [*actions, Refuse(ticket, error)]
             actions += self._refuse_join(peer, ProtocolError(f"{peer} has asked again"))
             self._joining[peer] = ticket
             return actions + self._maybe_complete()
-        return [*actions, Answer(ticket, self.view().to_value(), f"{peer} needs to wait for nobody"), *self._maybe_complete()]
+        return [
+            *actions,
+            Answer(ticket, self.view().to_value(), f"{peer} does not have to wait for others"),
+            *self._maybe_complete(),
+        ]
 
     def _join_again(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
-        """Another process under the name of a worker that was lost, or is lost by that: it takes part in what is under way."""
+        """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
+        progress."""
         peer, actions = entry.member.peer, []
         if entry.here:
             reason = "it came back as another process"
@@ -148,7 +153,7 @@ class Roster:
         if entry.member.kind == "agent":
             self._heard[entry.member.host] = now
         self._version += 1
-        reason = f"{peer} joined the run under way"
+        reason = f"{peer} joined the run in progress"
         values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address), "late": True}
         actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason), *self._tell_view(reason, but=peer)]
         view = self.view().to_value()
@@ -156,7 +161,7 @@ class Roster:
         return [*actions, Answer(ticket, {**view, "late": True}, reason)]
 
     def handle_ready(self, peer: PeerId, ticket: Ticket, now: float) -> list[Action]:
-        """A worker that has joined a run under way can take part from now on."""
+        """A worker that has joined a run in progress can take part from now on."""
         error, entry = self._may_not(peer), self._members.get(peer)
         if error is not None or entry is None:
             return [Refuse(ticket, error or ProtocolError(f"{peer} is not a member of this run"))]
@@ -168,7 +173,7 @@ class Roster:
     def handle_agree(
         self, peer: PeerId, name: str, value: int, members: Sequence[PeerId], version: int | None, ticket: Ticket, now: float
     ) -> list[Action]:
-        """A member brings its value to an agreement. ``version``: the view that it is about; it ends with it."""
+        """A member gives its value for an agreement. ``version``: the view that it is about; a newer view ends it."""
         error = self._may_not(peer)
         if error is None and version is not None and version < self._told:
             error = ViewChangedError(f"the members have changed: view {self._told} is the newest, not {version}")
@@ -190,7 +195,7 @@ class Roster:
         return None if gone is None else PeerLostError(gone.member.peer, gone.reason, waiting_for=what)
 
     def handle_barrier(self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float) -> list[Action]:
-        """A member is at a barrier; without ``members`` it is one of all workers."""
+        """A member has reached a barrier; without ``members`` it is a barrier of all workers."""
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
@@ -199,10 +204,10 @@ class Roster:
         refused = self._not_all_here(peer, who, f"the barrier {name!r}")
         if refused is not None:
             return [Refuse(ticket, refused)]
-        return self._barriers.arrive(peer, name, who, ticket, now, everybody=self._elastic and members is None)
+        return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None)
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
-        """An agent's word: its host is there, and these of its roles are alive."""
+        """A heartbeat of an agent: its host is alive, and so are these roles."""
         entry = self._members.get(peer)
         if entry is None or entry.member.kind != "agent" or not entry.here:
             return []
@@ -238,24 +243,24 @@ class Roster:
         values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "exit_code": exit_code}
         actions: list[Action] = [Note("exit", values, f"{peer} exited with code {exit_code}")]
         if exit_code == 0 and report is None and (left or never_joined):
-            # A script that never joins is no failure as long as nobody waits for it.
+            # A script that never joins is not a failure as long as no member waits for it.
             if not left:
                 actions += self._remove(entry, Presence.LEFT, "it ended without joining")
             return actions + self._maybe_finish(now)
         if any(failure.peer == peer and failure.report is not None for failure in self.failures):
-            return actions + self._maybe_end()  # it has said so itself
+            return actions + self._maybe_end()  # it has reported its failure itself
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left, pid=pid)
-        ended_by_agent = stopped and report is None  # that says nothing of why the run had failed before
+        ended_by_agent = stopped and report is None  # its exit is not the reason why the run failed before
         if not ended_by_agent and self._explain(failure):
             return actions + self._maybe_end()
         if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
-            return actions + self._maybe_end()  # the run goes on without it already
+            return actions + self._maybe_end()  # the run already continues without it
         if entry.presence is not Presence.LOST:
             actions += self._remove(entry, Presence.LOST, failure.reason)
         return actions + self._fail_or_go_on(entry, failure, now)
 
     def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
-        """A role says itself that it failed. Needed where it has no agent that would see its process end."""
+        """A role reports its own failure. Needed if it has no agent that would see its process end."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
@@ -263,11 +268,11 @@ class Roster:
         exit_code = code if isinstance(code, int) else 1
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=False, left=False)
         gone = self._remove(entry, Presence.LOST, failure.reason)
-        # Its process is still there, and waits for the answer to this very call: no wait for it is given up here.
+        # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
     def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
-        """A member has done its work and goes. Nobody else is told: what it has sent is still on its way to them."""
+        """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
@@ -282,7 +287,7 @@ class Roster:
         return actions + self._maybe_finish(now)
 
     def handle_halt(self, peer: PeerId, reason: Mapping[str, Any], now: float) -> list[Action]:
-        """A role asks to stop the run. Everybody is told, once; they leave by themselves."""
+        """A role asks to stop the run. All members are told once, and leave by themselves."""
         if self.halt_reason is not None or self.state in (State.FAILED, State.ENDED):
             return []
         if peer != "coordinator" and self._may_not(peer) is not None:
@@ -292,12 +297,12 @@ class Roster:
         values: dict[str, Any] = {"peer": peer, "reason": dict(reason)}
         actions: list[Action] = [Note("halt", values, told)]
         for waiting in list(self._joining):
-            actions += self._refuse_join(waiting, PeerLostError(peer, told, waiting_for="everybody to join"))
+            actions += self._refuse_join(waiting, PeerLostError(peer, told, waiting_for="all members to join"))
         return [*actions, *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
-        """The endpoint has lost its link to a peer. Says nothing about a role that has an agent, unless others can go on without
-        it: then a process that stands still is not waited for."""
+        """The endpoint has lost its link to a peer. This does not matter for a role with an agent, unless the others can continue
+        without it: then a process that hangs is not waited for."""
         entry = self._members.get(peer)
         if entry is None or not entry.here or self.state is State.ENDED:
             return []
@@ -308,14 +313,14 @@ class Roster:
             return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
         vouched_for = entry.member.host in self._members.agents
         if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
-            return []  # nobody can go on without it, and its agent says whether it will be back
+            return []  # the run cannot continue without it, and its agent reports whether its process has ended
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
             return self._discard_join(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
     def handle_host_ended(self, host: str, reason: str, now: float) -> list[Action]:
-        """Whoever started a host's agent says that it has ended. Says nothing about an agent that has left."""
+        """The engine reports that a host's agent has ended. Ignored for an agent that has left."""
         entry = self._members.agents.get(host)
         if entry is None or entry.gone or self.state is State.ENDED:
             return []
@@ -333,7 +338,7 @@ class Roster:
         if self._end_deadline is not None:
             deadlines.append(self._end_deadline)
         if self._heard:
-            # Also once a heartbeat, so that `tick` notices when this very process has been standing still.
+            # Also once per heartbeat, so that `tick` notices when this very process was suspended.
             deadlines += [min(self._heard.values()) + self._timeouts.lost_s, self._last_tick + self._timeouts.heartbeat_s]
         return min(deadlines, default=None)
 
@@ -342,7 +347,7 @@ class Roster:
         stood_still = now - self._last_tick - self._timeouts.heartbeat_s
         self._last_tick = now
         if self._heard and stood_still > self._timeouts.lost_s / 2:
-            # It was we who stood still (a suspended machine, a stopped process): the agents' words wait unread.
+            # This process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread.
             self._heard = dict.fromkeys(self._heard, now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
@@ -369,7 +374,7 @@ class Roster:
         if entry is None or not entry.here:
             return ProtocolError(f"{peer} is not a member of this run")
         if not self._complete:
-            return ProtocolError(f"{peer} must wait until everybody has joined")
+            return ProtocolError(f"{peer} must wait until all members have joined")
         return None
 
     def _refuse_join(self, peer: PeerId, error: ZmqTrainError) -> list[Action]:
@@ -394,7 +399,7 @@ class Roster:
         return [Note("running", {"members": len(self._members)}, reason), *answers]
 
     def _remove(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
-        """A member is gone, in whichever way. Whoever waits for it is told."""
+        """A member is gone, for any reason. Members that wait for it are told."""
         if entry.here:
             self._version += 1
         entry.presence, entry.reason = presence, reason[:LONGEST_TEXT]
@@ -404,19 +409,19 @@ class Roster:
         actions = self._refuse_join(peer, PeerLostError(peer, reason))
         actions += self._barriers.give_up(peer, reason)
         if not self._complete and entry.member.is_role:
-            # Everybody is still waiting for a view that will never be complete.
+            # All members still wait for a view that will never be complete.
             for waiting in list(self._joining):
-                actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="everybody to join"))
+                actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="all members to join"))
         if presence is Presence.LOST:
             actions.append(Drop(peer, reason))
         return actions
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
-        """A member is lost; with an agent all roles of its host."""
+        """A member is lost; if it is an agent, all roles of its host are lost, too."""
         actions = self._remove(entry, Presence.LOST, reason)
         if entry.member.kind == "agent":
             for other in self._members.roles_of(entry.member.host):
-                other.exited = True  # as far as anybody can tell
+                other.exited = True  # as far as is known
                 if not other.gone:
                     actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
         actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
@@ -425,8 +430,8 @@ class Roster:
         return actions + self._fail_or_go_on(entry, failure, now)
 
     def _fail_or_go_on(self, entry: Entry, failure: Failure, now: float) -> list[Action]:
-        """Somebody is gone for good. An elastic run goes on without workers, as long as there are others, and as it is not their
-        own fault."""
+        """A member is gone for good. An elastic run continues without workers, as long as others are left and the worker's own
+        code did not fail."""
         roles = self._members.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
         left = any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
@@ -438,7 +443,8 @@ class Roster:
         return [*noted, *self._tell_view(failure.reason), *self._maybe_finish(now)]
 
     def _explain(self, failure: Failure) -> bool:
-        """The process's own end says why its link was lost: that takes the place of the loss, where the run has failed by it."""
+        """The end of a process explains why its link was lost: it replaces the loss as the reason, if the run has failed because
+        of it."""
         for at, known in enumerate(self.failures):
             if known.peer == failure.peer and known.exit_code is None:
                 self.failures[at] = failure
@@ -447,7 +453,7 @@ class Roster:
         return False
 
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
-        """Everybody learns the view as it is now, and only that one counts."""
+        """Send all members the current view, which replaces all earlier ones."""
         self._told = self._version
         tell = [action for action in self._tell_all("view", self.view().to_value(), reason) if action.to != but]
         return [*self._barriers.outdate(self._version, reason), *tell]
@@ -455,7 +461,7 @@ class Roster:
     def _fail(self, failure: Failure, now: float) -> list[Action]:
         self.failures.append(failure)
         if self.state in (State.FAILED, State.ENDED):
-            # Those who are still here need not know more, but a peer that is lost later must not be waited for either.
+            # The remaining members need no new view, but a peer that is lost later must not be waited for either.
             return [*self._tell_all("view", self.view().to_value(), failure.reason), *self._maybe_end()]
         self._go(State.FAILED)
         self._end_reason, self._end_deadline = (
@@ -465,8 +471,8 @@ class Roster:
         halt: dict[str, Any] = {"kind": "failure", "peer": failure.peer, "message": failure.reason}
         actions: list[Action] = [Note("failed", {"peer": failure.peer, "reason": failure.reason}, failure.reason)]
         for waiting in list(self._joining):
-            actions += self._refuse_join(waiting, PeerLostError(failure.peer, failure.reason, waiting_for="everybody to join"))
-        # The view first: it ends the waits for the lost, so that a role is free to hear the rest.
+            actions += self._refuse_join(waiting, PeerLostError(failure.peer, failure.reason, waiting_for="all members to join"))
+        # The view first: it ends waits for lost members, so that a role is free to receive the rest.
         actions += self._tell_all("view", self.view().to_value(), failure.reason)
         actions += self._tell_all("halt", halt, failure.reason)
         return actions + self._maybe_end()
@@ -510,7 +516,7 @@ class Roster:
         missing = [entry for entry in self._members if entry.presence is Presence.EXPECTED]
         named = name_some([entry.member.peer for entry in missing])
         error = PeerTimeoutError(
-            named, f"everybody to join ({len(missing)} of {len(self._members)} are missing)", self._timeouts.join_s
+            named, f"all members to join ({len(missing)} of {len(self._members)} are missing)", self._timeouts.join_s
         )
         actions: list[Action] = []
         for waiting in list(self._joining):
@@ -519,11 +525,11 @@ class Roster:
         return actions + self._fail(failure, now)
 
     def _time_is_up(self, now: float) -> list[Action]:
-        """The time for ending is over and somebody is still there."""
+        """The time for ending is over, but members are left."""
         if self.state is State.FAILED:
             return self._end()
         still = [entry for entry in self._members if entry.member.is_role and not entry.gone]
-        if not still:  # all have left; only their processes are slow to end, which is their agents' business
+        if not still:  # all have left; only their processes are slow to end, which their agents handle
             return self._end()
         peers = name_some([entry.member.peer for entry in still])
         error = PeerTimeoutError(peers, "the end of the run", self._timeouts.request_s)

@@ -1,4 +1,4 @@
-"""Where a run and each of its members stand, and which changes are possible."""
+"""The states of a run and of its members, and the possible transitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zmqtrain.net.endpoint import PeerId
 
 
 class State(Enum):
-    """Where the run stands."""
+    """The state of the run."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -30,7 +30,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 
 class Presence(Enum):
-    """Where one member stands."""
+    """The state of a member."""
 
     EXPECTED = "expected"
     HERE = "here"
@@ -40,7 +40,7 @@ class Presence(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """The coordinator's knowledge of one member."""
+    """What the coordinator knows about one member."""
 
     member: Member
     presence: Presence = Presence.EXPECTED
@@ -60,12 +60,12 @@ class Entry:
 
     @property
     def gone(self) -> bool:
-        """Whether it will never come (back)."""
+        """Whether it will never join (again)."""
         return self.presence in (Presence.LEFT, Presence.LOST)
 
 
 class MemberTable:
-    """All peers that are expected or here, observers included, with what is known of each."""
+    """All peers that are expected or have joined, including observers, with what is known about each."""
 
     def __init__(self, expected: Iterable[Member]) -> None:
         self._entries = {member.peer: Entry(member) for member in expected}
@@ -79,11 +79,11 @@ class MemberTable:
         return len(self._entries)
 
     def get(self, peer: PeerId) -> Entry | None:
-        """What is known of a peer, if it is known at all."""
+        """The entry of a peer, if it is known."""
         return self._entries.get(peer)
 
     def add(self, member: Member) -> Entry:
-        """One more, who was not expected."""
+        """Add a member that was not expected."""
         entry = self._entries[member.peer] = Entry(member)
         return entry
 
@@ -96,7 +96,7 @@ class MemberTable:
         return [entry for entry in self if entry.member.kind in kinds]
 
     def here(self) -> list[Entry]:
-        """All who have joined and are still in the run."""
+        """All members that have joined and are still in the run."""
         return [entry for entry in self if entry.here]
 
     def roles_of(self, host: str) -> list[Entry]:
@@ -104,7 +104,7 @@ class MemberTable:
         return [entry for entry in self if entry.member.is_role and entry.member.host == host]
 
     def ended(self, entry: Entry) -> bool:
-        """Whether a role's process itself has ended, as far as anybody is there to tell."""
+        """Whether a role's process has ended, as far as its agent can tell."""
         agent = self.agents.get(entry.member.host)
         return entry.gone and (entry.exited or agent is None or agent.gone)
 

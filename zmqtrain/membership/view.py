@@ -19,7 +19,7 @@ class Member:
 
     peer: PeerId
     address: str
-    """Where to connect to, with its public key in an encrypted run; empty as long as the member is only expected."""
+    """The address to connect to, with its public key in an encrypted run; empty as long as the member has not joined."""
     host: str
     kind: MemberKind
     index: int
@@ -27,9 +27,9 @@ class Member:
     group: int = -1
     position: int = -1
     incarnation: int = 0
-    """Tells processes that have had this name one after another apart."""
+    """Distinguishes successive processes of the same name."""
     ready: bool = True
-    """False: it has joined a run under way, and still prepares itself to take part."""
+    """False: it has joined a run in progress, and is still preparing to take part."""
 
     @property
     def is_role(self) -> bool:
@@ -43,11 +43,11 @@ class View:
 
     version: int
     complete: bool
-    """Whether everybody who was expected has joined at some time."""
+    """Whether all expected members have joined at some time."""
     members: Mapping[PeerId, Member]
-    """Those who joined and have not left or been lost."""
+    """The members that have joined and have not left or been lost."""
     lost: Mapping[PeerId, str]
-    """Those who were lost, and why."""
+    """The members that were lost, with the reasons."""
 
     def workers(self) -> list[Member]:
         """All workers, in order of rank."""
@@ -64,13 +64,13 @@ class View:
 
     @classmethod
     def from_value(cls, value: Any) -> View:
-        """The view that `to_value` was called on. Raises ``KeyError`` or ``TypeError`` for anything else."""
+        """The view that `to_value` wrote. Raises ``KeyError`` or ``TypeError`` for anything else."""
         members = [Member(**member) for member in value["members"]]
         return cls(value["version"], value["complete"], {member.peer: member for member in members}, dict(value["lost"]))
 
 
 def expected_members(placement: Placement, *, agents: bool = True) -> tuple[Member, ...]:
-    """Everybody whom a run waits for: its roles and, unless without ``agents``, the agent of each host that has a role."""
+    """The members that a run waits for: its roles and, with ``agents``, the agent of each host that has a role."""
     hosts = [name for name in placement.hosts if placement.of_host(name)] if agents else []
     found = [Member(f"agent/{name}", "", name, "agent", -1) for name in hosts]
     found += [Member(role.peer, "", role.host, role.kind, role.index, role.group, role.position) for role in placement.roles]

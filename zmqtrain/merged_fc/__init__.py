@@ -1,1 +1,1 @@
-"""The fully connected layers merged on an FC server: its messages, both its sides, and the model in two phases."""
+"""The fully connected layers, computed for all workers on an FC server: messages, both sides, and the model in two phases."""

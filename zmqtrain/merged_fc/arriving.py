@@ -1,4 +1,4 @@
-"""Tensors of batches as they come to an FC server, until all of one batch are there. Without I/O."""
+"""Collects the tensors of batches as they arrive at an FC server, until a batch is complete. Without I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zmqtrain.merged_fc.messages import MOST_TENSORS, ActivationsMeta, parse_act
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.wire.payload import Payload
 
-#: Batches of one worker of which some tensors are here: those of one step and one evaluation.
+#: The incomplete batches that one worker may have here: those of one step and one evaluation.
 MOST_BATCHES = 4
 
 
@@ -22,9 +22,10 @@ class Arriving:
         self._batches = Counter[PeerId]()
 
     def add(self, sender: PeerId, tag: Tag, payload: Payload) -> tuple[str | int, int, BatchPart] | None:
-        """A tensor is here. Returns its batch if that is complete now: step and micro-batch, or ``evaluate`` and a number.
+        """Add a tensor. If its batch is now complete, returns the batch: step and micro-batch (or ``evaluate`` and a number), and
+        the worker's part; otherwise ``None``.
 
-        Raises `ProtocolError` for one that belongs to no batch."""
+        Raises `ProtocolError` if the tensor belongs to no batch."""
         (what, number), index = parse_activations_tag(tag)
         key = (sender, what, number)
         more = key not in self._here and self._batches[sender] == MOST_BATCHES

@@ -1,6 +1,6 @@
-"""A worker's side of the FC server, on the event loop: activations go out, their gradients come back.
+"""A worker's side of the FC server, on the event loop: activations are sent, their gradients come back.
 
-The tensors that are sent must stay as they are until the answer is there: within a host the server reads them where they lie.
+The sent tensors must not change until the answer arrives: within a host the server reads them in place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 class FcClient:
-    """One worker's. Waits raise `PeerLostError`, `PeerTimeoutError`, or the `ProtocolError` with which the server refuses."""
+    """The client of one worker. Waits raise `PeerLostError`, `PeerTimeoutError`, or a `ProtocolError` if the server refuses."""
 
     def __init__(self, endpoint: Endpoint, server: PeerId, timeouts: Timeouts) -> None:
         self._endpoint, self._server, self._timeouts = endpoint, server, timeouts
@@ -49,9 +49,9 @@ class FcClient:
         into: Sequence[Payload],
         sent: Callable[[], Awaitable[None]] | None = None,
     ) -> AnswerMeta:
-        """Send a micro-batch; on return the gradients that are wanted lie in ``into``, if the answer says that there are any.
+        """Send a micro-batch. On return the wanted gradients are in ``into``, if the answer says that there are any.
 
-        ``sent`` is called once everything is queued."""
+        ``sent`` is called once everything is queued. Returns the answer."""
         tags = [activations_tag(step, micro_batch, place) for place in range(len(tensors))]
         await self._send(tags, tensors, meta)
         if sent is not None:
@@ -60,31 +60,31 @@ class FcClient:
         answer = AnswerMeta.from_value((await self._receive(answer_tag(step, micro_batch), what)).meta)
         if answer.gradients:
             if answer.gradients != len(into):
-                raise ProtocolError(f"{self._server} has {answer.gradients} gradients for {len(into)} activations")
+                raise ProtocolError(f"{self._server} sent {answer.gradients} gradients for {len(into)} activations")
             tagged = [(gradient_tag(step, micro_batch, place), target) for place, target in enumerate(into)]
             await together(*(self._receive(tag, what, into=target) for tag, target in tagged))
         return answer
 
     async def evaluate(self, meta: ActivationsMeta, tensors: Sequence[Payload]) -> list[float]:
-        """The sums of the metrics over a batch."""
+        """Have a batch evaluated. Returns the sums of the metrics over it."""
         number, self._evaluations = self._evaluations, self._evaluations + 1
         await self._send([evaluate_tag(number, place) for place in range(len(tensors))], tensors, meta)
         measured = (await self._receive(measured_tag(number), "an evaluation")).meta
         match measured:
             case list() if all(isinstance(each, int | float) for each in measured):
                 return [float(each) for each in measured]
-        raise ProtocolError(f"{self._server} answers an evaluation with {measured!r:.100}")
+        raise ProtocolError(f"{self._server} answered an evaluation with {measured!r:.100}")
 
     async def keep(self, step: int, *, save: bool) -> None:
-        """Have the server keep its part of the model at ``step`` as it is now; ``save``: in a checkpoint, too."""
+        """Have the server keep the current state of its part of the model for ``step``. ``save``: in a checkpoint, too."""
         await self._endpoint.request(self._server, "fc_keep", step, save, timeout=self._timeouts.barrier_s)
 
     async def hold(self, held: bool) -> None:
-        """Have the server train nobody while this worker's group evaluates; then again."""
+        """``held``: the server trains no group while this worker's group evaluates. Otherwise: it continues."""
         await self._endpoint.request(self._server, "fc_hold", held, timeout=self._timeouts.barrier_s)
 
     async def model(self, step: int) -> dict[str, TensorPayload]:
-        """The server's part of the model's state, as it keeps it for the checkpoint at ``step``."""
+        """The server's part of the model's state, by name, as kept for the checkpoint at ``step``."""
         await self._endpoint.request(self._server, "fc_model", step, timeout=self._timeouts.barrier_s)
         what = f"its part of the model at step {step}"
         listed, _ = unpack_manifest(await self._receive(model_tag(step), what))
@@ -96,7 +96,7 @@ class FcClient:
         return state
 
     async def finish(self) -> None:
-        """Say that this worker needs the server no more. Best effort: a server that is gone needs not be told."""
+        """Announce that this worker no longer needs the server. If the server is already gone, nothing happens."""
         with suppress(ZmqTrainError):
             await self._endpoint.request(self._server, "fc_finished", timeout=self._timeouts.grace_s)
 
@@ -115,12 +115,12 @@ class FcClient:
             if wait in done:
                 return wait.result()
             self._refused.result()
-            raise AssertionError("a refusal is an error")
+            raise AssertionError("a refusal raises an error")
         finally:
             wait.cancel()
 
     async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
         if caller == self._server and not self._refused.done():
             self._refused.set_exception(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
-            self._refused.exception()  # it may be that nobody waits
+            self._refused.exception()  # nothing may be waiting for it
         return None

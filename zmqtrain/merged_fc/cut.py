@@ -1,8 +1,8 @@
-"""Where a model is cut in two phases (Hadjis et al. 2016): which parts of its forward the workers compute, and which the FC server.
+"""Where a model is divided into two phases (Hadjis et al. 2016): the part that workers compute, and that of the FC server.
 
-The convolution phase has most of the arithmetic and few of the parameters, the fully connected phase the reverse. The second one
-begins at a layer and has everything that depends on it, so nothing of the first ever waits for the second. A pure function of the
-forward's steps.
+The convolution phase has most of the arithmetic and few of the parameters, the fully connected phase the reverse. The second phase
+starts at a layer and contains everything that depends on it, so nothing in the first phase waits for the second. A pure function of
+the forward's steps.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.suggest import did_you_mean
 
-#: ``sequence``: recurrent layers, attention and embeddings; the phase behind them is the output projection.
+#: ``sequence``: recurrent layers, attention and embeddings; the phase after them is the output projection.
 StepKind = Literal["convolution", "sequence", "linear", "other"]
-#: Modules that an error lists before it says how many more there are.
+#: An error lists this many modules before it counts the rest.
 MOST_LISTED = 12
 
 
@@ -27,19 +27,20 @@ class ForwardStep:
     name: str
     """Unique in the forward."""
     inputs: tuple[str, ...] = ()
-    """Names of the steps whose results it takes; they come before it."""
+    """Names of the steps whose results it uses, which come before it."""
     kind: StepKind = "other"
     module: str = ""
-    """The module that it calls, like ``classifier.1``; empty for operations."""
+    """The module that it calls, such as ``classifier.1``; empty for operations."""
 
 
 def second_phase(steps: Sequence[ForwardStep], split: str | None = None) -> frozenset[str]:
-    """Names of the steps that the FC server computes. ``steps``: all, in the order of the forward.
+    """Names of the steps that the FC server computes. ``steps``: all steps, in the order of the forward.
 
-    Without ``split`` it is found: the first linear layer behind the last convolution; behind recurrent layers or attention, the
-    last linear layer of all. ``split`` names a module: the first call of it, or of anything in it, and all that depends on those.
+    Without ``split`` the phase starts at the first linear layer after the last convolution or, after recurrent layers or attention,
+    at the last linear layer of all. ``split`` names a module: the phase then starts at the first call of it, or of a module inside
+    it. Everything that depends on the start belongs to the phase.
 
-    Raises `UsageError` where there is no such place.
+    Raises `UsageError` if there is no such start.
     """
     if split is None:
         beginning = {_found(steps).name}
@@ -58,15 +59,15 @@ def _found(steps: Sequence[ForwardStep]) -> ForwardStep:
     bodies = [place for place, step in enumerate(steps) if step.kind in ("convolution", "sequence")]
     if not bodies:
         raise UsageError(
-            "the model has no convolutions, no recurrent layers and no attention, so where its fully connected phase begins cannot "
-            f"be found: name the module in [exchange] split, or leave merged_fc out; its modules are {_modules(steps)}"
+            "the model has no convolutions, recurrent layers or attention, so the start of its fully connected phase cannot be "
+            f"found: name the module in [exchange] split, or set merged_fc = false; its modules are {_modules(steps)}"
         )
     last = steps[bodies[-1]]
     linear = [step for step in steps[bodies[-1] + 1 :] if step.kind == "linear"]
     if not linear:
         raise UsageError(
-            f"the model has no linear layer behind its last {last.kind} layer ({last.module}), so it has no fully connected phase: "
-            f"name a module in [exchange] split, or leave merged_fc out; its modules are {_modules(steps)}"
+            f"the model has no linear layer after its last {last.kind} layer ({last.module}), so it has no fully connected phase: "
+            f"name a module in [exchange] split, or set merged_fc = false; its modules are {_modules(steps)}"
         )
     return linear[0] if last.kind == "convolution" else linear[-1]
 

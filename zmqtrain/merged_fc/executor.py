@@ -1,4 +1,4 @@
-"""What an FC server computes with: its fully connected layers, on a device, as the server sees them."""
+"""What an FC server computes with: its fully connected layers on a device, behind an interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zmqtrain.wire.payload import Payload, Value
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """One worker's part of a batch. Its tensors alias the transport's memory: read them, and drop them soon."""
+    """One worker's part of a batch. Its tensors alias the transport's memory: read them and release them soon."""
 
     meta: ActivationsMeta
     tensors: tuple[Payload, ...]
@@ -23,35 +23,35 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a turn has given."""
+    """The result of a turn."""
 
     loss: float | None
     compute_s: float
     gradients: tuple[tuple[Payload, ...], ...]
-    """For each part, those of the activations that want one."""
+    """For each part, the gradients of those activations that need one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorState:
-    """What an FC server has, copied."""
+    """A copy of an FC server's state."""
 
     model: dict[str, Tensor]
-    """By the names of the model's state dict."""
+    """The model's state, by the names of its state dict."""
     more: dict[str, Tensor]
-    """The optimizer's state, and whatever else goes on from there."""
+    """The optimizer's state, and everything else needed to continue."""
     sidecar: dict[str, Value]
 
 
 class Executor(Protocol):
-    """The fully connected layers, on a device. One call at a time."""
+    """The fully connected layers on a device. One call at a time."""
 
     async def train(self, turn: Turn, parts: Sequence[BatchPart]) -> Trained:
-        """Forward, loss and backward of a group's micro-batch. The gradients of the parameters are added to the group's; where the
-        loss is not finite and the run is to stop, nothing is."""
+        """Forward, loss and backward of a group's micro-batch. The parameters' gradients are added to the group's, unless the loss
+        is not finite and the run is to stop."""
         ...
 
     async def update(self, applied: Applied) -> None:
-        """One step of the optimizer with the mean of these groups' gradients, which are used up."""
+        """One step of the optimizer with the mean of these groups' gradients, which are then discarded."""
         ...
 
     async def evaluate(self, part: BatchPart) -> list[float]:
@@ -59,5 +59,5 @@ class Executor(Protocol):
         ...
 
     async def state(self) -> ExecutorState:
-        """For a checkpoint."""
+        """A copy of the state, for a checkpoint."""
         ...

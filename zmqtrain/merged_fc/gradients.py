@@ -1,4 +1,4 @@
-"""The FC server's gradients: one set a group while its step is computed, summed over groups in their order."""
+"""The FC server's gradients: one set per group while its step is computed, then summed in the order of groups."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class GroupGradients:
-    """Sets of gradients, one tensor a parameter. Where each group's take effect by themselves, one set is all there ever is.
+    """Sets of gradients, one tensor per parameter. If each group's gradients are applied separately, there is only one set.
 
-    Sums are made in the order of groups, so that they do not depend on who was first; a set whose predecessors are there is added
-    at once, and used again.
+    Sums are made in the order of groups, so they do not depend on which group was first. A set is added as soon as all sets before
+    it are complete, and its memory is used again.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -35,11 +35,11 @@ class GroupGradients:
         return self._of[group]
 
     def written(self, group: int) -> None:
-        """The group's set holds gradients now."""
+        """The group's set now holds gradients."""
         self._begun.add(group)
 
     def complete(self, group: int, expected: Sequence[int]) -> None:
-        """The group's step is through. ``expected``: all groups of the sum, in order."""
+        """The group's step is complete. ``expected``: all groups of the sum, in order."""
         self._begun.discard(group)
         self._waiting[group] = self._of.pop(group)
         for each in expected[len(self._folded) :]:
@@ -48,7 +48,7 @@ class GroupGradients:
             self._fold(each)
 
     def mean(self) -> list[Tensor]:
-        """The mean of all sets that are complete. Give it back (`release`) when it is used."""
+        """The mean of all complete sets. Call `release` when it has been used."""
         for group in sorted(self._waiting):
             self._fold(group)
         assert self._total is not None
@@ -59,7 +59,7 @@ class GroupGradients:
         return self._total
 
     def release(self) -> None:
-        """The mean was used."""
+        """The mean has been used, and its memory is free."""
         assert self._total is not None
         self._free.append(self._total)
         self._total, self._folded = None, []

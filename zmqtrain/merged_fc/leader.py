@@ -1,13 +1,13 @@
-"""Several FC servers that have the layers divided among them: the first one leads, the others do what it does.
+"""Several FC servers that divide the layers between them: the first one leads, and the others follow its orders.
 
-Workers know the first one only, and it alone decides whose turn it is (`zmqtrain.merged_fc.queue`). It passes each batch on, and
-all compute their parts of it at once; what they need of each other in between they exchange by themselves. So all of them see the
-same turns and updates in the same order. What the first one sends to each of the others:
+Workers know only the first one, and it alone decides whose turn it is (`zmqtrain.merged_fc.queue`). It passes each batch on, and
+all compute their parts of it at the same time; what they need from each other in between they exchange directly. So all of them
+process the same turns and updates in the same order. The first one sends to each of the others:
 
 =========  ==================================  ==============================================================
 message    tag                                 carries
 =========  ==================================  ==============================================================
-order      ``("fc_order", number)``            an `Order`; all are carried out by their numbers
+order      ``("fc_order", number)``            an `Order`; orders are carried out by their numbers
 tensor     ``("fc_order", number, part, n)``   tensor n of a worker's part, with its meta as the worker sent it
 =========  ==================================  ==============================================================
 """
@@ -36,7 +36,7 @@ class Train:
 
     turn: Turn
     tensors: tuple[int, ...]
-    """How many follow of each worker's part."""
+    """The number of tensors that follow, for each worker's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Evaluate:
     """The metrics of a batch."""
 
     tensors: tuple[int, ...]
-    """How many follow: of one part."""
+    """The number of tensors that follow, all of one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Bring the layers' state together."""
+    """Collect the layers' state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ Order: TypeAlias = Train | Update | Evaluate | Keep | End
 
 
 class LeadingExecutor:
-    """Implements `zmqtrain.merged_fc.executor.Executor` by its own part of the layers and those of the servers that `follow` it."""
+    """Implements `zmqtrain.merged_fc.executor.Executor` with its own part of the layers and those of the servers that `follow`
+    it."""
 
     def __init__(self, executor: Executor, endpoint: Endpoint, followers: Sequence[PeerId]) -> None:
         self._executor, self._endpoint, self._followers = executor, endpoint, followers
@@ -88,11 +89,13 @@ class LeadingExecutor:
         return await self._all(Keep(), (), self._executor.state())
 
     async def finish(self) -> None:
-        """Tell the others that this was all."""
+        """Tell the other servers to end."""
         await self._tell(End(), ())
 
     async def _all(self, order: Order, parts: Sequence[BatchPart], own: Coroutine[Any, Any, T]) -> T:
-        """Have it done by all. On return ``parts`` are used no more. Raises `PeerLostError`, and what ``own`` raises."""
+        """Have an order carried out by all servers. On return ``parts`` are no longer used. Raises `PeerLostError`, and the errors
+        of
+        ``own``."""
         async with task_group() as tasks:
             tasks.create_task(self._tell(order, parts))
             done = tasks.create_task(own)
@@ -108,12 +111,13 @@ class LeadingExecutor:
         for place, part in enumerate(parts):
             for index, tensor in enumerate(part.tensors):
                 sent.append(await send(to, tensor_tag(number, place, index), tensor, priority=PRIORITY))
-        for each in sent:  # the workers' memory is theirs again once they have their answers
+        for each in sent:  # workers may overwrite their memory once they have their answers
             await each.wait_released()
 
 
 async def follow(endpoint: Endpoint, leader: PeerId, executor: Executor) -> None:
-    """Do what the first FC server does, until it says that this was all. Raises `PeerLostError`, and what the executor raises."""
+    """Follow the first FC server's orders until it says that training has ended. Raises `PeerLostError`, and the executor's
+    errors."""
     number = 0
     while True:
         order = order_from_value((await endpoint.receive(leader, order_tag(number))).meta)
@@ -150,7 +154,7 @@ def tensor_tag(number: int, part: int, place: int) -> Tag:
 
 
 def order_to_value(order: Order) -> Value:
-    """For a header."""
+    """The order as a value for a header."""
     match order:
         case Train(turn, tensors):
             return ["train", turn.group, turn.step, turn.micro_batch, list(turn.positions), turn.last, list(tensors)]
@@ -177,11 +181,11 @@ def order_from_value(value: Value) -> Order:
             return Keep()
         case ["end"]:
             return End()
-    raise ProtocolError(f"the first FC server orders {value!r:.200}, which is no order")
+    raise ProtocolError(f"the first FC server sent {value!r:.200}, which is not a valid order")
 
 
 def _numbers(values: Sequence[Value]) -> tuple[int, ...]:
     numbers = tuple(each for each in values if isinstance(each, int))
     if len(numbers) != len(values):
-        raise ProtocolError(f"an order of the first FC server has {values!r:.100} where numbers belong")
+        raise ProtocolError(f"an order of the first FC server has {values!r:.100} in place of numbers")
     return numbers

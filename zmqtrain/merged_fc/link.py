@@ -1,4 +1,4 @@
-"""A worker's compute thread and the FC server: activations out, gradients back, while the thread may go on."""
+"""Connects a worker's compute thread with the FC server: activations out, gradients back, while the thread may go on."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from zmqtrain.wire.tensor import TensorPayload
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a worker sends of a micro-batch."""
+    """What a worker sends for a micro-batch."""
 
     step: int
     number: int
     count: int
-    """Micro-batches of this worker's step."""
+    """The number of micro-batches in this worker's step."""
     samples: int
     divisor: float
-    """Samples of the group's whole batch."""
+    """The number of samples in the group's whole batch."""
     hyperparameters: Sequence[Mapping[str, Value] | None] | None
 
 
 class OnItsWay:
-    """A micro-batch whose gradients will come."""
+    """A micro-batch whose gradients have not arrived yet."""
 
     def __init__(self, begun: Begun[AnswerMeta], activations: Sequence[Tensor], gradients: Sequence[Tensor], sent: object) -> None:
         self._begun, self._sent = begun, sent
@@ -46,7 +46,7 @@ class OnItsWay:
         self._gradients = gradients
 
     def wait(self) -> AnswerMeta:
-        """Block until the answer is there, and the gradients if there are any."""
+        """Block until the answer has arrived and, if there are any, the gradients. Returns the answer."""
         answer = self._begun.wait()
         self._sent = None
         return answer
@@ -57,24 +57,24 @@ class OnItsWay:
         return self._begun.waited_s
 
     def backward(self) -> None:
-        """Backward through what made the activations."""
+        """Run the backward of the layers that computed the activations."""
         gradients = [mine.to(each.device) for mine, each in zip(self._gradients, self._wanted, strict=True)]
         torch.autograd.backward(self._wanted, gradients)
 
 
 class FcLink:
-    """One worker's. Made on the event loop, and closed there; all else in the compute thread."""
+    """The link of one worker. Made and closed on the event loop's thread; everything else is called in the compute thread."""
 
     def __init__(self, client: FcClient, device: Device, timeout_s: float, slot: Slot | None = None) -> None:
-        """``slot``: where this worker takes turns with others."""
+        """``slot``: the slot on which this worker takes turns with others, if it shares one."""
         self._client = client
         self._slot, self._step = slot, 0
-        self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)  # what is begun has time-outs of its own
+        self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)  # the work has time-outs of its own
         self.slot_waited_s = 0.0
-        """Seconds that were waited for the slot, in all."""
+        """Total seconds waited for the slot."""
 
     def send(self, micro_batch: MicroBatch, activations: Sequence[Tensor], target: Any) -> OnItsWay:
-        """Send activations, whose gradients will come where they need any. Raises `UsageError` where they cannot travel."""
+        """Send activations; their gradients come back if they need any. Raises `UsageError` if they cannot be sent."""
         wanted = tuple(each.requires_grad for each in _checked(activations, micro_batch.samples))
         payloads, structure = _outgoing(activations, target)
         meta = ActivationsMeta(
@@ -93,7 +93,7 @@ class FcLink:
         return OnItsWay(begun, activations, into, payloads)
 
     def evaluate(self, activations: Sequence[Tensor], target: Any, samples: int) -> Begun[Sums]:
-        """The sums of the metrics over these samples will come."""
+        """Have a batch evaluated; the result is the sums of the metrics over these samples."""
         payloads, structure = _outgoing(_checked(activations, samples), target)
         meta = ActivationsMeta(len(payloads), (False,) * len(activations), samples, structure=structure)
 
@@ -104,7 +104,7 @@ class FcLink:
 
     @contextmanager
     def turn(self, step: int) -> Iterator[None]:
-        """This worker's turn on its slot, for this step."""
+        """A context in which it is this worker's turn on its slot, for ``step``."""
         self._step = step
         self._take_slot()
         try:
@@ -115,7 +115,7 @@ class FcLink:
 
     @contextmanager
     def no_turn(self) -> Iterator[None]:
-        """Leave the slot to others for as long as this worker waits; nothing where it is not its turn anyway."""
+        """A context, for a wait, in which other workers may use the slot; without effect if it is not this worker's turn."""
         slot = self._slot
         if slot is None or not slot.held:
             yield
@@ -131,11 +131,11 @@ class FcLink:
             self.slot_waited_s += taken.waited_s
 
     def abort(self, error: BaseException) -> None:
-        """Every wait, now and later, raises ``error``. From any thread."""
+        """Every wait, now and later, raises ``error``. May be called in any thread."""
         self._bridge.abort(error)
 
     async def close(self) -> None:
-        """Give up what is under way, and tell the server."""
+        """Abandon all pending work, and tell the server."""
         await self._bridge.close()
         await self._client.finish()
 
@@ -145,8 +145,8 @@ def _checked(activations: Sequence[Any], samples: int) -> Sequence[Tensor]:
         if not isinstance(each, Tensor) or not each.dim() or each.shape[0] != samples:
             found = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"that is a {type(each).__name__}"
             raise UsageError(
-                f"between the two phases passes a value {found} (the {place + 1}. of {len(activations)}); each must be a tensor "
-                f"with the batch's {samples} samples along its first dimension. Name another place in [exchange] split"
+                f"a value {found} passes between the two phases (number {place + 1} of {len(activations)}); each must be a tensor "
+                f"with the batch's {samples} samples along its first dimension. Name another module in [exchange] split"
             )
     return activations
 

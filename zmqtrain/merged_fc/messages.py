@@ -1,4 +1,4 @@
-"""What workers and an FC server say to each other, as data.
+"""The messages between workers and an FC server, as data.
 
 ======================  ==================  ===========================================  =========================================
 message                 from, to            tag (or method)                              carries
@@ -6,16 +6,16 @@ message                 from, to            tag (or method)                     
 activations             worker to server    ``("activations", step, micro, place)``      a tensor; at place 0 an `ActivationsMeta`
 answer                  server to worker    ``("fc_answer", step, micro)``               an `AnswerMeta`
 gradient                server to worker    ``("fc_gradient", step, micro, place)``      the gradient of an activation
-to be evaluated         worker to server    ``("activations", "evaluate", number, p)``   a tensor; at place 0 an `ActivationsMeta`
+evaluate                worker to server    ``("activations", "evaluate", number, p)``   a tensor; at place 0 an `ActivationsMeta`
 measured                server to worker    ``("fc_measured", number)``                  sums of the metrics
-fc_keep (request)       worker 0 to server  ``fc_keep``, the step, whether to save it    keep the state as it is now
+fc_keep (request)       worker 0 to server  ``fc_keep``, the step, whether to save it    keep the current state
 fc_model (request)      worker 0 to server  ``fc_model``, the step                       then ``("fc_model", step)``: its state
-fc_hold (request)       worker to server    ``fc_hold``, whether                         train nobody while this worker evaluates
-fc_refused (request)    server to worker    ``fc_refused``                               why activations were not taken
-fc_finished (request)   worker to server    ``fc_finished``                              this worker needs it no more
+fc_hold (request)       worker to server    ``fc_hold``, true or false                   train no group while this worker evaluates
+fc_refused (request)    server to worker    ``fc_refused``                               why activations were refused
+fc_finished (request)   worker to server    ``fc_finished``                              this worker no longer needs the server
 ======================  ==================  ===========================================  =========================================
 
-Tensors have samples along their first dimension. Targets travel like activations, behind them.
+Tensors have samples along their first dimension. Targets are sent like activations, after them.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from zmqtrain.errors import ProtocolError
 from zmqtrain.net.endpoint import Tag
 from zmqtrain.wire.payload import Value
 
-#: Topic of everything that workers send to be computed.
+#: The first element of the tags of everything that workers send to be computed.
 ACTIVATIONS = "activations"
 EVALUATE = "evaluate"
-#: Both phases wait for these: before all buckets.
+#: Both phases wait for these messages, so they go before all buckets.
 PRIORITY = 1 << 20
-#: Tensors of a batch: far more than passes between two phases of any model.
+#: The most tensors in a batch: far more than pass between the two phases of any model.
 MOST_TENSORS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationsMeta:
-    """Rides with the first tensor of a batch."""
+    """Sent with the first tensor of a batch."""
 
     tensors: int
-    """How many there are, targets among them."""
+    """The number of tensors, targets included."""
     wanted: tuple[bool, ...]
-    """For each activation whether its gradient is wanted. The tensors behind them are the target's."""
+    """For each activation, whether its gradient is wanted. The tensors after the activations are the target's."""
     samples: int
     micro_batches: int = 1
-    """Of this worker's step."""
+    """The number of micro-batches in this worker's step."""
     divisor: float = 1.0
-    """Samples of the group's whole batch: the loss of n samples counts n / ``divisor``."""
+    """The number of samples in the group's whole batch: the loss of n samples counts n / ``divisor``."""
     structure: Value = 0
-    """How the target's tensors make up the target (`zmqtrain.train.structure`)."""
+    """How the target is made of its tensors (`zmqtrain.train.structure`)."""
     hyperparameters: Sequence[Mapping[str, Value] | None] | None = None
-    """For each of the optimizer's parameter groups what differs from its beginning at this step, if anything does."""
+    """For each of the optimizer's parameter groups, the hyperparameters that differ from the initial ones at this step, if any."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.tensors, list(self.wanted), self.samples, self.micro_batches, self.divisor, self.structure]
@@ -63,36 +63,36 @@ class ActivationsMeta:
 
     @classmethod
     def from_value(cls, value: Value) -> ActivationsMeta:
-        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         match value:
             case [int(tensors), list(wanted), int(samples), int(micro_batches), float(divisor), structure, *more] if len(more) < 2:
                 sound = 0 < len(wanted) <= tensors <= MOST_TENSORS and samples > 0 and divisor > 0 and set(wanted) <= {True, False}
                 changed: Any = more[0] if more else None
                 if sound and (changed is None or _are_hyperparameters(changed)):
                     return cls(tensors, tuple(wanted), samples, micro_batches, divisor, structure, changed)
-        raise ProtocolError(f"activations say {value!r:.200} of themselves, which is not what they must")
+        raise ProtocolError(f"invalid description of activations: {value!r:.200}")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMeta:
-    """What a turn has given."""
+    """The result of a turn."""
 
     loss: float | None
-    """The mean over the micro-batch of the whole group; ``None`` where nothing is computed."""
+    """The mean over the micro-batch of the whole group; ``None`` if nothing is computed."""
     compute_s: float
     gradients: int
-    """How many follow; none where the loss is not finite and the run is to stop."""
+    """The number of gradients that follow; 0 if the loss is not finite and the run is to stop."""
 
     def to_value(self) -> Value:
         return [self.loss, self.compute_s, self.gradients]
 
     @classmethod
     def from_value(cls, value: Value) -> AnswerMeta:
-        """Raises `ProtocolError` where ``value`` is none of `to_value`."""
+        """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         match value:
             case [None | float() as loss, float(compute_s), int(gradients)]:
                 return cls(loss, compute_s, gradients)
-        raise ProtocolError(f"an FC server answers {value!r:.100}, which is no loss, time and number of gradients")
+        raise ProtocolError(f"an FC server answered {value!r:.100}; it must be loss, time and number of gradients")
 
 
 def activations_tag(step: int, micro_batch: int, place: int) -> Tag:
@@ -104,13 +104,13 @@ def evaluate_tag(number: int, place: int) -> Tag:
 
 
 def parse_activations_tag(tag: Tag) -> tuple[tuple[str | int, int], int]:
-    """What batch it is of (step and micro-batch, or ``evaluate`` and a number), and the tensor's place. Raises `ProtocolError`."""
+    """The batch (step and micro-batch, or ``evaluate`` and a number), and the tensor's place. Raises `ProtocolError`."""
     match tag:
         case (_, int(step), int(micro_batch), int(place)):
             return (step, micro_batch), place
         case (_, str(what), int(number), int(place)) if what == EVALUATE:
             return (what, number), place
-    raise ProtocolError(f"{tag!r} is no tag of activations; those are ('activations', step, micro-batch, place)")
+    raise ProtocolError(f"{tag!r} is not a tag of activations, such as ('activations', step, micro-batch, place)")
 
 
 def answer_tag(step: int, micro_batch: int) -> Tag:

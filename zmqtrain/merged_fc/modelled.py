@@ -1,7 +1,7 @@
-"""Merged layers on modelled devices: what a worker sends and waits for, and the FC server that takes the time of the profile.
+"""Merged layers on modelled devices: what a worker sends and waits for, and an FC server that takes the time of the profile.
 
-Where several FC servers divide the layers, each takes its share of the time, and between two layers they send each other what
-divided linear layers do (`zmqtrain.parallel.model.linear`): outputs are gathered, and their gradients summed.
+If several FC servers divide the layers, each takes its share of the time, and between two layers they exchange what divided linear
+layers do (`zmqtrain.parallel.model.linear`): outputs are gathered, and their gradients summed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
-#: Makes a payload of so many elements of a dtype.
+#: Makes a payload with this number of elements of a dtype.
 MakePayload: TypeAlias = Callable[[int, str], Payload]
 
 
 class ModelledLayers:
-    """Implements `zmqtrain.train.remote_layers.ModelledRemoteLayers`: as many bytes go out and come back as the profile's
+    """Implements `zmqtrain.train.remote_layers.ModelledRemoteLayers`: as many bytes are sent and received as the profile's
     activations have."""
 
     def __init__(self, client: FcClient, profile: Profile, make: MakePayload, divisor: int) -> None:
@@ -45,7 +45,7 @@ class ModelledLayers:
 
     @classmethod
     def of(cls, context: RoleContext, profile: Profile) -> ModelledLayers:
-        """A worker's. On the loop's thread."""
+        """The layers of a worker. Called on the loop's thread."""
         client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
         return cls(client, profile, payloads_of(context.topology), context.topology.compute.batch_size)
 
@@ -64,18 +64,18 @@ class ModelledLayers:
 
 
 class ModelledExecutor:
-    """Implements `zmqtrain.merged_fc.executor.Executor` by waiting. Gradients are as large as what came."""
+    """Implements `zmqtrain.merged_fc.executor.Executor` by waiting. Gradients have the size of the activations."""
 
     def __init__(self, profile: Profile, speed_factor: Callable[[int], float], group: Group, make: MakePayload) -> None:
-        """``speed_factor(turn)``: multiplies the time of work that begins now. ``group``: all FC servers. ``make`` makes what they
-        send."""
+        """``speed_factor(turn)``: the factor on the time of work that begins now. ``group``: all FC servers. ``make`` makes what
+        they send."""
         self._profile, self._speed_factor, self._group, self._make = profile, speed_factor, group, make
         self._stages = tuple(_stages(profile.layers))
         self._turns = 0
 
     @classmethod
     def of(cls, context: RoleContext) -> ModelledExecutor:
-        """The executor of an FC server, as the topology describes it. Raises `UsageError` where its profile cannot be used."""
+        """The executor of an FC server, as the topology describes it. Raises `UsageError` if its profile cannot be used."""
         compute, seed = context.topology.compute, context.topology.job.seed
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         number = context.placement.world_size + context.role.index
@@ -104,7 +104,7 @@ class ModelledExecutor:
         return Trained(None, clock() - start, tuple(gradients))
 
     async def _together(self, samples: int, came: int) -> None:
-        """``came``: elements of the activations."""
+        """Compute a turn together with the other FC servers. ``came``: the number of elements of the activations."""
         for place, stage in enumerate(self._stages):
             if place:
                 await all_gather(self._group, self._between(place, samples), ("gather", self._turns, place))
@@ -116,26 +116,26 @@ class ModelledExecutor:
         await all_reduce(self._group, self._make(came, self._stages[0][0].dtype), ("dx", self._turns))
 
     def _between(self, place: int, samples: int) -> Payload:
-        """What is gathered before a stage: the outputs of the one before."""
+        """What is gathered before a stage: the outputs of the previous stage."""
         last = self._stages[place - 1][-1]
         return self._make(samples * last.activation_numel, last.dtype)
 
     async def _work(self, seconds: float, samples: int) -> None:
-        """This FC server's part of so much of the profile's time."""
+        """Wait for this FC server's share of ``seconds`` of the profile's time."""
         await asyncio.sleep(seconds * self._profile.scaled(samples) * self._speed_factor(self._turns) / self._group.size)
 
     async def update(self, applied: Applied) -> None:
         await asyncio.sleep(self._profile.update_s * self._speed_factor(self._turns) / self._group.size)
 
     async def evaluate(self, part: BatchPart) -> list[float]:
-        raise ProtocolError("modelled devices evaluate by themselves")
+        raise ProtocolError("the FC server has a modelled device and cannot evaluate")
 
     async def state(self) -> ExecutorState:
         return ExecutorState({}, {}, {})
 
 
 def payloads_of(topology: Topology) -> MakePayload:
-    """Payloads of modelled devices, as ``[simulation] payload`` says."""
+    """A function that makes payloads of modelled devices, as ``[simulation] payload`` says."""
     return {"phantom": PhantomPayload, "small": _small}.get(topology.simulation.payload or "real", _zeros)
 
 
@@ -151,7 +151,7 @@ def _small(numel: int, dtype: str) -> Payload:
 
 
 def _stages(layers: Sequence[Layer]) -> Iterator[tuple[Layer, ...]]:
-    """Layers that follow each other without a message: each stage begins with one that has parameters, or is the first."""
+    """Layers grouped into stages without a message inside: a stage starts with a layer that has parameters, or with the first."""
     stage: list[Layer] = []
     for layer in layers:
         if stage and layer.numel:

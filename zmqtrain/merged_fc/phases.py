@@ -1,8 +1,8 @@
-"""A model in two phases: what workers compute, and what the FC server computes behind it.
+"""A model in two phases: what workers compute, and what the FC server computes after them.
 
-Each process builds the whole model, from the same seed, and keeps its phase: a module with the ordinary names of its parameters, so
-the state dicts of the two together are the ordinary model's. The forward is traced by `torch.fx`, once as it trains and once as it
-evaluates, and cut as `zmqtrain.merged_fc.cut` decides.
+Each process builds the whole model from the same seed, and keeps its phase: a module with the ordinary names of its parameters, so
+the state dicts of the two together are the ordinary model's. `torch.fx` traces the forward, once in training and once in evaluation
+mode, and `zmqtrain.merged_fc.cut` decides where it is divided.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.errors import UsageError
 from zmqtrain.merged_fc.cut import ForwardStep, StepKind, second_phase
-from zmqtrain.parallel.rewrite.model import layer_sizes
-from zmqtrain.parallel.rewrite.trace import traced
+from zmqtrain.merged_fc.trace import traced
+from zmqtrain.parallel.placed.model import layer_sizes
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task, build_model, build_optimizer
@@ -42,15 +42,16 @@ class Phase(nn.Module):
     """
 
     def __init__(self, model: nn.Module, name: PhaseName, graphs: Mapping[bool, fx.GraphModule], sizes: Mapping[str, int]) -> None:
-        """Not to be called from outside. ``graphs``: by whether it trains."""
+        """Use `split_model` to make one. ``graphs``: keyed by whether the mode is training."""
         super().__init__()
         self.training = model.training
         self.name: PhaseName = name
         self.sizes = sizes
-        """Parameters of each layer of the whole model, by the layer's name."""
+        """The number of parameters of each layer of the whole model, by the layer's name."""
         self.writes_inputs = _writes_inputs(graphs[True])
-        """Whether the forward may change what it is given."""
-        self._graphs = (graphs[False], graphs[True])  # in a tuple: their modules are those below, under the same names
+        """Whether the forward may modify its inputs."""
+        # A tuple, so that their modules are only registered below, with the same names.
+        self._graphs = (graphs[False], graphs[True])
         for child_name, child in model.named_children():
             self.add_module(child_name, child)
         for parameter_name, parameter in model.named_parameters(recurse=False):
@@ -60,29 +61,23 @@ class Phase(nn.Module):
             self.register_buffer(buffer_name, buffer, persistent=persistent)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """In the mode that it is in, as it was traced in that."""
-        return self._graphs[self.training](*inputs, **named)
-
-    @property
-    def graph(self) -> fx.Graph:
-        """That of the forward, if it takes the same steps in training and in evaluation. Raises `UsageError` otherwise."""
-        evaluating, training = ([(node.op, str(node.target)) for node in each.graph.nodes] for each in self._graphs)
-        if evaluating != training:
-            raise UsageError(
-                "the model's fully connected phase takes other steps in training than in evaluation, so it cannot be divided: set "
-                "[exchange] fc_servers = 1"
-            )
-        return self._graphs[True].graph
+        """The forward that was traced in the current mode."""
+        graph = self._graphs[self.training]
+        # Tensors of the model's own: as they are now, for a divided phase has others in its forward.
+        for own, theirs in ((self._parameters, graph._parameters), (self._buffers, graph._buffers)):
+            for name in theirs:
+                theirs[name] = own.get(name, theirs[name])  # type: ignore[arg-type,assignment]
+        return graph(*inputs, **named)
 
     def extra_repr(self) -> str:
         return f"{self.name} phase"
 
 
 def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> Phase:
-    """One phase of the model, which loses the other's layers. Move the model to its device before.
+    """One phase of the model; the other's layers are removed from it. Move the model to its device first.
 
-    ``split``: the module at which the FC phase begins; ``None``: it is found. Raises `UsageError` for a model that cannot be split
-    so, with what to do.
+    ``split``: the module at which the FC phase starts; ``None``: it is found automatically. Raises `UsageError`, which says what to
+    do, if the model cannot be split.
     """
     sizes = layer_sizes(model)
     was = model.training
@@ -97,11 +92,11 @@ def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> 
 
 
 def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, LRScheduler | None]:
-    """Build the whole model, in the compute thread and with torch seeded, and keep one phase of it, and the optimizer with
-    the parameters of that alone.
+    """Build the whole model, and keep one phase of it, with an optimizer of only this phase's parameters. Called in the compute
+    thread, with torch seeded.
 
-    The optimizer keeps all its parameter groups, some of them empty perhaps. Raises `TaskError`, and `UsageError` for a model that
-    cannot be split.
+    The optimizer keeps all its parameter groups; some may be empty. Raises `TaskError`, and `UsageError` if the model cannot be
+    split.
     """
     model = build_model(task).to(device.torch_device)
     optimizer, schedule = build_optimizer(task, model, topology)
@@ -113,7 +108,7 @@ def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device)
 
 
 class _Cut:
-    """The forward in the model's present mode, and which of its nodes are of the second phase."""
+    """The forward in the model's current mode, and which of its nodes belong to the second phase."""
 
     def __init__(self, model: nn.Module, split: str | None) -> None:
         self._model = model
@@ -135,7 +130,7 @@ class _Cut:
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         if not self._second[output]:
             raise UsageError(f"[exchange] split = {split!r}: the model's output does not depend on that module")
-        # Parameters and buffers are had where they are used; they are none of what passes from phase to phase.
+        # Parameters and buffers are read where they are used, and do not pass from phase to phase.
         crossing = {
             source: None
             for node in self._graph.nodes
@@ -172,7 +167,7 @@ class _Cut:
 
 
 def _graph_of(model: nn.Module) -> fx.Graph:
-    """The traced forward; modules that cannot be traced are calls in it."""
+    """The traced forward, in which modules that cannot be traced are calls."""
     try:
         return traced(model)
     except UsageError:
@@ -183,7 +178,7 @@ def _graph_of(model: nn.Module) -> fx.Graph:
 
 
 def _untraceable(model: nn.Module) -> Iterator[str]:
-    """Names of the innermost modules that cannot be traced; the empty one for the model itself."""
+    """Names of the innermost modules that cannot be traced; an empty name stands for the model itself."""
     found: list[str] = []
     for name, child in model.named_children():
         if not type(child).__module__.startswith("torch.nn") or isinstance(child, nn.Sequential):
@@ -207,24 +202,24 @@ def _kind(model: nn.Module, node: fx.Node) -> StepKind:
 
 
 def _check(model: nn.Module, first: frozenset[int], second: frozenset[int]) -> None:
-    """Raise `UsageError` where a phase has nothing to train, or both train the same."""
+    """Raise `UsageError` if a phase has nothing to train, or both phases train the same parameter."""
     trained = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     shared = [name for name, parameter in trained.items() if id(parameter) in first & second]
     if shared:
         raise UsageError(
             f"the model cannot be split in two phases: both use the parameter {' = '.join(shared[:4])}. Untie it, name another "
-            "place in [exchange] split, or leave merged_fc out"
+            "module in [exchange] split, or set merged_fc = false"
         )
     for phase, tensors in (("before", first), ("behind", second)):
         if not any(id(parameter) in tensors for parameter in trained.values()):
             raise UsageError(
-                f"the model cannot be split in two phases: nothing {phase} the split has parameters to train. Name another place "
-                "in [exchange] split, or leave merged_fc out"
+                f"the model cannot be split in two phases: nothing {phase} the split has parameters to train. Name another module "
+                "in [exchange] split, or set merged_fc = false"
             )
 
 
 def _keep(module: nn.Module, kept: Iterable[int]) -> None:
-    """Take parameters and buffers out of a module and those in it, but for ``kept``; and modules of which nothing is left."""
+    """Remove all parameters and buffers except ``kept`` from a module and its submodules, and then empty submodules."""
     kept = frozenset(kept)
     for table in (module._parameters, module._buffers):
         for name in [name for name, tensor in table.items() if tensor is not None and id(tensor) not in kept]:
@@ -249,7 +244,7 @@ def _attribute(model: nn.Module, name: str) -> Any:
 
 
 def _writes_inputs(graph: fx.GraphModule) -> bool:
-    """Whether a step other than a linear layer takes an input: it may work in place."""
+    """Whether a step other than a linear layer uses an input directly: it may work in place."""
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     users = {user for node in given for user in node.users}
     return not all(user.op == "call_module" and type(graph.get_submodule(str(user.target))) is nn.Linear for user in users)

@@ -1,4 +1,4 @@
-"""The two phases of a profile: whose device takes which of its times, where an FC server computes the fully connected layers."""
+"""The two phases of a profile, if an FC server computes the fully connected layers: which device takes which of its times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zmqtrain.train.device.profile import Layer, Profile
 
 
 def split_profile(profile: Profile, split: str | None = None) -> tuple[Profile, Profile]:
-    """What workers compute, and what the FC server does. Each has its part of the time of an update, by parameters.
+    """The profiles of workers and of the FC server. Each has a share of the time of an update, in proportion to its parameters.
 
-    Without ``split``, the second phase begins at the first layer behind the last convolution that multiplies each parameter with
-    one number a sample, as linear layers do. Raises `UsageError` where there is none, or the layer before does not say how large
-    its output is.
+    Without ``split``, the second phase starts at the first layer after the last convolution that, like a linear layer, multiplies
+    each parameter with one number per sample. Raises `UsageError` if there is none, or the layer before it does not state the size
+    of its output.
     """
     names = [layer.name for layer in profile.layers]
     steps = [
@@ -33,26 +33,26 @@ def split_profile(profile: Profile, split: str | None = None) -> tuple[Profile, 
         raise UsageError(f"[exchange] split = {split!r}: no layer of the profile before it has parameters")
     if not first_layers[-1].activation_numel:
         raise UsageError(
-            f"[compute] profile {profile.name or 'of the job'}: {first_layers[-1].name}, whose output goes to the FC server, does "
-            "not say how large that is: give it activation_numel"
+            f"[compute] profile {profile.name or 'of the job'}: {first_layers[-1].name}, whose output is sent to the FC server, "
+            "does not state the size of its output: give it activation_numel"
         )
     known = profile.measured is not None and second_layers[0].name == profile.measured.fc_from
     return _part(profile, first_layers, "conv" if known else None), _part(profile, second_layers, "fc" if known else None)
 
 
 def worker_profile(topology: Topology) -> Profile:
-    """What a worker's modelled device computes. Raises `UsageError` where the profile cannot be used."""
+    """The profile of a worker's modelled device. Raises `UsageError` if it cannot be used."""
     profile = Profile.of_job(topology)
     return split_profile(profile, topology.exchange.split)[0] if topology.fc_servers else profile
 
 
 def fc_profile(topology: Topology) -> Profile:
-    """What the FC server's modelled device computes. Raises `UsageError` where the profile cannot be used."""
+    """The profile of the FC server's modelled device. Raises `UsageError` if it cannot be used."""
     return split_profile(Profile.of_job(topology), topology.exchange.split)[1]
 
 
 def _part(profile: Profile, layers: tuple[Layer, ...], phase: Literal["conv", "fc"] | None) -> Profile:
-    """``phase``: the one that these layers are, where the profile has measured how its time grows with the samples."""
+    """A profile of some layers. ``phase``: their phase, if the profile has measured how its time grows with the samples."""
     numel = sum(layer.numel for layer in layers)
     measured = profile.measured
     if measured is not None and phase is not None:

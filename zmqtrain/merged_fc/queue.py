@@ -1,10 +1,10 @@
-"""What an FC server computes next, and which gradients take effect then: decisions without I/O.
+"""What an FC server computes next, and which gradients are applied then: decisions without I/O.
 
-The workers of a group send their parts of a micro-batch; when all are there, it waits for its turn. The turn goes to whoever waits
-and has had his last one longest ago, so that no group gets ahead by asking more often. When the last micro-batch of a group's step
-is computed, `zmqtrain.server.staleness` says whose gradients are applied: in synchronous training those of all groups together,
-otherwise the group's own, at once. Between a group's read and its update no other then comes in, so nothing is stale, unless a
-step has several micro-batches: others may have their turns between them, and what that makes stale is counted.
+The workers of a group send their parts of a micro-batch; when all have arrived, it waits for its turn. The turn goes to the waiting
+group whose last turn is longest ago, so that no group gets ahead by asking more often. When the last micro-batch of a group's step
+has been computed, `zmqtrain.server.staleness` decides whose gradients are applied: in synchronous training those of all groups
+together, otherwise the group's own, at once. No other update then comes between a group's read and its update, so nothing is stale.
+Only if a step has several micro-batches may others have their turns between them, and that staleness is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zmqtrain.errors import ProtocolError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.server.staleness import Policy, StalenessMachine
 
-#: Micro-batches that a worker may have sent and that are not computed: one is, or waits, while the next is on its way.
+#: The most uncomputed micro-batches of a worker: one is being computed or waits while the next is on its way.
 MOST_AHEAD = 2
 
 
@@ -31,15 +31,15 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A group's micro-batch, complete."""
+    """A complete micro-batch of a group."""
 
     group: int
     step: int
     micro_batch: int
     positions: tuple[int, ...]
-    """Workers whose parts make it up, in this order."""
+    """The workers whose parts it consists of, in this order."""
     last: bool
-    """Whether it is the step's last."""
+    """Whether it is the step's last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +52,41 @@ class EvaluationTurn:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One update of the parameters, by the mean of these gradients."""
+    """One update of the parameters, with the mean of these gradients."""
 
     groups: tuple[int, ...]
     steps: tuple[int, ...]
     """The step of each group's gradient."""
     staleness: tuple[int, ...]
-    """Updates between the first read for it and this one, of each group."""
+    """For each group, the updates between its first read and this update."""
     reason: str
 
 
 class FcQueue:
-    """Follows what has arrived of which group, and gives turns. Whatever is wrong raises `ProtocolError` and changes nothing."""
+    """Tracks what has arrived from which group, and grants turns. Invalid calls raise `ProtocolError` and change nothing."""
 
     def __init__(self, groups: int, group_size: int, policy: Policy, first_step: int = 0) -> None:
-        # Bounds are kept by the model servers, to which a group goes next.
+        # The model servers, to which a group goes next, enforce bounds.
         kind = Policy("sync") if policy.kind == "sync" else Policy("async")
         self._machine = StalenessMachine(kind, range(groups), first_step)
         self._size = group_size
         self._steps = [_Step(first_step) for _ in range(groups)]
         self._next = {WorkerPlace(group, position): (first_step, 0) for group in range(groups) for position in range(group_size)}
-        self._waiting: dict[Turn | EvaluationTurn, int] = {}  # what is complete, and when it was
+        self._waiting: dict[Turn | EvaluationTurn, int] = {}  # complete batches, and the order of their completion
         self._last_turn: Counter[int | PeerId] = Counter()  # of groups, and of workers that evaluate
         self._turns = 0
         self._completed = 0
         self.version = 0
-        """Updates so far."""
+        """The number of updates so far."""
 
     def arrived(self, place: WorkerPlace, step: int, micro_batch: int, micro_batches: int) -> None:
-        """A worker's part of a micro-batch is here; its step has so many of them."""
+        """A worker's part of a micro-batch has arrived; its step has ``micro_batches`` of them."""
         group = self._steps[place.group]
         if (step, micro_batch) != self._next[place]:
             due = self._next[place]
             raise ProtocolError(
-                f"worker {place.position} of group {place.group} sent micro-batch {micro_batch} of step {step}; due is {due[1]} of "
-                f"step {due[0]}"
+                f"worker {place.position} of group {place.group} sent micro-batch {micro_batch} of step {step}; expected: {due[1]} "
+                f"of step {due[0]}"
             )
         if not 0 < micro_batches <= 1 << 16 or group.parts.get(place.position, micro_batches) != micro_batches:
             raise ProtocolError(
@@ -95,7 +95,7 @@ class FcQueue:
         if micro_batch - group.computed >= MOST_AHEAD or step != group.step:
             raise ProtocolError(
                 f"worker {place.position} of group {place.group} sent micro-batch {micro_batch} of step {step} before it had the "
-                f"gradients of those before"
+                "gradients of the previous ones"
             )
         group.parts[place.position] = micro_batches
         group.here.setdefault(micro_batch, set()).add(place.position)
@@ -103,12 +103,12 @@ class FcQueue:
         self._complete(place.group)
 
     def asked(self, worker: PeerId, number: int) -> None:
-        """A worker's batch to be evaluated is here."""
+        """A worker's batch to be evaluated has arrived."""
         self._completed += 1
         self._waiting[EvaluationTurn(worker, number)] = self._completed
 
     def next(self, *, training: bool = True) -> Turn | EvaluationTurn | None:
-        """Whose turn it is, if anybody waits (to evaluate, unless ``training``). It is no longer waiting then."""
+        """The next turn, if any group waits (only evaluations unless ``training``). It no longer waits then."""
         waiting = [each for each in self._waiting if training or isinstance(each, EvaluationTurn)]
         if not waiting:
             return None
@@ -121,7 +121,7 @@ class FcQueue:
         return chosen
 
     def computed(self, turn: Turn) -> Applied | None:
-        """The turn's gradients are there. Returns the update to make before the next turn, if one is due."""
+        """The turn's gradients have been computed. Returns the update to make before the next turn, if one is due."""
         group = self._steps[turn.group]
         group.computed += 1
         if not turn.last:
@@ -138,14 +138,14 @@ class FcQueue:
 
     @property
     def groups(self) -> Collection[int]:
-        """Those that train."""
+        """The groups that still train."""
         return self._machine.groups
 
     def _complete(self, number: int) -> None:
         """Let the group's next micro-batch wait for its turn, if it is complete and not waiting yet."""
         group = self._steps[number]
         if len(group.parts) < self._size:
-            return  # how many micro-batches each worker has is known when the first is complete
+            return  # the number of each worker's micro-batches is known when the first one is complete
         most = max(group.parts.values())
         for micro_batch in range(group.queued, most):
             due = {position for position, micro_batches in group.parts.items() if micro_batch < micro_batches}
@@ -167,19 +167,19 @@ class FcQueue:
 
 
 class _Step:
-    """How far a group is with its step."""
+    """A group's progress in its step."""
 
     __slots__ = ("computed", "here", "parts", "queued", "read", "step")
 
     def __init__(self, step: int, read: int = 0) -> None:
         self.step = step
-        self.parts: dict[int, int] = {}  # position -> its micro-batches
-        self.here: dict[int, set[int]] = {}  # micro-batch -> positions whose parts are here
+        self.parts: dict[int, int] = {}  # position -> its number of micro-batches
+        self.here: dict[int, set[int]] = {}  # micro-batch -> positions whose parts have arrived
         self.queued = 0
-        """Micro-batches that were complete."""
+        """The number of complete micro-batches."""
         self.computed = 0
         self.read = read
-        """The version that the first micro-batch was computed with."""
+        """The version with which the first micro-batch was computed."""
 
 
 def _claimant(waiting: Turn | EvaluationTurn) -> int | PeerId:

@@ -1,6 +1,6 @@
-"""An FC server's process, or one of several: its life from the view of the run.
+"""The process of an FC server, or of one of several: its part in the run.
 
-It runs the task's own code, as workers do: the model's layers behind the split, the loss, the optimizer and the metrics.
+It runs the task's own code, as workers do: the model's layers after the split, the loss, the optimizer and the metrics.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.task import Task
 
-#: The part of checkpoints that is the FC servers', written by the first of them.
+#: The part of checkpoints that belongs to the FC servers, written by the first of them.
 PART = "fc-0"
 
 
 async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
     """Compute the fully connected layers for all groups until all workers have finished. Opens nothing, and leaves nothing running.
 
-    ``task`` replaces the one that ``[job] task`` names. Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`,
-    `PeerLostError`, ...
+    ``task`` replaces the one that ``[job] task`` names. Raises `TaskError`, `UsageError`, `CheckpointError`, `PeerLostError` and
+    the other errors of the run.
     """
     role = context.role
     if context.modelled:
@@ -60,7 +60,7 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
 
 
 def _make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
-    """An FC server's connections to the others, on the loop's thread; ``None`` where it is the only one."""
+    """An FC server's connections to the others, made on the loop's thread; ``None`` if it is the only one."""
     if context.placement.fc_servers < 2:
         return None
     from zmqtrain.parallel.network import NetworkFabric
@@ -103,12 +103,14 @@ def _build(
     weights: Part | None,
     fabric: NetworkFabric | None,
 ) -> TorchExecutor:
-    """In the compute thread. ``part``: of a run that is resumed. ``weights``: the model's, where a new one begins."""
+    """Build the executor, in the compute thread. ``part``: of a run that is resumed. ``weights``: the model with which a new run
+    begins."""
     from zmqtrain.merged_fc.layers import FcLayers
     from zmqtrain.merged_fc.phases import build_phase
     from zmqtrain.merged_fc.torch_executor import ExecutorSettings, TorchExecutor
-    from zmqtrain.train.checkpoint.saving import tensors_of
-    from zmqtrain.train.random_state import BUILDING, seed_everything
+    from zmqtrain.parallel.turns import turn
+    from zmqtrain.train.checkpoint.recut import tensors_of
+    from zmqtrain.train.random_state import seed_everything
     from zmqtrain.train.task import load_task
 
     topology = context.topology
@@ -116,12 +118,12 @@ def _build(
     if task is None:
         if job.task is None:
             raise UsageError(
-                "merged_fc needs [job] task (module:function or file.py:function): the FC server builds the model from it, which a "
-                "training loop of one's own cannot give it. Name a task, or leave merged_fc out"
+                "merged_fc needs [job] task (module:function or file.py:function), from which the FC server builds the model; a "
+                "training loop of your own cannot provide it. Name a task, or set merged_fc = false"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
     started = device.clock()
-    with BUILDING:
+    with turn():
         seed_everything(job.seed)
         phase, optimizer, _ = build_phase(task, "fc", topology, device)
         groups = context.placement.groups
@@ -131,7 +133,7 @@ def _build(
             layers = FcLayers.divided(
                 phase, optimizer, groups, fabric=fabric, loss=task.loss, seed=job.seed, recorder=context.recorder
             )
-        seed_everything(job.seed, context.placement.world_size)  # alike on all FC servers: they compute the same, or parts of it
+        seed_everything(job.seed, context.placement.world_size)  # the same on all FC servers: they compute the same, or parts of it
     device.watch(layers.module, optimizer, phase.sizes)
     settings = ExecutorSettings(
         groups=groups,

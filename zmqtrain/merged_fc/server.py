@@ -1,6 +1,6 @@
-"""An FC server as a coroutine: activations come in, their gradients go out, and the parameters are updated between two turns.
+"""An FC server as a coroutine: activations arrive, their gradients are sent back, and parameters are updated between two turns.
 
-What is decided stands in `queue`, what is computed in an `Executor`; here is the way of the messages::
+`queue` decides, an `Executor` computes, and this module moves the messages::
 
     activations of a group's workers -> queue -> executor: forward, loss, backward -> gradients of the activations
                                                                                    -> executor: update
@@ -41,13 +41,13 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
-#: Checkpoints that are kept for worker 0 to fetch: it may be late, but not by more.
+#: This many checkpoints are kept until worker 0 fetches them; a later request fails.
 MOST_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FcSettings:
-    """An FC server's place."""
+    """An FC server's place in the run."""
 
     groups: tuple[tuple[PeerId, ...], ...]
     """The workers of each group, by position."""
@@ -57,7 +57,7 @@ class FcSettings:
 
 
 class FcCheckpoints(Protocol):
-    """Where an FC server's part of a checkpoint goes to."""
+    """The destination of an FC server's part of checkpoints."""
 
     async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
 
@@ -82,10 +82,10 @@ class FcServer:
             for position, peer in enumerate(members)
         }
         self._arriving = Arriving()
-        self._parts: dict[tuple[int, int, int], dict[int, BatchPart]] = {}  # (group, step, micro-batch) -> by position
+        self._parts: dict[tuple[int, int, int], dict[int, BatchPart]] = {}  # (group, step, micro-batch) -> parts by position
         self._evaluations: dict[EvaluationTurn, BatchPart] = {}
         self._more = asyncio.Event()
-        self._held_by: PeerId | None = None  # who evaluates, and needs the parameters as they are meanwhile
+        self._held_by: PeerId | None = None  # the worker that evaluates, and needs unchanged parameters in the meantime
         self._kept: dict[int, asyncio.Future[ExecutorState]] = {}
         self._finished: set[PeerId] = set()
         self._staleness: Counter[int] = Counter()
@@ -93,10 +93,10 @@ class FcServer:
         self._busy_s = 0.0
 
     async def run(self) -> None:
-        """Returns when all workers have finished. Raises `PeerLostError` when one is lost before, and what the executor raises."""
+        """Returns when all workers have finished. Raises `PeerLostError` if one is lost before that, and the executor's errors."""
         loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = loop.create_future()
-        self._turn = asyncio.Lock()  # the executor's
+        self._turn = asyncio.Lock()  # held while the executor is used
         self._endpoint.serve("fc_keep", self._on_keep)
         self._endpoint.serve("fc_hold", self._on_hold)
         self._endpoint.serve("fc_model", self._on_model)
@@ -119,10 +119,10 @@ class FcServer:
             for kept in self._kept.values():
                 kept.cancel()
             if self._done.done() and not self._done.cancelled():
-                self._done.exception()  # raised above; or something else was the first error
+                self._done.exception()  # raised above, unless another error came first
         self._report(loop.time() - begin)
 
-    # What comes in.
+    # Arriving messages.
 
     async def _take(self, arriving: Subscription) -> None:
         while True:
@@ -136,7 +136,7 @@ class FcServer:
     def _arrived(self, sender: PeerId, tag: Tag, payload: Payload) -> None:
         place = self._places.get(sender)
         if place is None:
-            raise ProtocolError(f"{sender} is no worker of this run")
+            raise ProtocolError(f"{sender} is not a worker of this run")
         arrived = self._arriving.add(sender, tag, payload)
         if arrived is None:
             return
@@ -193,7 +193,7 @@ class FcServer:
         for position, gradients in zip(turn.positions, trained.gradients, strict=True):
             answer = AnswerMeta(trained.loss, trained.compute_s, 0 if bad else len(gradients))
             self._background.run(self._answer(members[position], turn, answer, () if bad else gradients))
-        if bad:  # its gradients never take effect; what there was before is kept, and the run stops
+        if bad:  # these gradients are never applied; the state before them is kept, and the run stops
             return
         self._samples += sum(part.meta.samples for part in parts)
         del by_position, parts, trained
@@ -226,7 +226,7 @@ class FcServer:
     # Checkpoints.
 
     async def _keep(self, step: int, *, save: bool) -> None:
-        """Copy the state for the model at ``step``, between two turns; ``save``: for a checkpoint, too."""
+        """Copy the state for the model at ``step``, between two turns. ``save``: for a checkpoint, too."""
         state = await self._executor.state()
         kept = self._future(step)
         if not kept.done():
@@ -243,26 +243,26 @@ class FcServer:
         return self._kept.setdefault(step, asyncio.get_running_loop().create_future())
 
     async def _on_keep(self, caller: PeerId, step: int, save: bool) -> Value:
-        """Keep the state as it is now."""
+        """Request: keep the current state."""
         if caller not in self._places:
-            raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller}")
+            raise ProtocolError(f"{self._endpoint.peer} keeps no state for {caller}, which is not a worker of this run")
         async with self._turn:
             await self._keep(step, save=save)
         return None
 
     async def _on_hold(self, caller: PeerId, held: bool) -> Value:
-        """Let nobody train from now on, or again: ``caller`` evaluates one version of the parameters."""
+        """Request: train no group from now on, or train again. ``caller`` evaluates one version of the parameters."""
         if caller not in self._places:
-            raise ProtocolError(f"{self._endpoint.peer} does not wait for {caller}")
+            raise ProtocolError(f"{self._endpoint.peer} does not stop training for {caller}, which is not a worker of this run")
         async with self._turn:
             self._held_by = caller if held else None
         self._more.set()
         return None
 
     async def _on_model(self, caller: PeerId, step: int) -> Value:
-        """Send the model's state that is kept, or will be, for the checkpoint at ``step``."""
+        """Request: send the model's state that is kept, or will be, for the checkpoint at ``step``."""
         if caller not in self._places:
-            raise ProtocolError(f"{self._endpoint.peer} has no model for {caller}")
+            raise ProtocolError(f"{self._endpoint.peer} sends no model to {caller}, which is not a worker of this run")
         state = await asyncio.shield(self._future(step))
         self._background.run(self._send_model(caller, step, state))
         return None

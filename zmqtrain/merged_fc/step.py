@@ -23,14 +23,14 @@ from zmqtrain.train.task import user_code
 from zmqtrain.train.work import StepResult
 from zmqtrain.wire.payload import Value
 
-#: What a schedule has changed of the optimizer's parameter groups; ``None`` where nothing has changed.
+#: The changes that a schedule has made to the optimizer's parameter groups; ``None`` if there are none.
 Hyperparameters = Callable[[], Sequence[Mapping[str, Value] | None] | None]
 
 
 class MergedStep:
     """Forward and backward of the convolution phase.
 
-    With several micro-batches, one is computed while the FC server has the one before. The mean loss is the whole group's.
+    With several micro-batches, one is computed while the FC server has the previous one. The mean loss is that of the whole group.
     """
 
     def __init__(
@@ -47,8 +47,16 @@ class MergedStep:
         self._device, self._clock, self._hyperparameters = device.torch_device, device.clock, hyperparameters
         self._loss = self._samples = self._waited_s = self._served_s = 0.0
 
-    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
-        """Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
+    def __call__(
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        hand_over: bool = True,
+        group_batch: float | None = None,
+        group_samples: int | None = None,
+    ) -> StepResult:
+        """Compute a step. Raises `NonFiniteLossError` before the backward of the micro-batch in question, and `TaskError`."""
         start, slot_waited_s = self._clock(), self._link.slot_waited_s
         with self._link.turn(step):
             self._compute(step, batch, hand_over, float(group_batch or self._settings.group_batch))

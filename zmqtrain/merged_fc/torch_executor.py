@@ -36,7 +36,7 @@ class ExecutorSettings:
 
     groups: int
     together: bool
-    """Whether an update is by the gradients of all groups."""
+    """Whether an update uses the gradients of all groups."""
     precision: Precision = "float32"
     stop_on_nan: bool = True
 
@@ -49,21 +49,21 @@ class TorchExecutor:
         self._device, self._settings = device, settings
         self._metrics = Metrics(task) if task.eval_data is not None else None
         self._base = describe_optimizer(optimizer).groups
-        # A group of the task's optimizer that has none of these parameters is kept out of its steps.
+        # Parameter groups of the task's optimizer without any of these parameters are left out of its steps.
         self._owned = [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
         optimizer.param_groups[:] = [optimizer.param_groups[number] for number in self._owned]
         self._parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
         self._gradients = GroupGradients(self._parameters)
-        self._unreached: dict[int, set[int]] = {}  # by group: the parameters that no backward of its step has reached
-        self._changed: dict[int, Sequence[Mapping[str, Value] | None] | None] = {}  # by group, at its step
+        self._unreached: dict[int, set[int]] = {}  # group -> the parameters that no backward of its step has reached
+        self._changed: dict[int, Sequence[Mapping[str, Value] | None] | None] = {}  # group -> hyperparameters changed at its step
         self._now: Sequence[Mapping[str, Value] | None] | None = None
-        self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the backward that runs may write
+        self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the running backward may write
         number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         for module in self._phase.modules():
             if type(module) is nn.Linear and id(module.weight) in number_of and module.weight.nbytes >= SMALLEST_BYTES:
                 write_gradients_to(module, partial(self._memory_for, number_of[id(module.weight)]))
 
-    # zmqtrain.merged_fc.executor.Executor, on the loop's thread
+    # zmqtrain.merged_fc.executor.Executor, on the loop's thread.
 
     async def train(self, turn: Turn, parts: Sequence[BatchPart]) -> Trained:
         return await self._device.run(lambda: self._train(turn, parts))
@@ -77,7 +77,7 @@ class TorchExecutor:
     async def state(self) -> ExecutorState:
         return await self._device.run(self._state)
 
-    # In the compute thread
+    # In the compute thread.
 
     def _train(self, turn: Turn, parts: Sequence[BatchPart]) -> Trained:
         start = self._device.clock()
@@ -92,7 +92,7 @@ class TorchExecutor:
             with user_code("Task.loss(output, target)"):
                 loss = self._layers.loss(self._task.loss, output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that needs a gradient")
+            raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that requires a gradient")
         value, samples = float(loss.detach()), sum(part.meta.samples for part in parts)
         if not math.isfinite(value) and self._settings.stop_on_nan:
             return Trained(value, self._device.clock() - start, tuple(() for _ in parts))
@@ -132,7 +132,7 @@ class TorchExecutor:
         self._gradients.written(group)
 
     def _memory_for(self, number: int) -> Tensor | None:
-        """Where backward may write a weight's gradient: the first one of a step, into the group's set."""
+        """Where backward may write a weight's gradient: the first one of a step is written into the group's set."""
         place, self._places[number] = self._places[number], None
         return None if place is None else place.detach()
 
@@ -147,7 +147,7 @@ class TorchExecutor:
         mean = self._gradients.mean()
         unreached = set.intersection(*(self._unreached[group] for group in applied.groups))
         for number, (parameter, gradient) in enumerate(zip(self._parameters, mean, strict=True)):
-            parameter.grad = None if number in unreached else gradient  # which the optimizer passes over
+            parameter.grad = None if number in unreached else gradient  # the optimizer skips None
         with user_code("the optimizer's step()"):
             self._optimizer.step()
         for parameter in self._parameters:
@@ -178,7 +178,8 @@ class TorchExecutor:
         return ExecutorState(parts.whole(model), parts.whole(more) | tensors, {"random": random})
 
     def restore(self, tensors: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> None:
-        """Put back what `state` gave, its model's tensors as ``state/NAME``. Raises `CheckpointError` for another model's."""
+        """Restore what `state` returned, with the model's tensors as ``state/NAME``. Raises `CheckpointError` if they belong to
+        another model."""
         self.begin_with(tensors)
         parameters = dict(self._phase.named_parameters())
         states: dict[str, dict[str, Tensor]] = {}
@@ -197,7 +198,7 @@ class TorchExecutor:
             restore_random_state(self._device.torch_device, dict(tensors), sidecar["random"])
 
     def begin_with(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the phase with a model's tensors, as ``state/NAME``, and nothing else. Raises `CheckpointError` for another's."""
+        """Fill the phase with a model's tensors, ``state/NAME``, and nothing else. Raises `CheckpointError` for another model's."""
         tensors = self._layers.parts.cut(tensors)
         state = self._phase.state_dict(keep_vars=True)
         targets = {f"state/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
@@ -208,15 +209,15 @@ class TorchExecutor:
             if source is None or source.shape != target.shape or source.dtype != target.dtype:
                 found = "nothing" if source is None else f"{source.dtype} {list(source.shape)}"
                 raise CheckpointError(
-                    f"the checkpoint has {found} as the FC server's {name}, where {target.dtype} {list(target.shape)} belongs: "
-                    "resume with the model and [exchange] split of the run that wrote it"
+                    f"the checkpoint has {found} as the FC server's {name}, but {target.dtype} {list(target.shape)} is needed: "
+                    "resume with the model and the [exchange] split of the run that wrote it"
                 )
             with torch.no_grad():
                 target.copy_(source)
 
 
 def _gradients(inputs: Sequence[Tensor], wanted: Sequence[bool], parts: Sequence[BatchPart]) -> list[tuple[TensorPayload, ...]]:
-    """Each part's rows of the inputs' gradients."""
+    """The rows of the inputs' gradients that belong to each part."""
     whole = []
     for tensor, want in zip(inputs, wanted, strict=True):
         if want:
@@ -232,7 +233,7 @@ def _gradients(inputs: Sequence[Tensor], wanted: Sequence[bool], parts: Sequence
 
 def _tensor(payload: object) -> Tensor:
     if not isinstance(payload, TensorPayload):
-        raise ProtocolError("only sizes came as activations, but the FC server computes")
+        raise ProtocolError("workers sent only sizes as activations, but the FC server computes")
     return payload.tensor
 
 

@@ -1,4 +1,4 @@
-"""A worker whose fully connected layers the FC server computes: its own layers, its step and its evaluation."""
+"""A worker whose fully connected layers are computed by the FC server: its own layers, its step and its evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zmqtrain.wire.payload import Value
 
 
 async def make_work(context: RoleContext, members: Members, task: Task | None = None) -> Work:
-    """As `zmqtrain.train.worker.make_work`, for a worker of a run with an FC server."""
+    """Like `zmqtrain.train.worker.make_work`, for a worker of a run with an FC server."""
     if context.modelled:
         from zmqtrain.merged_fc.modelled import ModelledLayers
         from zmqtrain.merged_fc.profile_phases import worker_profile
@@ -46,7 +46,7 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
 
 
 class MergedLayers:
-    """Implements `zmqtrain.train.remote_layers.RemoteLayers`: the FC server has them. Made on the loop's thread."""
+    """Implements `zmqtrain.train.remote_layers.RemoteLayers` with the FC server. Made on the loop's thread."""
 
     def __init__(self, context: RoleContext, device: Device) -> None:
         self._client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
@@ -56,7 +56,7 @@ class MergedLayers:
     def build(self, task: Task, device: Device) -> OwnLayers:
         if task.forward is not None:
             raise UsageError(
-                "merged_fc computes a part of the model on the FC server, and Task.forward may call all of it: let batches be "
+                "merged_fc computes a part of the model on the FC server, but Task.forward may call all of it: let batches be "
                 "(input, ..., target), or mappings with labels"
             )
         phase, self._optimizer, schedule = build_phase(task, "convolution", self._topology, device)
@@ -65,7 +65,7 @@ class MergedLayers:
     def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> MergedStep:
         if settings.accumulate > 1 and taken_apart(task.loss) is not task.loss:
             raise UsageError(
-                "the task's loss has class weights or an ignore_index, which the FC server counts in each micro-batch apart: "
+                "the task's loss has class weights or an ignore_index, which the FC server counts separately in each micro-batch: "
                 "set [compute] accumulate = 1 with merged_fc"
             )
         return MergedStep(replica, self._link, device, settings, changes_of(self._optimizer), self._recorder)
@@ -90,7 +90,7 @@ class MergedLayers:
 
 
 def changes_of(optimizer: Optimizer) -> Hyperparameters:
-    """What has changed of the optimizer's hyperparameters since now, whenever it is called."""
+    """Returns a function that returns the hyperparameters of the optimizer that have changed since now."""
     base = describe_optimizer(optimizer)
 
     def changed() -> Sequence[Mapping[str, Value] | None] | None:
@@ -108,7 +108,8 @@ class MergedEvaluation(Evaluation):
         self._link = link
 
     def _sums(self, batches: Iterator[Batch]) -> Sums:
-        """In the compute thread. While one batch is computed, the server has the one before."""
+        """The sums over this worker's batches. In the compute thread. While one batch is computed, the server has the previous
+        one."""
         sums = self._metrics.zeros()
         under_way: deque[Begun[Sums]] = deque()
         with self._evaluating():

@@ -1,4 +1,4 @@
-"""Who is let in, who gets an answer, and who is not listened to any more. Sans-IO."""
+"""Which callers are admitted, which get an answer, and which are ignored. Sans-IO."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from zmqtrain.net.greeting import Hello, RefusalCode
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.wire.message import WIRE_VERSION
 
-#: Strangers that are remembered; the oldest is forgotten first.
+#: The number of strangers that are remembered; the oldest is forgotten first.
 MAX_STRANGERS = 4096
-#: One stranger gets at most one answer in this time, and all together at most `MAX_ANSWERS`.
+#: A stranger gets at most one answer in this many seconds, and all strangers together at most `MAX_ANSWERS`.
 ANSWER_PAUSE_S = 0.2
 MAX_ANSWERS = 64
 
 
 class Admission:
-    """Limits the answers to strangers, so that garbage costs little and no caller can make this process flood third parties."""
+    """Limits the answers to strangers, so that garbage costs little and no caller can make this process flood others."""
 
     def __init__(self) -> None:
         self._ignored: OrderedDict[bytes, None] = OrderedDict()
@@ -35,7 +35,7 @@ class Admission:
             self._ignored.popitem(last=False)
 
     def objection(self, hello: Hello, route: bytes, peer: PeerId, settings: NetSettings) -> tuple[RefusalCode, str] | None:
-        """Why ``peer`` does not get on with who greets it like this, over this route; None if it does."""
+        """Why ``peer`` refuses this greeting, received over this route; None if it does not."""
         if hello.version != WIRE_VERSION:
             return "version", f"wire version {hello.version} meets {WIRE_VERSION}: install the same zmqtrain release on all hosts"
         if hello.token != settings.token:
@@ -43,12 +43,12 @@ class Admission:
         if hello.to != peer or hello.peer == peer:
             return "protocol", f"this is {peer}, not {hello.to}"
         if settings.identity is not None and not settings.identity.believes(hello.peer, hello.address):
-            return "protocol", "it greets from an address with another key than the run's members were told"
+            return "protocol", "it greets from an address with another key than the one announced to the run's members"
         buried = self.buried(route)
         return None if buried is None else ("lost", buried)
 
     def may_answer(self, address: str, now: float) -> bool:
-        """Whether to answer this address now; it counts as answered then."""
+        """Whether to answer this address now; if so, it counts as answered."""
         if now - self._window_start >= 1.0:
             self._window_start, self._window_answers = now, 0
         last = self._answered.get(address)
@@ -62,11 +62,11 @@ class Admission:
         return True
 
     def bury(self, route: bytes, reason: str) -> None:
-        """The session behind this route was given up and is never taken up again."""
+        """The session behind this route was abandoned and is never resumed."""
         self._dead[route] = reason
         if len(self._dead) > MAX_STRANGERS:
             self._dead.popitem(last=False)
 
     def buried(self, route: bytes) -> str | None:
-        """Why the session behind the route was given up, None if it was not."""
+        """Why the session behind the route was abandoned; None if it was not."""
         return self._dead.get(route)

@@ -1,4 +1,4 @@
-"""One timer that is exact to a tenth of a millisecond. The event loops' own count whole ones, too coarse for a fast network."""
+"""A timer with a precision of a tenth of a millisecond. Event loops count whole milliseconds, too coarse for a fast network."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Protocol
 from zmqtrain.net.loop import dilation_of
 
 _CLOCK_MONOTONIC = 1
-_FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLOEXEC are these
+_FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # equal to TFD_NONBLOCK and TFD_CLOEXEC
 
 
 class Alarm(Protocol):
     """Calls one function at a given time."""
 
     def set(self, when: float) -> None:
-        """At this time of the loop's clock, or as soon after it as can be; an earlier setting counts no more."""
+        """Call the function at this time of the loop's clock, or as soon as possible after it. Replaces an earlier setting."""
         ...
 
     def close(self) -> None: ...
 
 
 class LoopAlarm:
-    """With the loop's own timers: a millisecond late where those are coarse, exact on virtual time."""
+    """An alarm with the loop's own timers: up to a millisecond late if those are coarse, exact on virtual time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         self._loop, self._wake = loop, wake
@@ -43,7 +43,7 @@ class LoopAlarm:
 
 
 class RealAlarm:
-    """With a file descriptor of Linux that becomes readable in time. Raises `OSError` where there is no such thing."""
+    """An alarm with a Linux timer file descriptor, which becomes readable in time. Raises `OSError` if the system has none."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -70,13 +70,13 @@ class RealAlarm:
         os.close(self._fd)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was set anew since
+        with contextlib.suppress(BlockingIOError):  # it was set again in the meantime
             os.read(self._fd, 8)
             self._wake()
 
 
 def real_alarm(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> Alarm:
-    """The best that this system has."""
+    """The most precise alarm that this system has."""
     try:
         return RealAlarm(loop, wake)
     except OSError:
@@ -84,7 +84,7 @@ def real_alarm(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> Ala
 
 
 class _CoarseAlarm(LoopAlarm):
-    """uvloop's timers may be half a millisecond early; who asked for a time must not be woken before it again and again."""
+    """uvloop's timers may fire half a millisecond early; the caller must not be woken repeatedly before its time."""
 
     def set(self, when: float) -> None:
         tick_s = 0.001 / dilation_of(self._loop)

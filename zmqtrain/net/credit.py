@@ -1,8 +1,8 @@
-"""Byte credit of one lane: how much may lie at a receiver before anybody there has asked for it. Sans-IO.
+"""Byte credit of one lane: how much a receiver stores before any receive there has asked for it. Sans-IO.
 
-Both ends count cumulatively, so a grant that is lost or repeated does no harm: the receiver announces the total up to which it
-takes bytes, the sender counts what it sent. A piece may start whenever any credit is left, so a window smaller than a piece works,
-and memory is bounded by the window and one piece.
+Both ends count cumulatively, so a lost or repeated grant does no harm: the receiver announces the total up to which it accepts
+bytes, and the sender counts what it has sent. A piece may start while any credit is left, so a window smaller than a piece works,
+and memory is bounded by the window plus one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Allowance:
         self.used += nbytes
 
     def grant(self, limit: int) -> None:
-        """The receiver takes bytes up to this total. An older grant that comes late changes nothing."""
+        """The receiver accepts bytes up to this total. An older grant that arrives late changes nothing."""
         self.limit = max(self.limit, limit)
 
 
@@ -43,9 +43,9 @@ class Window:
         self.announced = size
 
     def arrive(self, nbytes: int) -> None:
-        """Bytes have come under credit. Raises `WireError` where the sender had none left."""
+        """Bytes have arrived under credit. Raises `WireError` if the sender had no credit left."""
         if self.held + self.consumed >= self.announced:
-            raise WireError(f"{nbytes} bytes came where none were granted (window of {self.size} bytes)")
+            raise WireError(f"{nbytes} bytes arrived without credit (window of {self.size} bytes)")
         self.held += nbytes
 
     def consume(self, nbytes: int) -> None:
@@ -60,12 +60,12 @@ class Window:
 
     @property
     def due(self) -> bool:
-        """Whether so much became free that the sender should hear of it at once."""
+        """Whether enough credit became free to tell the sender at once."""
         return (self.limit - self.announced) * 4 >= self.size
 
     @property
     def stale(self) -> bool:
-        """Whether the sender should hear of anything at all."""
+        """Whether there is anything new to tell the sender."""
         return self.limit > self.announced
 
     def announce(self) -> int:

@@ -1,13 +1,15 @@
-"""Who a process is where connections are encrypted, and whom it lets in (CURVE, ZeroMQ's use of Curve25519).
+"""The keys of processes on encrypted connections, and which callers they admit (CURVE, ZeroMQ's use of Curve25519).
 
-Each process makes a key pair when it starts; the secret key never leaves its memory. Two kinds of servers, two ways in:
+Each process makes a key pair when it starts; the secret key never leaves its memory. There are two kinds of servers:
 
-* The *coordinator* lets in every process that has the run's token: from it all processes of the run compute one more key pair, the
-  *joiners'*, and show that when they call the coordinator. Its own public key they have from its address.
-* All others let in who is on their list: the coordinator from the start, and those whose addresses, with their public keys, they
-  were told of. A member tells the coordinator its own when it joins; the coordinator tells all, in its views.
+* The *coordinator* admits every process that has the run's token: all processes of the run compute from it one further key pair,
+that
+  of the *joiners*, and use it to call the coordinator. They have the coordinator's public key from its address.
+* All others admit the processes on their list: first only the coordinator, later those whose addresses, with their public keys,
+they
+  were told. A member tells the coordinator its own key when it joins; the coordinator tells all members in its views.
 
-So no process without the token can send a message to a member, and no member can use another's name.
+So no process without the token can send a message to a member, and no member can use the name of another.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from zmqtrain.errors import UsageError
 from zmqtrain.net.address import key_in, split_address
 from zmqtrain.net.endpoint import PeerId
 
-#: In whose name the server sockets ask who may come in.
+#: The domain in which server sockets ask whether to admit a caller.
 DOMAIN = b"zmqtrain"
-#: Goes into the joiners' key, so that the token gives other keys for other uses.
+#: Part of the joiners' key, so that the token gives other keys for other purposes.
 _PURPOSE = b"zmqtrain: key of those who join"
-#: Under which name joiners are let in; no peer is called so.
+#: The name under which joiners are admitted; no peer has it.
 ANYBODY = "*"
 #: A route is a session in 16 digits, a slash and the peer's name.
 _NAME_AT = 17
@@ -34,24 +36,24 @@ _NAME_AT = 17
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Two keys that belong together."""
+    """A secret key and its public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
-        """A fresh one. Raises `UsageError` where ZeroMQ cannot encrypt."""
+        """A new key pair. Raises `UsageError` if ZeroMQ cannot encrypt."""
         _check()
         public, secret = zmq.curve_keypair()
         return cls(z85.decode(public), z85.decode(secret))
 
     @classmethod
     def of_token(cls, token: str) -> KeyPair:
-        """The one that everybody with this token computes. Raises `UsageError` for an empty token."""
+        """The key pair that every process with this token computes. Raises `UsageError` for an empty token."""
         _check()
         if not token:
-            raise UsageError("an encrypted run needs a token: set ZMQTRAIN_TOKEN to a long random text, the same in all processes")
+            raise UsageError("an encrypted run needs a token: set ZMQTRAIN_TOKEN to the same long random text in all processes")
         secret = hmac.digest(token.encode(), _PURPOSE, "sha256")
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
@@ -65,10 +67,10 @@ def _check() -> None:
 
 
 class Identity:
-    """One endpoint's key pair and its list of whom it lets in."""
+    """One endpoint's key pair, and its list of callers to admit."""
 
     def __init__(self, *, joiner: KeyPair | None = None, coordinator: bytes | None = None, open_to_joiners: bool = False) -> None:
-        """Use `coordinator` or `member`; called directly, it lets in only peers that are admitted."""
+        """Use `coordinator` or `member`; called directly, it admits only peers on the list."""
         self._own = KeyPair.new()
         self._joiner, self._coordinator, self._open = joiner, coordinator, open_to_joiners
         self._names: dict[bytes, PeerId] = {}
@@ -78,12 +80,12 @@ class Identity:
 
     @classmethod
     def coordinator(cls, token: str) -> Identity:
-        """The coordinator's identity: every process that has the token is let in."""
+        """The coordinator's identity: every process that has the token is admitted."""
         return cls(joiner=KeyPair.of_token(token), open_to_joiners=True)
 
     @classmethod
     def member(cls, token: str, coordinator: bytes) -> Identity:
-        """Everybody else's. ``coordinator``: its public key."""
+        """The identity of all other processes. ``coordinator``: its public key."""
         return cls(joiner=KeyPair.of_token(token), coordinator=coordinator)
 
     @property
@@ -96,12 +98,12 @@ class Identity:
         """Whether the set of accepted keys is final: the token alone decides."""
         return self._open
 
-    # The list
+    # The list.
 
     def admit(self, peer: PeerId, address: str) -> None:
         """Admit ``peer``, as announced by a trusted source: only a process with the key in ``address`` may use that name.
 
-        A key that is another's already stays that one's. Raises `ValueError` for an address without a key.
+        A key that belongs to another peer stays with that peer. Raises `ValueError` for an address without a key.
         """
         key = _needed_key(address)
         self.dismiss(peer)
@@ -109,42 +111,42 @@ class Identity:
             self._keys[peer], self._names[key] = key, peer
 
     def dismiss(self, peer: PeerId) -> None:
-        """Let the peer in no more."""
+        """Do not admit the peer any more."""
         key = self._keys.pop(peer, None)
         if key is not None:
             del self._names[key]
 
     def name_of(self, key: bytes) -> PeerId | None:
-        """Under which name a caller with this key is let in; `ANYBODY`: any; ``None``: not at all."""
+        """The name under which a caller with this key is admitted; `ANYBODY`: any name; ``None``: it is not admitted."""
         return self._names.get(key)
 
     def may_be(self, name: str, route: bytes) -> bool:
-        """Whether a caller who was let in as ``name`` may send under this route."""
-        # What begins so was named by ZeroMQ itself: a refusal of somebody's, for which a route counts nothing.
+        """Whether a caller that was admitted as ``name`` may send under this route."""
+        # Routes that begin with this byte were named by ZeroMQ itself: they carry refusals, for which the route does not matter.
         return name == ANYBODY or route[:1] == b"\0" or route[_NAME_AT:] == name.encode()
 
     def believes(self, peer: PeerId, address: str) -> bool:
-        """Whether to take the peer's own word that it is there."""
+        """Whether to believe the peer's own announcement."""
         try:
             split_address(address)
             key = _needed_key(address)
         except ValueError:
             return False
-        # At the coordinator a process may come instead of another, with keys of its own: the token proves that it may.
+        # At the coordinator a process with new keys may replace another one: the token proves that it may.
         return key == self._keys.get(peer) or (self._open and key not in self._names)
 
     def joins(self, address: str) -> bool:
-        """Whether it is the run's token that is to let this process in there."""
+        """Whether the run's token is to admit this process there."""
         return self._coordinator is not None and key_in(address) == self._coordinator
 
     # Sockets
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Make it a server that asks who calls."""
+        """Make the socket a server that asks whether to admit callers."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._own.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # with nobody there to be asked, nobody comes in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler to ask, no caller is admitted
 
     def arm(self, socket: zmq.Socket[bytes], address: str) -> None:
         """Make ``socket`` a client of the process that listens at ``address``, and of no other. Raises `ValueError` without a
@@ -159,5 +161,5 @@ class Identity:
 def _needed_key(address: str) -> bytes:
     key = key_in(address)
     if key is None:
-        raise ValueError(f"the address {address} has no key: the process there does not encrypt, and this one must")
+        raise ValueError(f"the address {address} has no key: the process there does not encrypt, but this run requires encryption")
     return key

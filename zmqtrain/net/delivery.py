@@ -1,4 +1,4 @@
-"""What ``send`` and ``subscribe`` hand out: handles that join a machine's state to futures."""
+"""The handles that ``send`` and ``subscribe`` return, which connect a state machine to futures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zmqtrain.wire.payload import Payload
 
 
 class Delivery:
-    """One message on its way (`zmqtrain.net.endpoint.Sent`)."""
+    """One sent message (`zmqtrain.net.endpoint.Sent`)."""
 
     __slots__ = ("_link", "_message", "_waiters")
 
@@ -76,7 +76,7 @@ class TopicSubscription:
                 if future in self._waiters:
                     self._waiters.remove(future)
                 elif shelf.ready:
-                    self._notify()  # this one was woken for a message that another may take
+                    self._notify()  # this waiter was woken for a message that another one may take
                 raise
             finally:
                 shelf.waiting = bool(self._waiters)
@@ -94,7 +94,7 @@ class TopicSubscription:
         return self._ended is not None
 
     def close(self) -> None:
-        """Messages that were not taken stay for a later subscription. A pending `get` raises `ZmqTrainError`."""
+        """Messages that were not taken are kept for a later subscription. A pending `get` raises `ZmqTrainError`."""
         self.end(Ending("closed", lambda waiting_for: ZmqTrainError(f"closed while waiting for {waiting_for}")))
 
     def end(self, ending: Ending) -> None:

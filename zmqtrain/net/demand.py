@@ -1,6 +1,6 @@
-"""Demand: awaited messages must not be blocked by messages that no receive was posted for. Sans-IO.
+"""Demand: awaited messages must not be blocked by messages without a posted receive. Sans-IO.
 
-While a window is crowded, each end tells the other what it waits for; these messages then need no credit.
+While a window is crowded, each end tells the other which messages it waits for; these then need no credit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNWANT = "unwant"
 
 
 class Demand:
-    """The wants between this process and one peer, in both directions."""
+    """The demands between this process and one peer, in both directions."""
 
     def __init__(
         self, peer: PeerId, mailbox: Mailbox, windows: Sequence[Window], outbox: Outbox, control: SendLane[Outgoing | None]
@@ -29,10 +29,10 @@ class Demand:
         self._peer, self._mailbox, self._windows = peer, mailbox, windows
         self._outbox, self._control = outbox, control
 
-    # What this process waits for
+    # What this process waits for.
 
     def crowd(self) -> None:
-        """A window fills up with messages without a posted receive: demand every message that a receive waits for."""
+        """A window fills up with messages without a posted receive: demand every message for which a receive waits."""
         for ticket in self._mailbox.pending(self._peer):
             self.want(ticket)
         for shelf in self._mailbox.shelves.values():
@@ -56,7 +56,7 @@ class Demand:
             self._tell(UNWANT, ticket.key[1])
 
     def completed(self, incoming: Incoming) -> None:
-        """A message is complete: hand it to its receive, and withdraw a demand that was not needed."""
+        """A message is complete: pass it to its receive, and withdraw a demand that was not needed."""
         owner = self._mailbox.complete(incoming)
         if isinstance(owner, Ticket):
             if owner.wanted and not incoming.wanted:
@@ -66,12 +66,12 @@ class Demand:
             if not incoming.wanted:
                 self._tell(UNWANT, (owner.topic,), topic=True)
 
-    # What the peer waits for
+    # What the peer waits for.
 
     def heard(self, header: Header) -> None:
-        """The peer wants something, or does not any more."""
+        """The peer demands a message, or withdraws a demand."""
         if not header.tag:
-            raise WireError("a want of nothing")
+            raise WireError("a demand without a tag")
         key = str(header.tag[0]) if header.meta else header.tag
         if header.kind == WANT:
             self._outbox.want(key)
@@ -83,6 +83,6 @@ class Demand:
         return any(window.crowded for window in self._windows)
 
     def _tell(self, kind: str, tag: tuple[str | int, ...], *, topic: bool = False) -> None:
-        """Numbered, since it is a change and not a total, but without credit."""
+        """Numbered, since it is a change and not a total, but it needs no credit."""
         encoded = encode_header(Header(kind, tag, self._control.next_sequence, meta=topic))
         self._control.add((encoded,), len(encoded), None)

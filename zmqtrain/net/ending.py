@@ -1,4 +1,4 @@
-"""Why a link ended, and the error that each wait for its peer gets."""
+"""Why a link ended, and the error that each wait for its peer raises."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Ending:
 
     reason: str
     error: Callable[[str], ZmqTrainError]
-    """Makes the error of a wait from what was waited for."""
+    """Makes the error of a wait, from what was waited for."""
     loss: bool = True
-    """Whether work is lost with it that others wait for, perhaps by way of third ones; else only those who wait for the peer."""
+    """Whether work is lost for which others wait, perhaps indirectly; otherwise only waits for this peer fail."""
 
 
 def lost(peer: PeerId, reason: str) -> Ending:
@@ -28,13 +28,13 @@ def lost(peer: PeerId, reason: str) -> Ending:
 
 
 def left(peer: PeerId) -> Ending:
-    """The peer had finished: what it owed to anybody has arrived."""
+    """The peer had finished: everything that it had to send has arrived."""
     reason = "it has finished and closed its endpoint"
     return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for), loss=False)
 
 
 def never_came(peer: PeerId, greet_s: float, address: str, trouble: str = "") -> Ending:
-    """``trouble``: what was wrong with the last attempt, as far as that is known."""
+    """``trouble``: what was wrong with the last attempt, if that is known."""
     return Ending(
         f"no connection within {greet_s:g} s{trouble and f': {trouble}'}",
         lambda waiting_for: PeerTimeoutError(
@@ -44,7 +44,7 @@ def never_came(peer: PeerId, greet_s: float, address: str, trouble: str = "") ->
 
 
 def where(address: str, trouble: str) -> str:
-    """Where a peer was looked for in vain, and what was wrong there."""
+    """Where a peer was looked for without success, and what was wrong there."""
     found = f"at {without_key(address)}" if address else "whose address is unknown"
     return found + (trouble and f": {trouble}")
 
@@ -64,14 +64,14 @@ def bad_message(peer: PeerId, reason: str) -> Ending:
 
 
 def refused(peer: PeerId, code: RefusalCode, reason: str, version: int) -> Ending:
-    """The peer said so."""
+    """The peer has refused the link."""
     if code == "version":
         return other_version(peer, version)
     if code == "token":
         return other_token(peer)
     if code == "protocol":
         return bad_message(peer, f"{peer} reports: {reason}")
-    return lost(peer, f"{peer} had given this process up: {reason}")
+    return lost(peer, f"{peer} had already given up on this process: {reason}")
 
 
 def closed(owner: PeerId) -> Ending:

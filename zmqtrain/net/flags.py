@@ -7,15 +7,15 @@ from typing import Final
 from zmqtrain.errors import WireError
 from zmqtrain.wire.message import PHANTOM, TENSOR, VALUE
 
-#: The piece came beyond the window, because the peer waits for it.
+#: The piece was sent beyond the window, because the peer waits for it.
 BEYOND: Final = 1
 #: The phantom's bytes follow in pieces of their own.
 FOLLOWS: Final = 2
 #: The body is a descriptor of shared memory.
 SHARED: Final = 4
-#: That memory stays until the message was used, so the receiver need not copy it.
+#: That memory does not change until the message has been used, so the receiver need not copy it.
 LASTING: Final = 8
-#: Kind of a piece that continues a message.
+#: The kind of a piece that continues a message.
 CHUNK: Final = "chunk"
 
 _PIECES = frozenset({TENSOR, PHANTOM, VALUE, CHUNK})
@@ -23,7 +23,7 @@ _ALL = BEYOND | FOLLOWS | SHARED | LASTING
 
 
 def check_flags(kind: str, flags: int) -> None:
-    """Raise `WireError` for flags that no peer of ours gives to a message of this kind."""
+    """Raise `WireError` for flags that a message of this kind can never have."""
     alone = (flags & LASTING and not flags & SHARED) or (flags & FOLLOWS and kind != PHANTOM)
     if flags & ~_ALL or kind not in _PIECES or alone:
-        raise WireError(f"a message of kind {kind!r:.60} with the flags {flags}")
+        raise WireError(f"a message of kind {kind!r:.60} has the invalid flags {flags}")

@@ -1,4 +1,4 @@
-"""Waiting until what an endpoint has sent has arrived, or does not arrive any more."""
+"""Waiting until what an endpoint has sent has arrived, or can no longer arrive."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zmqtrain.net.link import Link
 
 
 class Flush:
-    """Looks at an endpoint's links whenever it is told that something `moved`."""
+    """Checks an endpoint's links whenever it is told that something `moved`."""
 
     def __init__(self, links: Mapping[PeerId, Link]) -> None:
         self._links = links
-        self._moved: asyncio.Event | None = None  # of those who wait
+        self._moved: asyncio.Event | None = None  # shared by all waiters
 
     def moved(self) -> None:
         """Something may have arrived, or a link has ended."""
@@ -24,15 +24,16 @@ class Flush:
             self._moved = None
 
     async def all_arrived(self, limit_s: float) -> list[PeerId]:
-        """Wait until the links are idle, at most so long. Returns the peers of those that are not."""
+        """Wait until the links are idle, at most ``limit_s`` seconds. Returns the peers of those that are not."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._where(lambda link: not link.idle):
                     await self._next_move()
-        return self._where(lambda link: not link.idle)  # all may have come while this waited for its turn
+        return self._where(lambda link: not link.idle)  # everything may have arrived while this task waited for its turn
 
     async def on_its_way_arrived(self, patience_s: float) -> list[PeerId]:
-        """Wait until nothing is on its way, or nothing has arrived anywhere for so long. Returns to whom something still is."""
+        """Wait until nothing is on its way, or nothing has arrived anywhere for ``patience_s`` seconds. Returns the peers to which
+        something is still on its way."""
         arrived = self._arrived()
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s) as limit:
@@ -50,5 +51,5 @@ class Flush:
         return [link.peer for link in self._links.values() if condition(link)]
 
     def _arrived(self) -> tuple[tuple[PeerId, int], ...]:
-        """How far all links are: another value means progress."""
+        """How far all links are; another value means progress."""
         return tuple((link.peer, sum(sending.arrived for sending in link.sending)) for link in self._links.values())

@@ -1,7 +1,7 @@
 """The first words between two peers: greetings and refusals. Sans-IO.
 
-They must be understood between *all* releases, so that each can tell the other why they do not get on: a message of two frames,
-an ordinary header (whose magic and version never change their place) and a msgpack map whose keys below never change their meaning.
+They must be understood between *all* releases, so that each end can tell the other why it refuses: a message of two frames, an
+ordinary header (whose magic and version never change their place) and a msgpack map whose keys below never change their meaning.
 Unknown keys are ignored.
 """
 
@@ -18,7 +18,7 @@ from zmqtrain.wire.message import WIRE_VERSION, Header, encode_header
 
 #: A greeting holds two names, an address and a token.
 MAX_GREETING_BYTES = 4096
-#: Names of peers are part of ZeroMQ's routing identities, which have at most 255 bytes.
+#: Names of peers are part of ZeroMQ's routing identities, which are limited to 255 bytes.
 MAX_PEER_BYTES = 200
 
 RefusalCode = Literal["version", "token", "lost", "protocol"]
@@ -26,62 +26,62 @@ RefusalCode = Literal["version", "token", "lost", "protocol"]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """I am here, and this is my end of our link."""
+    """A process announces itself and its end of the link."""
 
     peer: str
     to: str
     address: str
     token: str
     process: int
-    """Random number of the process: another one under the same name means a restart."""
+    """A random number of the process: a different one under the same name means a restart."""
     session: int
-    """Random number of this end of the link: a link that was given up is never taken up again."""
+    """A random number of this end of the link: an abandoned link is never resumed."""
     known: int
-    """The receiver's session as far as the sender knows it, 0 if not."""
+    """The receiver's session as far as the sender knows it; 0 if not."""
     opened: bool
-    """Whether the sender may send already; if not, it wants an answer."""
+    """Whether the sender may already send; if not, it wants an answer."""
     control_window: int
     bulk_window: int
     region: int = 0
-    """The shared memory that the sender has open; 0: none. Those who have the same describe tensors to each other."""
+    """The shared memory that the sender has open; 0: none. Processes with the same one send each other descriptors of tensors."""
     version: int = WIRE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """There is no link between us, and why."""
+    """There is no link between the two processes, and why."""
 
     peer: str
     to: str
     session: int
-    """The session that is refused; who does not know it cannot refuse it."""
+    """The session that is refused; a sender that does not know it cannot refuse it."""
     code: RefusalCode
     reason: str
     version: int = WIRE_VERSION
 
 
 _KINDS: dict[str, type[Hello] | type[Refusal]] = {"hello": Hello, "refusal": Refusal}
-#: What keys mean that earlier releases do not send.
+#: Values of keys that earlier releases do not send.
 _ABSENT = {"region": 0}
 _TYPES = {"str": str, "int": int, "bool": bool, "RefusalCode": str}
 
 
 def encode_greeting(greeting: Hello | Refusal) -> list[bytes]:
     kind = "hello" if isinstance(greeting, Hello) else "refusal"
-    # Not asdict, which copies deeply: with thousands of simulated peers it shows.
+    # Not asdict, whose deep copies take noticeable time with thousands of simulated peers.
     values = {name: getattr(greeting, name) for name in type(greeting).__annotations__}
     body: bytes = msgpack.packb({"kind": kind, **values})
     return [encode_header(Header(kind, version=greeting.version)), body]
 
 
 def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
-    """Raises `WireError` for anything else. The version is for the caller to judge."""
+    """Decode a greeting or refusal. Raises `WireError` for anything else. The caller must check the version."""
     if len(frames) != 2 or len(frames[1]) > MAX_GREETING_BYTES:
         raise WireError("no greeting")
     try:
         body: Any = msgpack.unpackb(frames[1], max_array_len=0, max_map_len=64, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"no greeting: {error}") from error
+        raise WireError(f"invalid greeting: {error}") from error
     kind = _KINDS.get(str(body.get("kind"))) if isinstance(body, dict) else None
     if kind is None:
         raise WireError("no greeting")
@@ -92,5 +92,5 @@ def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
             raise WireError(f"a {body['kind']} whose {name} is {value!r:.60}")
         values[name] = value
     if not 0 < len(values["peer"].encode()) <= MAX_PEER_BYTES:
-        raise WireError("a greeting of a peer without a proper name")
+        raise WireError("a greeting without a valid peer name")
     return kind(**values)

@@ -13,13 +13,13 @@ from zmqtrain.world import random_bits
 
 
 class Judgement(Enum):
-    """What a greeting means for the link that is there already."""
+    """What a greeting means for the existing link."""
 
-    CONTINUES = "the end that is known, or the first one"
-    OUTDATED = "it knows an end of ours that is gone, and another of its own has come since: let it begin anew"
-    REPLACED = "another end, and nothing was open with the one before: forget that"
+    CONTINUES = "the known end, or the first one"
+    OUTDATED = "it knows an old end of ours, and has a new one itself: let it begin again"
+    REPLACED = "another end, and nothing was open with the previous one: forget that one"
     RESTARTED = "it was restarted"
-    GIVEN_UP = "it had given up this process"
+    GIVEN_UP = "it had already given up on this process"
 
 
 class Handshake:
@@ -29,9 +29,9 @@ class Handshake:
         self._settings = settings
         self.session = random_bits(63) | 1
         self.remote: Hello | None = None
-        """What the peer's end has said of itself."""
+        """What the peer's end has announced about itself."""
         self.opened = False
-        """Whether each end knows that the other knows it; it stays so."""
+        """Whether each end knows that the other knows it; once true, it stays true."""
         self.address = ""
         """Where the transport tries to reach the peer."""
         self._demanded_at: float | None = None
@@ -50,22 +50,22 @@ class Handshake:
             self._demanded_at = now
 
     def connect(self, address: str, now: float) -> None:
-        """From now on the transport tries this address."""
+        """The transport tries this address from now on."""
         self.address = address
         self._connect_at = now
 
     def gives_up_address(self, other: str, now: float) -> bool:
-        """Whether a peer that greets from ``other`` should rather be tried there: what we were told leads nowhere. There is no
+        """Whether to try ``other``, the address from which a peer greets, because the announced address leads nowhere. There is no
         connection.
 
-        Not at once: the way that we were told may lead around an obstacle that the peer does not know of.
+        Not at once: the announced address may lead around an obstacle of which the peer does not know.
         """
         if self.opened or self.address == other:
             return False
         return not self.address or now >= self._connect_at + 4 * self._settings.hello_s
 
     def judge(self, hello: Hello) -> Judgement:
-        """What a greeting of the peer (version and token are right) means for this link. `greet` takes it where it continues."""
+        """What a greeting of the peer (version and token are right) means for this link. Pass it to `greet` if it continues."""
         if self.remote is None or self.remote.session == hello.session:
             return Judgement.CONTINUES
         if hello.known not in (0, self.session):
@@ -75,14 +75,14 @@ class Handshake:
         return Judgement.RESTARTED if self.remote.process != hello.process else Judgement.GIVEN_UP
 
     def forget(self) -> None:
-        """The peer's end is not the one that was known."""
+        """The peer's end is no longer the known one."""
         assert not self.opened
         self.remote = None
 
     def greet(self, hello: Hello) -> bool:
-        """Take a greeting that `judge` found to continue. Returns whether to greet back."""
+        """Accept a greeting that `judge` found to continue. Returns whether to greet back."""
         if hello.known not in (0, self.session):
-            return True  # it believes in an earlier session of ours: show it this one
+            return True  # it knows an earlier session of ours: announce this one again
         if self.remote is None:
             self.remote = hello
         if hello.known == self.session and not self.opened:
@@ -98,11 +98,11 @@ class Handshake:
         self._hello_pause = self._settings.hello_s
 
     def link_down(self) -> None:
-        """There is nothing to greet over."""
+        """There is no connection to greet over."""
         self._hello_at = None
 
     def hello_due(self, now: float) -> bool:
-        """Whether to greet now; then the next greeting is further off."""
+        """Whether to greet now; if so, the next greeting is postponed."""
         if self._hello_at is None or now < self._hello_at:
             return False
         if self.opened:
@@ -113,10 +113,10 @@ class Handshake:
         return True
 
     def deadlines(self) -> list[float]:
-        """When `hello_due` or `late` change by themselves."""
+        """The times at which `hello_due` or `late` may change by themselves."""
         late_at = [] if self.opened or self._demanded_at is None else [self._demanded_at + self._settings.greet_s]
         return late_at if self._hello_at is None else [*late_at, self._hello_at]
 
     def late(self, now: float) -> bool:
-        """Whether a peer that this process waits for has not answered in time."""
+        """Whether a peer for which this process waits has not answered in time."""
         return not self.opened and self._demanded_at is not None and now >= self._demanded_at + self._settings.greet_s

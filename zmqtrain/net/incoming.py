@@ -1,8 +1,8 @@
-"""A message that is arriving: its pieces until a receive asks for it, then its place in memory. Sans-IO.
+"""An arriving message: its pieces are stored until a receive asks for it, and then go to their place in memory. Sans-IO.
 
-A message of one piece is never copied: its payload aliases the frame. A longer one lies in its frames until it is *claimed* (a
-receive waits for it, or a subscriber takes it). From then on every piece goes straight to where it belongs, ``into`` if that fits,
-and gives its credit back at once.
+A message of one piece is never copied: its payload aliases the frame. A longer one stays in its frames until it is *claimed* (a
+receive waits for it, or a subscriber takes it). From then on every piece goes directly to its place, ``into`` if that fits, and
+returns its credit at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Incoming:
         if header.kind not in (TENSOR, PHANTOM, VALUE):
             raise WireError(f"a message of the unknown kind {header.kind!r:.60}")
         if header.kind == VALUE and header.nbytes > limits.value_bytes:
-            raise WireError(f"a value of {header.nbytes} bytes is declared; the limit is {limits.value_bytes}")
+            raise WireError(f"a value of {header.nbytes} bytes was announced; the limit is {limits.value_bytes}")
         if not header.tag:
             raise WireError("a message without a tag")
         self.source = source
@@ -53,7 +53,7 @@ class Incoming:
         self.held = 0
         self.claimed = False
         self.wanted = False
-        """Whether some of it came beyond the window, because it was asked for."""
+        """Whether some of it was sent beyond the window, because it was asked for."""
         self.arrival = 0
         self.into: Payload | None = None
         self.payload: Payload | None = None
@@ -71,11 +71,11 @@ class Incoming:
         return self.received == self.header.nbytes
 
     def add(self, body: Buffer, size: int, cost: int, *, beyond: bool, borrowed: bool = False) -> None:
-        """One more piece of ``size`` bytes (phantoms have no ``body``), which took ``cost`` bytes of credit unless ``beyond``.
+        """Add a piece of ``size`` bytes (phantoms have no ``body``), which took ``cost`` bytes of credit unless ``beyond``.
 
         ``borrowed``: the body must not be used after this call."""
         if self.received + size > self.header.nbytes:
-            raise WireError(f"{self.received + size} bytes came for a message of {self.header.nbytes}")
+            raise WireError(f"{self.received + size} bytes arrived for a message of {self.header.nbytes}")
         if beyond:
             self.wanted = True
         else:
@@ -97,7 +97,7 @@ class Incoming:
             self._chunks.clear()
 
     def claim(self, into: Payload | None = None) -> None:
-        """A receive asks for the message: return the credit, and let the pieces go to their place."""
+        """A receive asks for the message: return the credit, and write further pieces directly to their place."""
         self.claimed = True
         self.into = into
         self._window.consume(self.held)
@@ -122,7 +122,7 @@ class Incoming:
         self._chunks.clear()
 
     def finish(self) -> Payload:
-        """The payload of a complete, claimed message. Raises what ``into.copy_`` raises where ``into`` does not fit."""
+        """The payload of a complete, claimed message. Raises the error of ``into.copy_`` if ``into`` does not fit."""
         assert self.complete
         into = self.into
         if self.payload is not None:
@@ -140,7 +140,7 @@ class Incoming:
         return into
 
     def _place(self, target: memoryview | None) -> None:
-        """From now on pieces go to ``target``, or to fresh memory; what has come moves there."""
+        """Write further pieces to ``target``, or to new memory, and move earlier ones there."""
         if target is None:
             target = self._body = np.empty(self.header.nbytes, np.uint8).data
         self._target = target
@@ -159,7 +159,7 @@ class Incoming:
 
 
 def _memory(into: Payload | None, header: Header) -> memoryview | None:
-    """The bytes of ``into``, if the message can be written there as it is."""
+    """The bytes of ``into``, if the message can be written there unchanged."""
     if into is None or into.dtype != header.dtype or into.nbytes != header.nbytes:
         return None
     frames = into.frames()

@@ -1,4 +1,4 @@
-"""Words about callers that were not let in: at once about the first, then about many together."""
+"""Log lines about callers that were not admitted: at once about the first, then about many together."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 
 class IntruderLog:
-    """Logs in the name of an endpoint. At the end, `tell` what is still untold."""
+    """Logs in the name of an endpoint. Call `tell` at the end for what has not been logged yet."""
 
     def __init__(self, peer: PeerId) -> None:
         self.count = 0
-        """Callers so far."""
+        """The number of callers so far."""
         self._peer = peer
         self._intruders = Intruders()
-        self._pardoned = 0  # callers that may come and go without a word
+        self._pardoned = 0  # callers that may connect and disconnect without a log line
         self._loop = asyncio.get_running_loop()
         self._telling: asyncio.TimerHandle | None = None
 
@@ -28,7 +28,7 @@ class IntruderLog:
         self._pardoned += count
 
     def note(self, intrusion: Intrusion, origin: str) -> None:
-        """A caller was not let in."""
+        """A caller was not admitted."""
         if intrusion is Intrusion.NO_KEY and self._pardoned:
             self._pardoned -= 1
             return
@@ -38,7 +38,7 @@ class IntruderLog:
             self._telling = self._loop.call_at(self._intruders.due(self._loop.time()), self.tell)
 
     def tell(self) -> None:
-        """Now, of all that have come since the last time."""
+        """Log all callers since the last line now."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None

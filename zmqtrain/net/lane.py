@@ -1,8 +1,8 @@
-"""Sequence numbers of one lane: exactly once and in order over a transport that may drop what was in flight. Sans-IO.
+"""Sequence numbers of one lane: exactly once and in order, over a transport that may lose what was in flight. Sans-IO.
 
 The sender keeps every piece (by reference) until it is acknowledged, and goes back to the first missing one if asked. The receiver
-takes pieces in order only. A transport that loses a piece loses it silently; so the sender *probes* over the same lane after a
-reconnect or a long silence, and the receiver sees from the probe's number what did not come.
+accepts pieces in order only. A transport loses pieces silently, so the sender *probes* over the same lane after a reconnect or a
+long silence, and the receiver sees from the probe's number what is missing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Parcel(Generic[Owner]):
     nbytes: int
     owner: Owner
     wire_bytes: int
-    """What the transport carries of it: less than ``nbytes`` where the bytes lie in shared memory."""
+    """The bytes that the transport carries: fewer than ``nbytes`` if the data is in shared memory."""
 
 
 class SendLane(Generic[Owner]):
-    """Pieces that were handed to the transport, and those that must be sent again."""
+    """Pieces that were passed to the transport, and those that must be sent again."""
 
     __slots__ = ("_cursor", "_furthest", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
 
     def __init__(self) -> None:
         self.unacknowledged: deque[Parcel[Owner]] = deque()
         self._cursor = 0
-        self._furthest = 0  # every piece below this was handed over at least once
+        self._furthest = 0  # every piece below this number was passed on at least once
         self.next_sequence = 0
         self.inflight_bytes = 0
         self.resent_bytes = 0
@@ -50,7 +50,7 @@ class SendLane(Generic[Owner]):
 
     @property
     def transmitted(self) -> int:
-        """Every piece below this number was handed to the transport."""
+        """Every piece below this number was passed to the transport."""
         return self.arrived + self._cursor
 
     def add(
@@ -67,17 +67,17 @@ class SendLane(Generic[Owner]):
         return self.unacknowledged[self._cursor] if self._cursor < len(self.unacknowledged) else None
 
     def advance(self) -> None:
-        """The transport took what `peek` gave."""
+        """The transport has taken the piece that `peek` returned."""
         self._cursor += 1
         self._furthest = max(self._furthest, self.transmitted)
 
     def acknowledge(self, upto: int) -> list[Parcel[Owner]]:
-        """All pieces below ``upto`` have arrived; those that had not been acknowledged before.
+        """All pieces below ``upto`` have arrived. Returns those that had not been acknowledged before.
 
-        They may be ahead of `transmitted`: what was thought lost, so that we went back, was only late.
+        They may be ahead of `transmitted`: pieces that were considered lost, so that we went back, were only late.
         """
         if upto > self._furthest:
-            raise WireError(f"piece {upto - 1} is acknowledged, but {self._furthest} were sent")
+            raise WireError(f"piece {upto - 1} was acknowledged, but only {self._furthest} were sent")
         done: list[Parcel[Owner]] = []
         while self.unacknowledged and self.unacknowledged[0].sequence < upto:
             parcel = self.unacknowledged.popleft()
@@ -87,7 +87,7 @@ class SendLane(Generic[Owner]):
         return done
 
     def resume(self, sequence: int) -> None:
-        """Go back to this piece: it and those after it did not come. An outdated wish changes nothing."""
+        """Go back to this piece: it and those after it did not arrive. An outdated request changes nothing."""
         index = sequence - self.arrived
         if 0 <= index < self._cursor:
             self.resent_bytes += sum(self.unacknowledged[i].nbytes for i in range(index, self._cursor))
@@ -95,10 +95,10 @@ class SendLane(Generic[Owner]):
 
 
 class Verdict(Enum):
-    TAKE = "take it: it is the next"
-    REPEATED = "it came before: drop it"
-    GAP = "something before it did not come: drop it"
-    NEW_GAP = "something before it did not come: drop it, and ask for that"
+    TAKE = "take it: it is the next one"
+    REPEATED = "it arrived before: drop it"
+    GAP = "an earlier piece is missing: drop it"
+    NEW_GAP = "an earlier piece is missing: drop it, and ask for that one"
 
 
 class ReceiveLane:
@@ -122,7 +122,7 @@ class ReceiveLane:
         return Verdict.NEW_GAP
 
     def probed(self, transmitted: int) -> bool:
-        """The sender says how much it sent before this; whether to ask it to go back."""
+        """The sender says how much it sent before this. Returns whether to ask it to go back."""
         if transmitted <= self.expected:
             return False
         self._asked = self.expected

@@ -1,12 +1,12 @@
 """One peer, as a state machine: greeting, open, closed. Sans-IO.
 
-A link joins a *session* of this process with a session of the peer. Both ends greet until each knows that the other knows it; only
-then does anything else go out, so processes may start in any order and nothing is lost to a late joiner::
+A link connects a *session* of this process with a session of the peer. Both ends greet until each knows that the other knows it;
+only then is anything else sent, so processes may start in any order and nothing is lost to a late joiner::
 
     greeting ──(a greeting that knows our session)──> open ──(lost, refused, restarted, left)──> closed
         └──────────────(no answer in time, or refused)───────────────────────────────────────────^
 
-A closed link stays closed: a peer that comes back gets a new one, with new numbers.
+A closed link stays closed: a peer that comes back gets a new link, with new numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Link:
         self.windows = (Window(settings.control_window_bytes), Window(settings.window_bytes))
         self.wants = Demand(peer, mailbox, self.windows, self.outbox, self.sending[CONTROL])
         self.ack_due = False
-        """Whether the peer should hear soon how far its pieces came, or what it may send."""
+        """Whether the peer should soon be told how far its pieces have arrived, or what it may send."""
         self.ack_urgent = False
         self._shared = shared
         self._lent: dict[tuple[int, int], Block] = {}  # lane and sequence -> memory of the piece
@@ -79,10 +79,10 @@ class Link:
         self._down_at = now
         self._progress_at: list[float] = [now, now]
 
-    # The greeting
+    # The greeting.
 
     def greet(self, hello: Hello) -> bool:
-        """The peer's greeting has come, which `Handshake.judge` found to continue. Returns whether to greet back."""
+        """The peer's greeting has arrived, and `Handshake.judge` found it to continue. Returns whether to greet back."""
         new = self.handshake.remote is None
         answer = self.handshake.greet(hello)
         if new and self.handshake.remote is not None:
@@ -94,11 +94,11 @@ class Link:
         return answer
 
     def link_up(self, now: float) -> None:
-        """The transport has a connection: greet over it, and find out what was lost with the one before."""
+        """The transport has a connection: greet over it, and find out what was lost with the previous one."""
         self.up = True
         self.handshake.link_up(now)
         self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
-        # The last word about credit may have been lost with the connection before, and a peer without any has nothing to ask by.
+        # The last grant of credit may have been lost with the previous connection, and a peer without credit cannot ask for it.
         self.ack_due = self.ack_urgent = self.state is State.OPEN
 
     def link_down(self, now: float) -> None:
@@ -119,7 +119,7 @@ class Link:
         return min(times, default=None)
 
     def tick(self, now: float) -> str | None:
-        """Do what is due; returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
+        """Do what is due. Returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
         settings = self.settings
         if self.state is State.GREETING and self.handshake.late(now):
             return "connect"
@@ -136,10 +136,10 @@ class Link:
         sending = self.sending[lane]
         return bool(sending.unacknowledged) and sending.peek() is None
 
-    # What goes out
+    # What is sent.
 
     def next_parcel(self, lane: int) -> Parcel[Outgoing | None] | None:
-        """What the transport should take next on this lane; tell `parcel_sent` when it did."""
+        """The piece that the transport should take next on this lane; call `parcel_sent` when it has taken it."""
         sending = self.sending[lane]
         parcel = sending.peek()
         if parcel is not None:
@@ -182,7 +182,7 @@ class Link:
         return notices
 
     def say_bye(self, *, finished: bool) -> None:
-        """Take leave; first tell how far the peer's pieces came, since it listens no more afterwards."""
+        """Send a farewell; first tell how far the peer's pieces have arrived, since it does not listen afterwards."""
         self._announce()
         self._notice(CONTROL, Header(BYE, meta=finished))
 
@@ -199,7 +199,7 @@ class Link:
 
     @property
     def delivering(self) -> bool:
-        """Whether anything is on its way to the peer, rather than kept back until the peer has room for it."""
+        """Whether anything is on its way to the peer, rather than held back until the peer has room for it."""
         if self.state is not State.OPEN:
             return bool(self.outbox)
         return any(
@@ -210,12 +210,12 @@ class Link:
     def _notice(self, lane: int, header: Header) -> None:
         self._notices.append((lane, encode_header(header)))
 
-    # What comes in
+    # What arrives.
 
     def receive(self, lane: int, header: Header, size: int, body: Buffer, now: float) -> Ending | None:
-        """One message of the peer; ``size`` is its header's. Returns the link's end where the peer takes its leave.
+        """Handle one message of the peer; ``size`` is its header's. Returns the link's end if the message is a farewell.
 
-        Raises `WireError` for what a peer of ours never sends.
+        Raises `WireError` for a message that a correct peer never sends.
         """
         flags = header.flags
         if flags:
@@ -261,10 +261,10 @@ class Link:
         if header.kind == CHUNK:
             incoming = self._open.get(header.message)
             if incoming is None or header.offset != incoming.received:
-                raise WireError(f"a piece at {header.offset} of message {header.message}, which does not continue it")
+                raise WireError(f"a piece at {header.offset} of message {header.message} does not continue it")
             if incoming.header.kind == PHANTOM:
                 if type(header.meta) is not int or header.meta < 0 or length:
-                    raise WireError(f"a phantom's piece of size {header.meta!r:.60}")
+                    raise WireError(f"a piece of a phantom has the size {header.meta!r:.60}")
                 length = header.meta
         else:
             if header.kind == PHANTOM and not flags & FOLLOWS:
@@ -281,7 +281,7 @@ class Link:
         if not beyond and self.windows[lane].crowded:
             self.wants.crowd()
 
-    # Acknowledgements, probes and leave
+    # Acknowledgements, probes and farewells.
 
     def _ask_again(self, lane: int) -> None:
         self._notice(CONTROL, Header(RESUME, sequence=self.receiving[lane].expected, meta=lane))
@@ -293,13 +293,13 @@ class Link:
                 self._ask_again(lane)
         elif header.kind == RESUME:
             if header.meta not in LANES or type(header.meta) is not int:
-                raise WireError(f"no lane {header.meta!r:.60}")
+                raise WireError(f"there is no lane {header.meta!r:.60}")
             self._acknowledge(header.meta, header.sequence, now)
             self.sending[header.meta].resume(header.sequence)
         elif header.kind == ACK:
             state = header.meta
             if not isinstance(state, list) or len(state) != 4 or any(type(n) is not int or n < 0 for n in state):
-                raise WireError(f"an acknowledgement of {state!r:.60}")
+                raise WireError(f"an invalid acknowledgement: {state!r:.60}")
             for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
                 self.allowances[at].grant(limit)
                 self._acknowledge(at, upto, now)

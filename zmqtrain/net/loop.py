@@ -1,8 +1,8 @@
-"""The event loop that our processes run: uvloop where it is installed, with a clock that is exact.
+"""The event loop of zmqtrain's processes: uvloop if it is installed, with a precise clock.
 
 A *dilated* loop runs in slow motion: its clock advances one second in ``factor`` real ones, and its timers wait accordingly.
-Whatever goes by the loop's time (time-outs, modelled devices, shaped links, what is recorded) then is slow by one factor, without
-knowing, and what it reports is as if nothing were. A machine that is too small for a cluster can so emulate it all the same.
+Everything that uses the loop's time (time-outs, modelled devices, shaped links, what is recorded) is then slowed by the same factor
+without noticing it. In this way a machine that is too small for a cluster can still emulate it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ class Dilation:
     """How slow a run is. The same in all its processes, so that their clocks agree."""
 
     factor: float = 1.0
-    """Real seconds for one of the loop's."""
+    """Real seconds per second of the loop."""
     since_s: float = 0.0
-    """When, in seconds since the epoch, the run's calendar began to be slow."""
+    """When, in seconds since the epoch, the slow calendar of the run began."""
 
     @classmethod
     def beginning_now(cls, factor: float) -> Dilation:
-        """A dilation by ``factor``, from this moment on."""
+        """A dilation by ``factor`` from this moment on."""
         return cls(factor, time.time())
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Dilation:
-        """What `to_environ` gave; none where nothing is set. Raises `UsageError` for a factor below 1, or no number."""
+        """The dilation that `to_environ` returned; none if nothing is set. Raises `UsageError` for a factor that is invalid or
+        below 1."""
         variables = os.environ if environ is None else environ
         text = variables.get(DILATION) or "1"
         since = variables.get(DILATED_SINCE) or "0"
@@ -50,7 +51,7 @@ class Dilation:
         except ValueError as error:
             raise UsageError(f"{DILATION} is {text!r} and {DILATED_SINCE} {since!r}; both must be numbers") from error
         if not 1 <= dilation.factor <= 1e6:
-            raise UsageError(f"{DILATION} is {text!r}; it must be 1 or more")
+            raise UsageError(f"{DILATION} is {text!r}; it must be at least 1")
         return dilation
 
     def to_environ(self) -> dict[str, str]:
@@ -71,16 +72,16 @@ class DilatedWorld(RealWorld):
 
 
 def dilation_of(loop: asyncio.AbstractEventLoop) -> float:
-    """Real seconds per second of the loop: the factor for a time that is passed to code outside the loop."""
+    """Real seconds per second of the loop: the factor for times that are passed to code outside the loop."""
     factor: float = getattr(loop, "dilation", 1.0)
     return factor
 
 
 def new_event_loop(dilation: Dilation | None = None) -> asyncio.AbstractEventLoop:
-    """A new loop, not running; ``dilation``: by default what the environment says.
+    """A new loop, not running. ``dilation``: by default what the environment says.
 
-    uvloop's own clock counts whole milliseconds and stands still while a callback runs; traces and step times need more, and the
-    compute thread reads the clock, too. `time.monotonic` is the same clock, read anew.
+    uvloop's own clock counts whole milliseconds and stands still while a callback runs. Traces and step times need more precision,
+    and the compute thread reads the clock, too. `time.monotonic` is the same clock, read each time.
     """
     slowness = Dilation.from_environ() if dilation is None else dilation
     factor = slowness.factor
@@ -97,8 +98,8 @@ def new_event_loop(dilation: Dilation | None = None) -> asyncio.AbstractEventLoo
         return Loop()
 
     class DilatedLoop(uvloop.Loop):
-        # asyncio.sleep, timeout, wait and wait_for come through these three; uvloop's own times (of name look-ups, of closing
-        # pipes) do not, and stay real.
+        # asyncio.sleep, timeout, wait and wait_for use these three methods. uvloop's internal times (for name look-ups, and to
+        # close pipes) do not, and stay real.
         def __init__(self) -> None:
             self.dilation = factor
             self.world = DilatedWorld(slowness)
@@ -131,7 +132,7 @@ class _PatientSelector(selectors.DefaultSelector):
 
 
 class DilatedSelectorLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop in slow motion, for where uvloop is not. Its timers all go by `time` already."""
+    """asyncio's own loop in slow motion, for systems without uvloop. All its timers already use `time`."""
 
     def __init__(self, dilation: Dilation) -> None:
         self.dilation = dilation.factor
@@ -143,6 +144,6 @@ class DilatedSelectorLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], *, dilation: Dilation | None = None) -> T:
-    """Run a coroutine to its end in a loop of its own, as `asyncio.run` does; ``dilation`` as for `new_event_loop`."""
+    """Run a coroutine to its end in a loop of its own, like `asyncio.run`; ``dilation`` as for `new_event_loop`."""
     with asyncio.Runner(loop_factory=lambda: new_event_loop(dilation)) as runner:
         return runner.run(main)

@@ -1,7 +1,7 @@
-"""Who gets which message: receives by (source, tag), subscriptions by topic. Sans-IO.
+"""Matches messages to receives, by (source, tag), and to subscriptions, by topic. Sans-IO.
 
-A message is matched when its first piece comes, so that the rest needs no credit and no second copy. What matches nothing is stored
-until a receive asks for it; the senders' credit bounds how much that can be.
+A message is matched when its first piece arrives, so that the rest needs no credit and no second copy. A message without a match is
+stored until a receive asks for it; the senders' credit limits how much that can be.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Mailbox:
         self._tickets: dict[Incoming, Ticket] = {}
         self._arrivals = count(1)
 
-    # What the endpoint's user does
+    # Calls by the endpoint's user.
 
     def post(self, ticket: Ticket) -> None:
-        """Wait for a message; ``ticket.done`` is called at once if it is there."""
+        """Wait for a message; ``ticket.done`` is called at once if it has arrived."""
         source = ticket.key[0]
         stored = self._stored.get(ticket.key)
         if stored:
@@ -77,7 +77,7 @@ class Mailbox:
         self._pending.setdefault(source, {})[ticket] = None
 
     def cancel(self, ticket: Ticket) -> None:
-        """The ticket is no longer waited for. What came for it goes to the next in line, or is stored."""
+        """The ticket is no longer waited for. What arrived for it goes to the next in line, or is stored."""
         self._forget(ticket)
         if ticket.incoming is None:
             posted = self._posted.get(ticket.key)
@@ -91,7 +91,7 @@ class Mailbox:
         self.put_back(incoming)
 
     def put_back(self, incoming: Incoming) -> None:
-        """A claimed message that did not reach its receiver, as if it had just come, but before all others of its tag."""
+        """Return a claimed message that did not reach its receiver, before all others of its tag."""
         incoming.unclaim()
         key = (incoming.source, incoming.tag)
         posted = self._posted.get(key)
@@ -107,18 +107,18 @@ class Mailbox:
             self._stored.setdefault(key, deque()).appendleft(incoming)
 
     def route(self, topic: str, done: Callable[[Incoming], None]) -> None:
-        """Messages of this topic are claimed as they come; ``done`` is called with each when it is complete."""
+        """Claim messages of this topic as they arrive; ``done`` is called with each complete message."""
         self._routes[topic] = done
 
     def subscribe(self, topic: str, notify: Callable[[], None]) -> Shelf:
-        """From now on messages of the topic go to the shelf, those first that are here already."""
+        """From now on messages of the topic go to the shelf, beginning with those that have already arrived."""
         if topic in self.shelves:
-            raise ValueError(f"there is a subscription for {topic!r} already")
+            raise ValueError(f"topic {topic!r} already has a subscription")
         shelf = self.shelves[topic] = Shelf(topic, notify)
         here = [incoming for key, stored in self._stored.items() if key[1][0] == topic for incoming in stored if incoming.complete]
         shelf.ready.extend(sorted(here, key=lambda incoming: incoming.arrival))
         for key in [key for key in self._stored if key[1][0] == topic]:
-            del self._stored[key]  # incomplete ones come to the shelf when they are complete
+            del self._stored[key]  # incomplete messages are added to the shelf when they are complete
         return shelf
 
     def unsubscribe(self, shelf: Shelf) -> None:
@@ -129,10 +129,10 @@ class Mailbox:
                 self._store(incoming)
             shelf.ready.clear()
 
-    # What the links do
+    # Calls by the links.
 
     def begin(self, incoming: Incoming) -> None:
-        """The first piece has come (and is not yet added)."""
+        """The first piece has arrived (and is not added yet)."""
         incoming.arrival = next(self._arrivals)
         topic = incoming.tag[0]
         if topic in self._routes:
@@ -146,7 +146,7 @@ class Mailbox:
             self._store(incoming)
 
     def complete(self, incoming: Incoming) -> Ticket | Shelf | None:
-        """The last piece has been added. Returns who has it now, None if it is stored or was routed."""
+        """The last piece was added. Returns the ticket or shelf that has the message; None if it is stored or was routed."""
         ticket = self._tickets.pop(incoming, None)
         if ticket is not None:
             self._forget(ticket)
@@ -163,7 +163,7 @@ class Mailbox:
             shelf.ready.append(incoming)
             shelf.notify()
             return shelf
-        if not stored or incoming not in stored:  # its subscription was closed meanwhile
+        if not stored or incoming not in stored:  # its subscription was closed in the meantime
             self._store(incoming)
         return None
 
@@ -172,7 +172,8 @@ class Mailbox:
         return iter(self._pending.get(source, ()))
 
     def lose(self, source: PeerId) -> list[Ticket]:
-        """The peer is gone, and with it what came in part. Returns the receives that wait for it, which are no longer posted."""
+        """The peer is gone, and with it its incomplete messages. Returns the receives that waited for it, which are no longer
+        posted."""
         tickets = list(self._pending.pop(source, ()))
         for ticket in tickets:
             if ticket.incoming is not None:
@@ -185,7 +186,7 @@ class Mailbox:
         return tickets
 
     def purge(self, source: PeerId) -> None:
-        """The peer was restarted: untaken messages of its predecessor must not be mixed with those that it sends."""
+        """The peer was restarted: remove untaken messages of its predecessor, so that they are not mixed with new ones."""
         self._keep(source, lambda incoming: False)
         for shelf in self.shelves.values():
             shelf.ready = deque(incoming for incoming in shelf.ready if incoming.source != source)

@@ -1,7 +1,7 @@
 """A network in one process: no sockets, delivery by the event loop.
 
-The whole endpoint above the transport is the real one (greeting, sequence numbers, credits, chunks); frames are copied when they
-are handed over, as a socket would. Connections can be dropped, peers killed and groups parted, for tests and simulation.
+The whole endpoint above the transport is the real one (greeting, sequence numbers, credits, chunks). Frames are copied when they
+are passed on, as by a socket. Connections can be dropped, peers killed and groups separated, for tests and simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Receiver
 
-#: How long a message takes: ``delay(source, destination, lane, nbytes)`` in seconds. Messages of a lane never overtake each other.
+#: The time that a message takes: ``delay(source, destination, lane, nbytes)`` in seconds. Messages of a lane keep their order.
 Delay = Callable[[PeerId, PeerId, int, int], float]
 
 
@@ -29,7 +29,7 @@ class MemoryNetwork:
     def endpoint(self, peer: PeerId, settings: NetSettings | None = None) -> Node:
         """A new endpoint, inside a running event loop. Peers on one network find each other without `Node.add_peer`."""
         if peer in self._transports:
-            raise ValueError(f"there is an endpoint {peer} on this network already")
+            raise ValueError(f"this network already has an endpoint {peer}")
         settings = settings or NetSettings()
         transport = MemoryTransport(self, peer)
         return Node(peer, settings, transport)
@@ -42,7 +42,7 @@ class MemoryNetwork:
         asyncio.get_running_loop().call_later(down_s, self._heal, [pair])
 
     def partition(self, one: Iterable[PeerId], other: Iterable[PeerId]) -> Callable[[], None]:
-        """No connection between any of ``one`` and any of ``other`` until the function that is returned is called."""
+        """Allow no connection between any of ``one`` and any of ``other`` until the returned function is called."""
         other = list(other)
         pairs = [frozenset((a, b)) for a in one for b in other]
         for pair in pairs:
@@ -51,7 +51,7 @@ class MemoryNetwork:
         return lambda: self._heal(pairs)
 
     def kill(self, peer: PeerId) -> None:
-        """The peer's process vanishes without a word: nothing goes in or out any more. Its name is free again."""
+        """The peer's process vanishes without a farewell: nothing is sent or received any more. Its name can be used again."""
         transport = self._transports.get(peer)
         if transport is not None:
             transport.vanish()
@@ -93,7 +93,7 @@ class MemoryNetwork:
 
 
 class _Connection:
-    """From one transport to another. Replaced when it breaks, so that what is in flight on the old one is lost."""
+    """A connection from one transport to another. It is replaced when it breaks, and what is in flight on it is lost."""
 
     __slots__ = ("arrives_at", "destination", "route", "up")
 
@@ -153,18 +153,18 @@ class MemoryTransport:
         self._loop.call_soon(self._arrive, connection, 0, [bytes(frame) for frame in frames])
 
     async def close(self) -> None:
-        # What was just handed over goes out first, a farewell for instance.
+        # Messages that were just passed on, such as a farewell, are sent first.
         await asyncio.sleep(0)
         self.vanish()
 
     def vanish(self) -> None:
-        """Nothing goes in or out any more."""
+        """Send and receive nothing from now on."""
         self._receiver = None
         self._connections.clear()
         self._network._leave(self)
 
     def look_for(self, destination: PeerId) -> None:
-        """The destination may be there now."""
+        """The destination may exist now."""
         for peer, connection in self._connections.items():
             reachable = self._network._reach(self.peer, destination) is not None
             if connection.destination == destination and not connection.up and reachable:
@@ -172,7 +172,7 @@ class MemoryTransport:
                 self._loop.call_soon(self._link_up, peer, connection)
 
     def cut(self, destination: PeerId) -> None:
-        """The destination has gone, or the way to it."""
+        """The destination has gone, or the path to it."""
         for peer, connection in list(self._connections.items()):
             if connection.destination == destination and connection.up:
                 connection.up = False
@@ -196,5 +196,5 @@ class MemoryTransport:
 def _peer_at(address: str) -> PeerId:
     scheme, _, peer = address.partition("://")
     if scheme != "memory" or not peer:
-        raise ValueError(f"{address!r} is no address in memory: 'memory://PEER' is")
+        raise ValueError(f"{address!r} is not an in-memory address, such as 'memory://PEER'")
     return peer

@@ -1,4 +1,4 @@
-"""What ZeroMQ tells of connections: a socket's monitor, read by the event loop."""
+"""ZeroMQ's events about connections: a socket's monitor, read by the event loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import zmq
 
 from zmqtrain.net.trouble import Intrusion, Trouble
 
-#: How long the events of callers may wait for others to go with them.
+#: How long the events of callers may wait for further ones, in seconds.
 PAUSE_S = 0.25
 _numbers = count()
 _EVENT = struct.Struct("=Hi")
 _SUCCEEDED, _ACCEPTED, _DISCONNECTED = map(int, (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED))
-#: A server and a client that disagree about encryption.
+#: Handshake errors of a server and a client that disagree about encryption.
 _MISMATCH = int(zmq.Event.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _CRYPTOGRAPHIC = int(zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 
@@ -35,12 +35,12 @@ class Monitor:
         *,
         pause_s: float = 0.0,
     ) -> None:
-        """``pause_s``: what comes so soon after other events is told of together."""
+        """``pause_s``: events that follow each other within this time are reported together."""
         self._loop, self._watched, self._heard, self._pause_s = loop, watched, heard, pause_s
         place = f"inproc://monitor-{next(_numbers)}"
         watched.monitor(place, events)
         self._socket = watched.context.socket(zmq.PAIR)
-        # Without a mark: at one the I/O thread would wait for this process's Python, and all its connections with it.
+        # No high-water mark: at one, the I/O thread with all its connections would wait for this process's Python code.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(place)
         self._fd = int(self._socket.getsockopt(zmq.FD))
@@ -52,7 +52,7 @@ class Monitor:
         while not self._socket.closed:
             try:
                 event: tuple[int, int] = _EVENT.unpack(self._socket.recv(zmq.NOBLOCK))
-                self._socket.recv(zmq.NOBLOCK)  # where it was bound or connected to, which we know
+                self._socket.recv(zmq.NOBLOCK)  # the address that was bound or connected to, which we know
             except zmq.Again:
                 break
             events.append(event)
@@ -69,7 +69,7 @@ class Monitor:
 
     def close(self) -> None:
         # In this order: while a socket is monitored, its I/O thread holds a lock as it sends an event, and would wait for ever on a
-        # monitor that is closed; `disable_monitor` would then wait for the lock, with the GIL held.
+        # closed monitor; `disable_monitor` would then wait for the lock, with the GIL held.
         self._watched.disable_monitor()
         self._loop.remove_reader(self._fd)
         self._next.cancel()
@@ -77,7 +77,7 @@ class Monitor:
 
 
 class CallMonitor:
-    """Tells what becomes of a DEALER's connection: ``changed(up)``, and ``failed(trouble, over)`` where the handshake goes wrong;
+    """Reports changes of a DEALER's connection: ``changed(up)``, and ``failed(trouble, over)`` if the handshake fails;
     ``over``: ZeroMQ does not try again."""
 
     def __init__(
@@ -92,7 +92,7 @@ class CallMonitor:
         self._encrypted, self._changed, self._failed = encrypted, changed, failed
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if encrypted:  # in plain text it is no more than a connection that broke early
+        if encrypted:  # in plain text this means only that the connection broke early
             events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self._monitor = Monitor(loop, dealer, events, self._heard)
 
@@ -117,20 +117,20 @@ class CallMonitor:
 
 
 class DoorMonitor:
-    """Tells of callers at a ROUTER whose handshake fails, and where they came from: ``refused(intrusion, origin)``.
+    """Reports callers of a ROUTER whose handshake fails, and where they came from: ``refused(intrusion, origin)``.
 
-    Unknown keys are not among them: those the ZAP handler sees.
+    Callers with unknown keys are not among them: the ZAP handler sees those.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, router: zmq.Socket[bytes], refused: Callable[[Intrusion, str], None]
     ) -> None:
         self._refused = refused
-        self._origins: dict[int, str | None] = {}  # of connections, by their descriptor; None: not looked up yet
+        self._origins: dict[int, str | None] = {}  # connection's descriptor -> origin; None: not looked up yet
         self._failed: Intrusion | None = None  # what the next connection that ends has done
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        # Many strangers must not wake this process up as often as they like.
+        # Strangers must not be able to wake this process as often as they like.
         self._monitor = Monitor(loop, router, events, self._heard, pause_s=PAUSE_S)
 
     def _heard(self, events: list[tuple[int, int]]) -> None:
@@ -140,9 +140,9 @@ class DoorMonitor:
             elif event == _DISCONNECTED:
                 self._tell(self._origins.pop(value, None) or "")
             else:
-                self._tell("")  # of another connection, in another I/O thread
+                self._tell("")  # it belongs to another connection, in another I/O thread
                 self._failed = Intrusion.WRONG_KEY if value == _CRYPTOGRAPHIC else Intrusion.NO_KEY
-        # Only of those who are still there: the descriptors of others may be somebody else's by now.
+        # Only for connections that still exist: other descriptors may have been reused.
         for descriptor, origin in self._origins.items():
             if origin is None:
                 self._origins[descriptor] = _origin_of(descriptor)
@@ -157,7 +157,7 @@ class DoorMonitor:
 
 
 def _origin_of(descriptor: int) -> str:
-    """The address at the other end of a connection; empty where it has just gone."""
+    """The address at the other end of a connection; empty if it has just gone."""
     try:
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             return str(connection.getpeername()[0])

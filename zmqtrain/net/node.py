@@ -1,6 +1,6 @@
-"""The endpoint: links, mailbox and requests joined to a transport and an event loop.
+"""The endpoint: links, mailbox and requests, connected to a transport and an event loop.
 
-All decisions are made by the machines it holds (`Link`, `Mailbox`, `Outbox`); here their outcomes meet futures, timers and frames.
+The state machines that it holds (`Link`, `Mailbox`, `Outbox`) make all decisions; here these meet futures, timers and frames.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Node:
     async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Delivery:
         tag = tuple(tag)
         if not tag or (isinstance(tag[0], str) and tag[0].startswith("@")):
-            raise ValueError(f"the tag {tag!r}: tags are not empty, and those that begin with '@' are reserved")
+            raise ValueError(f"invalid tag {tag!r}: tags must not be empty, and those that begin with '@' are reserved")
         link, message = self._enqueue(to, tag, payload, priority, lasting=lasting)
         if not message.admitted:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ class Node:
                 raise
             link.wants.want(ticket)
             self._board.touch(link)
-            self._board.consumed(source)  # what had come of it in part
+            self._board.consumed(source)  # for the part of it that had arrived
             self._waits[ticket] = future
             try:
                 await future
@@ -170,9 +170,9 @@ class Node:
             raise ValueError(f"{to} cannot send to itself")
         header, frames = describe(payload, tag, limits=self.settings.limits)
         if isinstance(header.meta, (list, tuple, dict)):
-            # The header is packed when its turn comes: what the caller does to its `meta` until then must not show.
+            # The header is packed when its turn comes; later changes to the caller's `meta` must have no effect.
             header = header._replace(meta=unpack_value(pack_value(header.meta)))
-            encode_header(header, self.settings.limits)  # refuse here what could not be sent later
+            encode_header(header, self.settings.limits)  # raises here if it cannot be sent
         link = self._board.demand(to, f"room for {tag}")
         message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting)
         link.outbox.put(message)
@@ -199,7 +199,7 @@ class Node:
             raise self._closing.error(what)
 
     def _lost(self, peer: PeerId, ending: Ending, messages: Sequence[Outgoing], tickets: Sequence[Ticket]) -> None:
-        """A peer is lost, or has left: everybody who waits for it learns it."""
+        """A peer is lost, or has left: tell everything that waits for it."""
         for ticket in tickets:
             future = self._waits.get(ticket)
             if future is not None and not future.done():
@@ -215,7 +215,7 @@ class Node:
             for callback in self._callbacks:
                 try:
                     callback(peer, ending.reason)
-                except Exception as error:  # noqa: BLE001 - the others must hear of it, too; the loop's handler reports it
+                except Exception as error:  # noqa: BLE001 - the other callbacks must run, too; the loop's handler reports it
                     message_text = f"a callback for the loss of {peer} raised"
                     asyncio.get_running_loop().call_exception_handler({"message": message_text, "exception": error})
 

@@ -1,7 +1,7 @@
-"""What waits to go to one peer: highest priority first, in pieces, messages with one tag in order. Sans-IO.
+"""What waits to be sent to one peer: highest priority first, in pieces, messages with one tag in order. Sans-IO.
 
-A message is in the outbox from the moment of the call, so that priorities and wants see all of them; but only a bounded number of
-bytes is *admitted*, and ``send`` waits for its admission. Memory is not copied: the outbox refers to the sender's.
+A message is in the outbox from the moment of the call, so that priorities and demands see all messages. But only a limited number
+of bytes is *admitted*, and ``send`` waits for its admission. Memory is not copied: the outbox refers to the sender's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BULK = 1
 
 
 class Outgoing:
-    """One message on its way out."""
+    """One outgoing message."""
 
     __slots__ = (
         "admitted",
@@ -53,7 +53,7 @@ class Outgoing:
         self.exempt = exempt
         """Whether the message needs no credit: requests and their answers are always awaited at the receiver."""
         self.lasting = lasting
-        """Its memory stays until the peer has used it."""
+        """Its memory does not change until the peer has used it."""
         self.beyond = exempt
         """Needs no credit from now on."""
         self.wanted_by_topic = False
@@ -66,9 +66,9 @@ class Outgoing:
         self.cancelled = False
         self.lost = False
         self.outstanding = 0
-        """Pieces that were handed over and not acknowledged."""
+        """Pieces that were passed on but not acknowledged."""
         self.parked = False
-        """First of its tag, but one before it still travels on the other lane."""
+        """The message is the first of its tag, but an earlier one is still being sent on the other lane."""
         self.on_admitted: Callable[[], None] | None = None
         self.on_released: Callable[[], None] | None = None
 
@@ -78,7 +78,7 @@ class Outgoing:
 
     @property
     def finished(self) -> bool:
-        """Whether every piece was handed over."""
+        """Whether every piece was passed on."""
         return self.started and self.offset == self.header.nbytes
 
     @property
@@ -91,13 +91,13 @@ class Outgoing:
 
 
 class Outbox:
-    """Everything that goes to one peer and has not gone."""
+    """Everything that is to be sent to one peer and has not been."""
 
     def __init__(self, capacity: int, chunk_bytes: int) -> None:
         self.capacity = capacity
         self.chunk_bytes = chunk_bytes
         self.queued_bytes = 0
-        """Admitted bytes that were not yet handed over."""
+        """Admitted bytes that were not passed on yet."""
         self._queues: dict[Tag, deque[Outgoing]] = {}
         self._heaps: tuple[list[Outgoing], list[Outgoing]] = ([], [])
         self._beyond: tuple[list[Outgoing], list[Outgoing]] = ([], [])
@@ -111,7 +111,7 @@ class Outbox:
         return bool(self._queues)
 
     def put(self, message: Outgoing) -> None:
-        """Take a message; ``message.admitted`` says whether there was room, else ``on_admitted`` will be called."""
+        """Add a message. ``message.admitted`` says whether there was room; if not, ``on_admitted`` will be called."""
         message.order = next(self._orders)
         tag = message.tag
         if message.lane == CONTROL and self._busy_lane(tag) == BULK:
@@ -124,7 +124,7 @@ class Outbox:
             self._offer(message)
 
     def cancel(self, message: Outgoing) -> bool:
-        """Withdraw a message of which nothing has gone. Returns whether that was so."""
+        """Withdraw a message, if nothing of it has been sent. Returns whether that was so."""
         if message.started:
             return False
         message.cancelled = True
@@ -149,7 +149,7 @@ class Outbox:
         self._offer_again(message)
 
     def unwant(self, key: Tag | str) -> None:
-        """The receiver got one that had not needed the want."""
+        """The receiver got a message that had not needed the demand."""
         if self._tokens.get(key):
             self._take_token(key)
             return
@@ -161,7 +161,7 @@ class Outbox:
                     return
 
     def next(self, lane: int, *, credit: bool) -> Outgoing | None:
-        """The message whose piece should go next over the lane."""
+        """The message of which a piece should be sent next over the lane."""
         best = _top(self._beyond[lane], beyond=True)
         if credit:
             other = _top(self._heaps[lane], beyond=False)
@@ -170,7 +170,8 @@ class Outbox:
         return best
 
     def cut(self, message: Outgoing, sequence: int, *, whole: bool = False) -> tuple[Header, memoryview | None, int]:
-        """Take the next piece off a message that `next` gave: its header, its bytes and its size. ``whole``: all that is left."""
+        """Take the next piece of a message that `next` returned: its header, its bytes and its size. ``whole``: all that is
+        left."""
         header = message.header
         left = header.nbytes - message.offset
         size = left if whole else min(self.chunk_bytes, left)
@@ -216,7 +217,7 @@ class Outbox:
             message.on_released()
 
     def messages(self) -> list[Outgoing]:
-        """Everything that has not gone in whole."""
+        """All messages that have not been sent completely."""
         return [message for queue in self._queues.values() for message in queue]
 
     def _busy_lane(self, tag: Tag) -> int | None:
@@ -227,7 +228,8 @@ class Outbox:
         return busy[0] if busy else None
 
     def _offer(self, message: Outgoing) -> None:
-        """The message is the first of its tag: let the lane have it, unless one before it still travels on the other lane."""
+        """The message is the first of its tag: offer it to its lane, unless an earlier one is still being sent on the other
+        lane."""
         if self._tokens and not message.beyond:
             self._redeem(message)
         busy = self._unacknowledged.get(message.tag)
@@ -274,14 +276,14 @@ class Outbox:
         return [self._queues[key]] if key in self._queues else []
 
     def _unwanted(self, key: Tag | str) -> Outgoing | None:
-        """The message that a want is about: the first with the tag; of a topic one that has begun, else the most urgent."""
+        """The message that a demand means: the first with the tag; of a topic, one that has begun, or else the most urgent."""
         if isinstance(key, str):
             heads = [queue[0] for queue in self._of(key) if not queue[0].beyond]
             return min(heads, key=lambda message: (not message.started, -message.priority, message.order), default=None)
         return next((message for queue in self._of(key) for message in queue if not message.beyond), None)
 
     def _redeem(self, message: Outgoing) -> None:
-        """Use a want that came before the message."""
+        """Use a demand that arrived before the message."""
         topic = str(message.tag[0])
         for key in (message.tag, topic):
             if not message.beyond and self._tokens.get(key):

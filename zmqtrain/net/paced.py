@@ -1,7 +1,7 @@
-"""A transport that sends no faster than a given network would carry it, over another one that is as fast as this machine.
+"""A transport that sends no faster than a given network would, over another one that is as fast as this machine.
 
-A message is handed to the transport below when its last byte would have arrived: when all NICs on its way have carried it, and the
-latency has passed. What arrives is not touched.
+A message is passed to the transport below when its last byte would have arrived: when all NICs on its path have carried it, and the
+latency has passed. Incoming messages are not changed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from zmqtrain.net.shaping import LinkShape, Shaping, SharedNics
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
 
-#: What is due so soon after now is due now: waking up again costs more.
+#: What is due this soon after now is done now: waking up again would cost more.
 SLACK_S = 20e-6
-#: The transport below takes everything that the links above let through; should it refuse, try again after this time.
+#: The transport below takes everything that the links above let through; if it refuses, try again after this time.
 RETRY_S = 0.005
 
 MakeAlarm: TypeAlias = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm]
 
 
 class PacedTransport:
-    """Implements `zmqtrain.net.transport.Transport` over another."""
+    """Implements `zmqtrain.net.transport.Transport` over another transport."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class PacedTransport:
     ) -> None:
         """``nics``: the network's NICs, to be entered for each reservation.
 
-        ``hold_bytes``: how much towards one peer may wait here. As much as a link has in flight, since a transport without pacing
-        takes that at once, too: what a more urgent message waits for must be the same.
+        ``hold_bytes``: the most bytes for one peer that may wait here. It equals what a link has in flight, since a transport
+        without pacing takes that at once, too, and a more urgent message must have to wait for the same amount.
         """
         self._below, self._shaping = below, shaping
         self._nics: AbstractContextManager[Nics] = nullcontext(Nics([], [])) if nics is None else nics
@@ -59,7 +59,7 @@ class PacedTransport:
         self._flows: dict[PeerId, _Flow] = {}
         self._leaving: dict[PeerId, _Flow] = {}
         self._ear: _Ear | None = None
-        self._left: asyncio.Event | None = None  # once closing: all farewells are said
+        self._left: asyncio.Event | None = None  # set, once closing, when all farewells have been sent
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._alarm_at = float("inf")
@@ -87,7 +87,7 @@ class PacedTransport:
             self._below.connect(peer, address, route)
 
     def disconnect(self, peer: PeerId) -> None:
-        """A farewell that has just been handed over still goes out in its time, and the connection ends after it."""
+        """A farewell that was just passed on is still sent at its time, and the connection ends after it."""
         flow = self._flows.pop(peer, None)
         if flow is None:
             if peer not in self._leaving:
@@ -126,7 +126,7 @@ class PacedTransport:
             self._on_closed()
         await self._below.close()
 
-    # For flows
+    # Calls by flows.
 
     def _at(self, when: float, what: Callable[[], None]) -> None:
         """Do something at a time of the loop's clock."""
@@ -146,7 +146,7 @@ class PacedTransport:
             self._alarm.set(self._alarm_at)
 
     def _leave(self, flow: _Flow) -> None:
-        """The flow has nothing more to say, or no time for it."""
+        """The flow has nothing more to send, or no time for it."""
         flow.drop()
         self._below.disconnect(flow.peer)
         del self._leaving[flow.peer]
@@ -155,7 +155,7 @@ class PacedTransport:
 
 
 def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> PacedTransport:
-    """Over a real transport, whose NICs all processes of the run share. It closes ``below``."""
+    """A paced transport over a real one, with NICs that all processes of the run share. It closes ``below``."""
     nics = SharedNics(shaping.nics_file, shaping.rates) if shaping.nics_file else None
     return PacedTransport(
         below,
@@ -169,7 +169,7 @@ def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> Pac
 
 
 class _Ear:
-    """A receiver that hears nothing any more once this transport closes, though farewells still go out below."""
+    """A receiver that delivers nothing once this transport closes, while farewells are still sent below."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -206,12 +206,12 @@ class _Parcel:
 
 
 class _Flow:
-    """What goes to one peer on another host: small messages, each at its own time, and bulk, one piece after the other."""
+    """What is sent to one peer on another host: small messages, each at its own time, and bulk data, one piece after another."""
 
     def __init__(self, transport: PacedTransport, peer: PeerId, way: LinkShape) -> None:
         self.peer = peer
         self._transport, self._way = transport, way
-        self._waiting: deque[_Parcel] = deque()  # for the sender's NIC; the first has asked for it
+        self._waiting: deque[_Parcel] = deque()  # for the sender's NIC, which the first one has requested
         self._travelling: tuple[deque[_Parcel], deque[_Parcel]] = (deque(), deque())
         self._last_due = [0.0, 0.0]
         self._held_bytes = 0
@@ -237,7 +237,7 @@ class _Flow:
         return True
 
     def farewell(self) -> None:
-        """Only what is on the control lane goes out; then tell the transport."""
+        """Send only what is on the control lane; then tell the transport."""
         self._parting = True
         self._waiting.clear()
         self._travelling[BULK].clear()
@@ -245,7 +245,7 @@ class _Flow:
             self._transport._leave(self)
 
     def drop(self) -> None:
-        """Hand over at once what is left on the control lane; nothing comes after this."""
+        """Pass on at once what is left on the control lane; nothing comes after this."""
         self._dropped = True
         for parcel in self._travelling[CONTROL]:
             self._transport._below.send(self.peer, CONTROL, parcel.frames, parcel.nbytes)
@@ -258,13 +258,13 @@ class _Flow:
             return nics.slip(self._way.nics, nbytes, now)
 
     def _ask(self, parcel: _Parcel) -> None:
-        """Have the sender's NIC carry the first that waits."""
+        """Have the sender's NIC carry the first waiting piece."""
         with self._transport._nics as nics:
             start, end = nics.reserve(self._way.nics[0], parcel.nbytes, parcel.ready)
         self._transport._at(end, lambda: self._carried(parcel, start, end))
 
     def _carried(self, parcel: _Parcel, start: float, end: float) -> None:
-        """The sender's NIC is done with it: on to the others, and the next may ask."""
+        """The sender's NIC has carried it: it goes on to the other NICs, and the next piece may request the sender's."""
         if self._dropped or self._parting:
             return
         waiting = self._waiting

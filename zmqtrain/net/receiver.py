@@ -13,10 +13,10 @@ from zmqtrain.net.settings import MIB
 from zmqtrain.net.transport import Receiver
 from zmqtrain.net.trouble import Intrusion
 
-#: A turn of the receive loop ends after so many messages or bytes, so that other tasks run.
+#: A turn of the receive loop ends after this many messages or bytes, so that other tasks run.
 BUDGET_MESSAGES = 64
 BUDGET_BYTES = 8 * MIB
-#: Frames from this size on are used in place; copying smaller ones costs less than their bookkeeping.
+#: Frames from this size on are used in place; copying smaller ones costs less than keeping track of them.
 IN_PLACE_BYTES = 16 * 1024
 
 
@@ -36,7 +36,7 @@ class RouterReceiver:
         self._router = router
         self._identity = identity
         self._refused = refused
-        # In plain text anybody comes in, and there is nothing to tell.
+        # In plain text any caller is admitted, and there is nothing to report.
         self._monitor = None if identity is None else DoorMonitor(loop, router, refused)
         self._fd = int(router.getsockopt(zmq.FD))
         self._receiver: Receiver | None = None
@@ -45,10 +45,10 @@ class RouterReceiver:
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._loop.add_reader(self._fd, self._drain)
-        self._more = self._loop.call_soon(self._drain)  # what came before gives no edge any more
+        self._more = self._loop.call_soon(self._drain)  # earlier messages do not trigger the descriptor again
 
     def _drain(self) -> None:
-        """Take messages until there are none (the descriptor tells only of the next one after that) or the budget is used up."""
+        """Take messages until there are none (the descriptor only announces the next one after that) or the budget is used up."""
         if self._more is not None:
             self._more.cancel()
             self._more = None
@@ -75,7 +75,7 @@ class RouterReceiver:
         self._more = self._loop.call_soon(self._drain)
 
     def _route_of_caller(self, identity: Identity) -> bytes | None:
-        """The next message's route; ``None`` where it is another member's than the one whose key the caller has."""
+        """The next message's route; ``None`` if it belongs to another member than the caller's key does."""
         frame = self._router.recv(zmq.NOBLOCK, copy=False)
         if identity.may_be(str(frame.get("User-Id")), frame.bytes):
             return frame.bytes

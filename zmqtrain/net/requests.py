@@ -1,7 +1,7 @@
 """Requests and answers: ordinary messages under reserved topics, which need no credit.
 
-They need none because each of them is awaited: a caller has at most a window of unanswered requests at one peer, and an answer was
-asked for. Requests for a method that is not served yet wait until it is: roles may start in any order.
+They need none because each of them is awaited: a caller has at most a window of unanswered requests at one peer, and every answer
+was asked for. Requests for a method that is not served yet wait until it is: roles may start in any order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ERROR = "@error"
 
 class Withdrawable(Protocol):
     def withdraw(self) -> None:
-        """Take the message back, if nothing of it has gone."""
+        """Take the message back, if nothing of it has been sent."""
 
 
-#: Queues a message that needs no credit. Raises what ``send`` raises.
+#: Queues a message that needs no credit. Raises the errors of ``send``.
 Post = Callable[[PeerId, Tag, Payload], Withdrawable]
 
 
@@ -40,10 +40,10 @@ class Desk:
     """Both sides of all requests of one endpoint."""
 
     def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int, unreached: Callable[[PeerId], str]) -> None:
-        """``unreached``: says of a peer that there is no connection to it, and as much as is known of why; empty: there is one."""
+        """``unreached``: why there is no connection to a peer, as far as is known; empty if there is one."""
         self._post, self._unreached = post, unreached
         self._window = window_bytes
-        # Not from 0: a handler that outlives the process that asked must not answer another one of the same name.
+        # Not from 0: a handler that outlives the process that asked must not answer another process with the same name.
         self._number = random_bits(48)
         self._calls: dict[int, tuple[PeerId, asyncio.Future[Payload], str]] = {}
         self._used: dict[PeerId, int] = {}
@@ -56,7 +56,7 @@ class Desk:
         mailbox.route(ANSWER, self._answered)
         mailbox.route(ERROR, self._answered)
 
-    # The caller's side
+    # The caller's side.
 
     async def call(self, to: PeerId, method: str, args: tuple[Value, ...], timeout: float) -> Payload:
         what = f"the answer to {method!r}"
@@ -98,7 +98,7 @@ class Desk:
                 turn.set_result(None)
 
     def waits(self) -> list[str]:
-        """The answers that are waited for, in words."""
+        """The pending answers, in words."""
         return [f"{what} of {peer}" for peer, _, what in self._calls.values()]
 
     def _answered(self, incoming: Incoming) -> None:
@@ -113,14 +113,14 @@ class Desk:
             call[1].set_result(payload)
 
     def lose(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
-        """The peer is gone: its answers will not come, its requests need none."""
+        """The peer is gone: its answers will not come, and its requests need none."""
         for other, future, what in self._calls.values():
             if other == peer and not future.done():
                 future.set_exception(error(what))
         for queue in self._unserved.values():
             queue[:] = [incoming for incoming in queue if incoming.source != peer]
 
-    # The served side
+    # The serving side.
 
     def serve(self, method: str, handler: Handler) -> None:
         self._handlers[method] = handler
@@ -131,7 +131,7 @@ class Desk:
         tag = incoming.tag
         method = str(tag[-1])
         if len(tag) != 3 or not isinstance(tag[1], int) or not isinstance(incoming.finish().meta, list):
-            self._answer(incoming, ERROR, ValuePayload(describe_error(ZmqTrainError("that is no request"))))
+            self._answer(incoming, ERROR, ValuePayload(describe_error(ZmqTrainError("this is not a valid request"))))
         elif method in self._handlers:
             self._start(method, self._handlers[method], incoming)
         else:
@@ -150,7 +150,7 @@ class Desk:
             self._answer(incoming, ANSWER, payload)
         except ZmqTrainError as error:
             self._answer(incoming, ERROR, ValuePayload(describe_error(error)))
-        except Exception as error:  # noqa: BLE001 - the caller must not wait in vain, and the loop's handler reports it
+        except Exception as error:  # noqa: BLE001 - the caller gets an answer, and the loop's handler reports it
             text = f"{incoming.tag[2]!r} failed there: {type(error).__name__}: {error}"
             self._answer(incoming, ERROR, ValuePayload({"type": "ZmqTrainError", "text": text[:2000], "attributes": {}}))
             message = f"the handler of {incoming.tag[2]!r}, called by {incoming.source}, raised"
@@ -158,7 +158,7 @@ class Desk:
 
     def _answer(self, incoming: Incoming, kind: str, payload: Payload) -> None:
         if self._closed:
-            return  # the caller learns that from the endpoint's farewell
+            return  # the endpoint's farewell tells the caller
         try:
             self._post(incoming.source, (kind, incoming.tag[1]), payload)
         except zmqtrain.errors.ConnectivityError:
@@ -174,7 +174,7 @@ class Desk:
 
 
 def describe_error(error: ZmqTrainError) -> dict[str, Value]:
-    """An error as plain data; attributes that do not travel are left out."""
+    """An error as plain data; attributes that cannot be sent are left out."""
     attributes: dict[str, Value] = {}
     for name, value in vars(error).items():
         try:
@@ -186,9 +186,9 @@ def describe_error(error: ZmqTrainError) -> dict[str, Value]:
 
 
 def rebuild_error(data: Any, peer: PeerId) -> ZmqTrainError:
-    """The error that a peer answered with. Only classes of `zmqtrain.errors` are made, and none of their code runs."""
+    """The error that a peer answered with. Only classes of `zmqtrain.errors` are created, and none of their code runs."""
     if not isinstance(data, dict) or not isinstance(data.get("attributes"), dict):
-        return ZmqTrainError(f"{peer} answered with an error that cannot be read")
+        return ZmqTrainError(f"{peer} answered with an unreadable error")
     kind = getattr(zmqtrain.errors, str(data.get("type")), ZmqTrainError)
     if not (isinstance(kind, type) and issubclass(kind, ZmqTrainError)):
         kind = ZmqTrainError

@@ -1,4 +1,4 @@
-"""What a process must know to send as slowly as a given network would: plain values, from a file that a run's processes read."""
+"""What a process needs to know to send as slowly as a given network: plain values, from a file that a run's processes read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zmqtrain.errors import UsageError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.nics import TIMES, Nics
 
-#: The file's name in the environment of every process of an emulated run.
+#: The environment variable with the file's name, in every process of an emulated run.
 SHAPING = "ZMQTRAIN_SHAPING"
 
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """The way from one host to another."""
+    """The link from one host to another."""
 
     nics: tuple[int, ...] = ()
-    """The NICs that it goes over, by number, the sender's first. None: as fast as it goes."""
+    """The NICs on its path, by number, the sender's first. None: as fast as possible."""
     latency_s: float = 0.0
     down: bool = False
     """Whether the link carries nothing."""
@@ -40,18 +40,18 @@ class Shaping:
     ways: Mapping[str, LinkShape]
     """Link shapes by the host that the link leads to. Links that are not listed are not shaped."""
     rates: Sequence[float] = ()
-    """Bytes a second of each NIC. What counts is what the endpoint sends: its headers and the payload."""
+    """Bytes per second of each NIC. What counts is what the endpoint sends: its headers and the payload."""
     nics_file: str = ""
-    """Where the processes of all hosts share the NICs' times; empty where no way has a NIC."""
+    """The file with the times of NICs that the processes of all hosts share; empty if no link has a NIC."""
 
     def way_to(self, peer: PeerId) -> LinkShape | None:
-        """The way to a process; ``None`` where nothing is shaped."""
+        """The link to a process; ``None`` if it is not shaped."""
         host = self.host_of.get(peer, self.host)
         return None if host == self.host else self.ways.get(host)
 
     @classmethod
     def load(cls, path: str, peer: PeerId) -> Shaping:
-        """What ``peer`` must know of a plan that `ShapingPlan.write` left. Raises `UsageError` where there is none."""
+        """What ``peer`` needs to know from a plan that `ShapingPlan.write` wrote. Raises `UsageError` if there is none."""
         try:
             document: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ class ShapingPlan:
     rates: Sequence[float] = field(default_factory=list)
 
     def write(self, folder: Path) -> Path:
-        """Leave it in a folder, with the NICs that all share. Returns the file for `Shaping.load`."""
+        """Write it to a folder, with the NICs that all share. Returns the file for `Shaping.load`."""
         nics_file = ""
         if self.rates:
             nics = folder / "NICs"
@@ -86,7 +86,7 @@ class ShapingPlan:
 
 
 class SharedNics:
-    """The NICs of a run, for one process at a time: ``with shared as NICs: NICs.reserve(...)``. Never wait inside."""
+    """The NICs of a run, used by one process at a time: ``with shared as NICs: NICs.reserve(...)``. Never wait inside."""
 
     def __init__(self, path: str, rates: Sequence[float]) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""All links of an endpoint, joined to its transport and the loop's clock: who is greeted, refused, kept, and given up."""
+"""All links of an endpoint, connected to its transport and the loop's clock: which peers are greeted, refused, kept or lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zmqtrain.world import random_bits
 
 log = logging.getLogger(__name__)
 
-#: The transport's high-water marks lie above what is ever in flight; should it refuse all the same, try again after this time.
+#: The transport's high-water marks are above what is ever in flight; if it refuses all the same, try again after this time.
 RETRY_S = 0.01
 
 OnLost = Callable[[PeerId, Ending, Sequence[Outgoing], Sequence[Ticket]], None]
@@ -41,7 +41,7 @@ def route_of(peer: PeerId, session: int) -> bytes:
 
 
 class Switchboard:
-    """Implements `zmqtrain.net.transport.Receiver`. Everything goes out in `_flush`, once in a turn of the loop."""
+    """Implements `zmqtrain.net.transport.Receiver`. Everything is sent in `_flush`, once per turn of the loop."""
 
     def __init__(self, peer: PeerId, settings: NetSettings, transport: Transport, mailbox: Mailbox, on_lost: OnLost) -> None:
         self._peer = peer
@@ -66,14 +66,14 @@ class Switchboard:
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._alarm = 0.0  # when the timer is due; a timer of uvloop that is due at once does not know
+        self._alarm = 0.0  # when the timer is due; uvloop does not tell the time of a timer that is due at once
         self._finished = False
         self._shut = False
 
-    # What the node asks for
+    # Calls by the node.
 
     def demand(self, peer: PeerId, what: str) -> Link:
-        """Return the link to a peer that a receive begins to wait for. Raises where the peer is lost."""
+        """Return the link to a peer for which a receive begins to wait. Raises if the peer is lost."""
         ending = self._gone.get(peer)
         if ending is not None:
             raise ending.error(what)
@@ -91,7 +91,7 @@ class Switchboard:
         self._gone.pop(peer, None)
         link = self._links.get(peer)
         if link is None:
-            return  # connected when somebody here, or the peer, has something to say: most pairs of a large run never have
+            return  # connected when this process or the peer has something to send: most pairs in a large run never do
         if not link.handshake.address:
             self._connect(link, address)
         elif address not in (known, link.handshake.address):
@@ -106,7 +106,7 @@ class Switchboard:
         if link is not None:
             self._end(link, ending, refuse="lost")
         elif peer not in self._gone:
-            # Nobody here waits for it directly, but what it was a part of is broken all the same.
+            # No wait here is for this peer, but the work that it was a part of is broken all the same.
             self._gone[peer] = ending
             self._on_lost(peer, ending, (), self._mailbox.lose(peer))
         self._gone[peer] = ending
@@ -115,14 +115,14 @@ class Switchboard:
         return [link for link in self._links.values() if link.state is State.OPEN]
 
     def unreached(self, peer: PeerId) -> str:
-        """That no connection to a peer has come about yet, and as much as is known of why; empty where there is one."""
+        """Why there is no connection to a peer yet, as far as is known; empty if there is one."""
         link = self._links.get(peer)
         if link is None or link.state is not State.GREETING:
             return ""
         return f"no connection to it was made ({endings.where(link.handshake.address, self._troubles.why(peer))})"
 
     def touch(self, link: Link) -> None:
-        """Something may be there to be sent to the peer."""
+        """There may be something to send to the peer."""
         self._dirty[link] = None
         if self._flush_handle is None:
             self._flush_handle = self._loop.call_soon(self._flush)
@@ -167,7 +167,7 @@ class Switchboard:
         self._finished = True
 
     async def close(self, ending: Ending) -> None:
-        """Drain, take leave, end all links, close the transport."""
+        """Flush the queues, send farewells, end all links, and close the transport."""
         for link in self._links.values():
             self.touch(link)
         try:
@@ -187,7 +187,7 @@ class Switchboard:
                     handle.cancel()
             await self._transport.close()
 
-    # What the transport calls
+    # Calls by the transport.
 
     def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
         link = self._routes.get(route)
@@ -236,11 +236,11 @@ class Switchboard:
         if link is None:
             return
         if trouble is Trouble.UNLISTED and identity is not None and identity.joins(link.handshake.address):
-            log.warning("%s is not let in by %s: it has another run token", self._peer, peer)
+            log.warning("%s is not admitted by %s: it has another run token", self._peer, peer)
             self._end(link, endings.other_token(peer))
         elif self._troubles.note(peer, trouble, self._loop.time()):
             where = without_key(link.handshake.address)
-            log.warning("%s cannot connect to %s at %s, and goes on trying: %s", self._peer, peer, where, trouble.value)
+            log.warning("%s cannot connect to %s at %s, and keeps trying: %s", self._peer, peer, where, trouble.value)
 
     def pardon(self, count: int) -> None:
         """Expect ``count`` callers that only test the connection and disconnect before sending anything."""
@@ -308,7 +308,7 @@ class Switchboard:
             pass
         self._counters["garbage"] += 1
         self._admission.ignore(route)
-        log.warning("%s ignores garbage from %.40r and all that follows it: %s", self._peer, route, error)
+        log.warning("%s received garbage from %.40r and ignores that sender from now on: %s", self._peer, route, error)
 
     def _greeted(self, route: bytes, hello: Hello) -> None:
         peer = hello.peer
@@ -386,7 +386,7 @@ class Switchboard:
         self._on_lost(link.peer, ending, messages, tickets)
         self._flushed.moved()
 
-    # What goes out
+    # What is sent.
 
     def _flush(self) -> None:
         self._flush_handle = None

@@ -1,4 +1,4 @@
-"""The small seam below the endpoint: who moves frames, and loses them when a connection breaks."""
+"""The narrow interface below the endpoint: it moves frames, and loses them when a connection breaks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Receiver(Protocol):
         alive."""
 
     def on_link_up(self, peer: PeerId) -> None:
-        """The connection to the peer stands (on both lanes, if both are in use)."""
+        """The connection to the peer is established (on both lanes, if both are in use)."""
 
     def on_link_down(self, peer: PeerId) -> None:
         """The connection broke; the transport tries to renew it until `Transport.disconnect`."""
 
     def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
-        """An attempt to connect to the peer failed for this reason; the transport goes on trying."""
+        """An attempt to connect to the peer failed for this reason; the transport keeps trying."""
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
-        """A caller was not let in. ``origin``: where it came from, or empty."""
+        """A caller was not admitted. ``origin``: where it came from, or empty."""
 
 
 class Transport(Protocol):
@@ -41,17 +41,17 @@ class Transport(Protocol):
         """Begin to deliver messages to ``receiver``."""
 
     def find(self, peer: PeerId) -> str:
-        """Return the address of a peer that was not announced; an empty string where the transport cannot know it."""
+        """Return the address of a peer that was not announced; an empty string if the transport cannot know it."""
         ...
 
     def connect(self, peer: PeerId, address: str, route: bytes) -> None:
-        """Connect, and go on trying. Raises `ValueError` for an address of another kind."""
+        """Connect, and keep trying. Raises `ValueError` for an address of another kind."""
 
     def disconnect(self, peer: PeerId) -> None:
-        """Drop the connection at once. (What was just handed over, a farewell, may still go out.)"""
+        """Drop the connection at once. (A farewell that was just passed on may still be sent.)"""
 
     def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
-        """Take frames without copying them; ``nbytes`` counts phantoms, too. False: not now, try again in a while."""
+        """Take frames without copying them; ``nbytes`` counts phantoms, too. False: not now, try again later."""
         ...
 
     def post(self, address: str, frames: Frames) -> None:

@@ -1,4 +1,4 @@
-"""The one whom server sockets ask about callers (ZeroMQ's authentication protocol, RFC 27), on the endpoint's own event loop."""
+"""The handler that server sockets ask about callers (ZeroMQ's authentication protocol, RFC 27), on the endpoint's event loop."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import zmq
 from zmqtrain.net.curve import DOMAIN, Identity
 from zmqtrain.net.trouble import USUAL_S
 
-#: Where the protocol says that servers ask; there is one such place in a context.
+#: The address at which servers ask, according to the protocol; there is one in each context.
 PLACE = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
-#: A turn of the loop ends after so many questions, so that other tasks run.
+#: A turn of the loop ends after this many questions, so that other tasks run.
 BUDGET = 64
-#: Strange keys that are remembered until it shows whether they become members.
+#: Unknown keys that are remembered until it is clear whether they become members.
 MAX_DOUBTFUL = 256
 
 
 class ZapHandler:
-    """Lets in who is on an `Identity`'s list. Make it before the server sockets of its context are bound."""
+    """Admits the callers on an `Identity`'s list. Make it before the server sockets of its context are bound."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class ZapHandler:
         identity: Identity,
         refused: Callable[[str], None],
     ) -> None:
-        """``refused`` is called with the address of each caller that is not let in."""
+        """``refused`` is called with the address of each caller that is not admitted."""
         self._loop, self._identity, self._refused = loop, identity, refused
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # What asks are connections, which wait, and end by themselves where the answer takes too long.
+        # The askers are connections, which wait, and end by themselves if the answer takes too long.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(PLACE)
@@ -44,7 +44,7 @@ class ZapHandler:
         self._verdict: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """From here on no connection is accepted."""
+        """Accept no more connections from now on."""
         self._loop.remove_reader(self._fd)
         for handle in (self._more, self._verdict):
             if handle is not None:
@@ -52,7 +52,7 @@ class ZapHandler:
         self._socket.close(linger=0)
 
     def _drain(self) -> None:
-        """Answer until there are no questions (the descriptor tells only of the next one after that) or the budget is used up."""
+        """Answer until there are no questions (the descriptor only announces the next one after that) or the budget is used up."""
         if self._more is not None:
             self._more.cancel()
             self._more = None
@@ -71,8 +71,8 @@ class ZapHandler:
         name = None
         if domain == DOMAIN and mechanism == b"CURVE" and len(credentials) == 1:
             name = self._identity.name_of(credentials[0])
-        # Not 300, "later": then ZeroMQ keeps the connection until the handshake times out. A caller that will be on the list soon
-        # comes again by itself.
+        # Not 300, "later", with which ZeroMQ keeps the connection until the handshake times out. A caller that will soon be on the
+        # list comes again by itself.
         code, text = (b"200", b"") if name is not None else (b"400", b"unknown key")
         self._socket.send_multipart([route, b"", _VERSION, number, code, text, (name or "").encode(), b""], zmq.NOBLOCK)
         if name is None:
@@ -82,7 +82,7 @@ class ZapHandler:
         if self._identity.is_complete or len(self._doubtful) >= MAX_DOUBTFUL:
             self._refused(origin)
             return
-        # A member that has heard of this one first: it will be on the list in a moment, and is no intruder.
+        # It may be a member that was told of this one first: it will soon be on the list, and is not an intruder.
         self._doubtful[key] = origin
         if self._verdict is None:
             self._verdict = self._loop.call_later(USUAL_S, self._judge)

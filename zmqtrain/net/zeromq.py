@@ -1,11 +1,11 @@
 """Endpoints over ZeroMQ and TCP.
 
-Each endpoint binds two ROUTER sockets (control, bulk), which only receive, and has two DEALER sockets a peer, which only send.
+Each endpoint binds two ROUTER sockets (control, bulk), which only receive, and has two DEALER sockets per peer, which only send.
 That makes ZeroMQ's edge-triggered file descriptors simple: only the ROUTERs are watched, plain sockets suffice, and a receive loop
-hands back to the event loop after a budget. Connections are watched through the DEALERs' monitors.
+returns to the event loop after a budget. Connections are watched through the DEALERs' monitors.
 
 With an identity (`zmqtrain.net.curve`) everything is encrypted: each ROUTER is a server that asks this endpoint's own ZAP handler
-who may come in, and each DEALER knows the key of the one server that it calls.
+which callers to admit, and each DEALER knows the key of the one server that it calls.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
 from zmqtrain.net.zap import ZapHandler
 
-#: The longest patience that ZeroMQ can announce to its peer.
+#: The longest time-out that ZeroMQ can announce to its peer.
 MAX_TTL_MS = 6_553_599
-#: How the control lane's packets are marked, "low delay": where a queue before a slow link knows priorities, they pass tensors.
+#: The mark of the control lane's packets, "low delay": in a queue with priorities before a slow link they pass tensors.
 URGENT_TOS = 0x10
-#: Connections that may wait to be accepted; with ZeroMQ's usual 100 those beyond try again after a second.
+#: The number of connections that may wait to be accepted; with ZeroMQ's default of 100, further ones try again after a second.
 BACKLOG = 1024
-#: How a socket for both families writes an address of the old one.
+#: How a socket for both IP versions writes an IPv4 address.
 IPV4_AS_IPV6 = "::ffff:"
-#: Sockets of one context: six a peer (two DEALERs, two monitors with two ends each).
+#: Sockets of one context: six per peer (two DEALERs, and two monitors with two ends each).
 MAX_SOCKETS = 16384
 
 
-#: Back-off of reconnecting: soon at first, since roles start at about the same time, then less often.
+#: Back-off of reconnecting: fast at first, since roles start at about the same time, then slower.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0
 
 
 def _in_turn(first: int, last: int) -> list[int]:
-    """The ports of a range, beginning somewhere else in each process: those that start together seldom try the same."""
+    """The ports of a range, with another first one in each process: processes that start together rarely try the same port."""
     ports = list(range(first, last + 1))
     begin = 2 * os.getpid() % len(ports)
     return ports[begin:] + ports[:begin]
@@ -60,7 +60,7 @@ def _in_turn(first: int, last: int) -> list[int]:
 async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSettings | None = None) -> Node:
     """An endpoint over ZeroMQ, listening. Close it with ``await node.close()``, or use it in ``async with``.
 
-    Raises `PortInUseError` where ``settings.port`` is taken.
+    Raises `PortInUseError` if ``settings.port`` is in use.
     """
     settings = settings or NetSettings()
     if token is not None:
@@ -77,7 +77,7 @@ async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSe
 
 @contextlib.asynccontextmanager
 async def open_endpoint(peer: PeerId, *, token: str | None = None, settings: NetSettings | None = None) -> AsyncIterator[Node]:
-    """`open_zeromq` as a context: the endpoint is closed at the end."""
+    """`open_zeromq` as a context, which closes the endpoint at its end."""
     node = await open_zeromq(peer, token=token, settings=settings)
     try:
         yield node
@@ -86,7 +86,7 @@ async def open_endpoint(peer: PeerId, *, token: str | None = None, settings: Net
 
 
 class ZeroMQTransport:
-    """Moves frames over TCP (`zmqtrain.net.transport.Transport`). Listens from construction on, delivers from `start` on.
+    """Moves frames over TCP (`zmqtrain.net.transport.Transport`). Listens from its construction on, delivers from `start` on.
 
     The context belongs to the endpoint alone and is made here, never at import: contexts do not survive a fork.
     """
@@ -146,7 +146,7 @@ class ZeroMQTransport:
             self._check(address)
             dealer = self._dealer(CONTROL, b"", address)
         except (ValueError, zmq.ZMQError):
-            return  # whoever gives such an address gets no answer
+            return  # a process that gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
             dealer.send_multipart(frames, zmq.NOBLOCK)
         dealer.close(linger=int(self._settings.farewell_s * self._ms))
@@ -156,7 +156,7 @@ class ZeroMQTransport:
         self._shut()
         for peer in list(self._wires):
             self.disconnect(peer)
-        # Ending a context waits for its I/O threads, and those for what lingers: at most ``farewell_s``.
+        # Ending a context waits for its I/O threads, and these for unsent messages: at most ``farewell_s``.
         ended = asyncio.ensure_future(asyncio.to_thread(self._context.term))
         await asyncio.shield(ended)
 
@@ -189,31 +189,31 @@ class ZeroMQTransport:
         """Raise `ValueError` for an address that this process cannot connect to."""
         split_address(address)
         if (key_in(address) is None) != (self.identity is None):
-            one, other = ("encrypts", "does not") if self.identity is None else ("does not encrypt", "must")
-            raise ValueError(f"the process at {without_key(address)} {one}, and this one {other}")
+            one, other = ("encrypts", "does not") if self.identity is None else ("does not encrypt", "requires encryption")
+            raise ValueError(f"the process at {without_key(address)} {one}, but this one {other}")
 
     def _listen(self, lane: int, port: int) -> int:
         router = self._context.socket(zmq.ROUTER)
         self._tune(router)
         if self.identity is not None:
             self.identity.guard(router)
-        # A peer whose connection broke comes back under its name before the old connection has timed out here: the new one counts.
+        # A peer whose connection broke returns under its name before the old connection has timed out here: the new one counts.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # ROUTER_MANDATORY would make sends to unknown names fail; these sockets never send.
-        # What a peer may have in flight (twice, for what a reconnect repeats) fits under the mark, so an I/O thread never stops
+        # All that a peer may have in flight (twice, for what a reconnect repeats) is below the mark, so an I/O thread never stops
         # reading a connection, which would also stop its heartbeats.
         router.setsockopt(zmq.RCVHWM, 2 * self._settings.inflight_messages + 1000)
-        # ZeroMQ drops a connection that announces a larger frame before it takes memory for it. No peer of ours sends one:
-        # tensors travel in chunks, and a chunk is never larger than the other side's window allows for.
+        # ZeroMQ drops a connection that announces a larger frame before it allocates memory for it. No correct peer sends one:
+        # tensors are sent in chunks, and a chunk is never larger than the other side's window allows.
         router.setsockopt(zmq.MAXMSGSIZE, max(64 * MIB, 2 * self._settings.chunk_bytes))
-        # Callers that wait until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
+        # Callers waiting until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
         self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away))
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _bind(self, router: zmq.Socket[bytes], port: int) -> None:
-        """Bind to the port; 0: to any free one, of the range if there is one. Closes the socket where that fails."""
+        """Bind to the port; 0: to any free one, of the range if there is one. Closes the socket if that fails."""
         host, within = self._settings.host, self._settings.ports
         tried: Sequence[int | str] = (port,) if port else ("*",) if within is None else _in_turn(*within)
         for number in tried:
@@ -240,14 +240,14 @@ class ZeroMQTransport:
                 dealer.setsockopt(zmq.TOS, URGENT_TOS)
             if route:
                 dealer.setsockopt(zmq.ROUTING_ID, route)
-            # The link bounds what is in flight; the mark only has to lie above that, with greetings and acknowledgements.
+            # The link limits what is in flight; the mark only has to be above that plus greetings and acknowledgements.
             dealer.setsockopt(zmq.SNDHWM, 2 * self._settings.inflight_messages + 1000)
             dealer.setsockopt(zmq.RECONNECT_IVL, int(LEAST_PAUSE_S * self._ms))
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, int(MOST_PAUSE_S * self._ms))
-            # A host that does not answer at all is tried anew after this time, not after the kernel's two minutes.
+            # A host that does not answer at all is tried again after this time, not after the kernel's two minutes.
             dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(3.0 * self._ms))
-            # IMMEDIATE stays off: greetings may queue while the connection is being made, and what a reconnect repeats is sorted
-            # out by the sequence numbers.
+            # IMMEDIATE stays off: greetings may queue while the connection is being made, and sequence numbers sort out what a
+            # reconnect repeats.
             if watch is not None:
                 watch(dealer)
             dealer.connect(split_address(address)[lane])
@@ -258,21 +258,21 @@ class ZeroMQTransport:
 
     def _tune(self, sock: zmq.Socket[bytes]) -> None:
         settings = self._settings
-        sock.setsockopt(zmq.LINGER, 0)  # what must arrive was acknowledged before a socket is closed; farewells say otherwise
-        sock.setsockopt(zmq.IPV6, 1)  # both families: a host's name may mean either
+        sock.setsockopt(zmq.LINGER, 0)  # what must arrive was acknowledged before a socket is closed; farewells set another value
+        sock.setsockopt(zmq.IPV6, 1)  # both IP versions: a host's name may mean either
         heartbeat_ms = max(1, int(settings.heartbeat_s * self._ms))
-        # A connection that is silently dead (a cable, a host that lost power) shows only by missing answers.
+        # A connection that is silently dead (a cable, a host that lost power) is noticed only by missing answers.
         sock.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
-        # The other side's patience with us, for half-open connections.
+        # How long the other side waits for us, for half-open connections.
         sock.setsockopt(zmq.HEARTBEAT_TTL, min(3 * heartbeat_ms, MAX_TTL_MS))
-        # Whoever connects and does not speak ZMTP (a port scanner) is dropped after this time.
+        # A caller that connects and does not speak ZMTP (a port scanner) is dropped after this time.
         sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * heartbeat_ms))
-        # TCP buffers (SNDBUF, RCVBUF) stay with the kernel, whose autotuning fits them to the path; fixed ones would cap it.
+        # TCP buffers (SNDBUF, RCVBUF) are left to the kernel, whose autotuning fits them to the path; fixed ones would limit it.
 
 
 class _Wire:
-    """The connections to one peer: a DEALER a lane, which only sends, and its monitor. The bulk lane connects when it is used."""
+    """The connections to one peer: a DEALER per lane, which only sends, and its monitor. The bulk lane connects on first use."""
 
     def __init__(self, transport: ZeroMQTransport, peer: PeerId, address: str, route: bytes) -> None:
         self._transport = transport
@@ -281,7 +281,7 @@ class _Wire:
         self._route = route
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, CallMonitor] = {}
-        self._again: dict[int, asyncio.TimerHandle] = {}  # lanes that are to be opened once more
+        self._again: dict[int, asyncio.TimerHandle] = {}  # lanes that are to be opened again
         self._pause_s = LEAST_PAUSE_S
         self._up: dict[int, bool] = {}
         self._was_up = False
@@ -338,8 +338,8 @@ class _Wire:
             self._transport.up(self._peer, self)
 
     def _failed(self, lane: int, trouble: Trouble, over: bool) -> None:
-        """The handshake went wrong. ``over``: ZeroMQ leaves it at that, but the peer may think better of it (a member that has not
-        heard of this one yet), or be replaced."""
+        """The handshake failed. ``over``: ZeroMQ does not try again, but the peer may accept later (a member that has not been told
+        of this one yet), or be replaced."""
         if over and lane not in self._again:
             self._again[lane] = self._transport._loop.call_later(self._pause_s, self._reopen, lane)
             self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere, JSON lines for machines."""
+"""Shows a run in progress: a live table on a terminal, plain lines elsewhere, JSON lines for machines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class View(Protocol):
     def begin(self, title: str) -> None: ...
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """The workers, and the group of each, are others than one could know at first."""
+        """Set the workers and their groups, if they became known only after the view was made."""
 
     def note(self, text: str) -> None:
-        """Something happened that is worth a line."""
+        """Show a line about the run."""
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
-        """An event of a role (its line in ``events.jsonl``); ``now`` is the loop's clock."""
+        """Take an event of a role (its line in ``events.jsonl``); ``now`` is the loop's clock."""
 
     def log(self, peer: str, text: str) -> None:
-        """Lines that a role has printed."""
+        """Show lines that a role has printed."""
 
     def end(self) -> None: ...
 
@@ -49,7 +49,7 @@ class _GroupRow:
     rate: float = 0.0
     exposed: float = 0.0
     staleness: float | None = None
-    since: float | None = None  # when `samples` began to count
+    since: float | None = None  # the time from which `samples` counts
 
 
 class Rows:
@@ -61,7 +61,7 @@ class Rows:
         self.regroup(group_of)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Before any event: these are the workers."""
+        """Set the workers, before any event."""
         self._group_of = group_of
         self.groups = {group: _GroupRow() for group in sorted(set(group_of.values()))}
 
@@ -91,7 +91,7 @@ class Rows:
 
     @property
     def rate(self) -> float:
-        """Samples a second over all groups."""
+        """Samples per second over all groups."""
         return sum(row.rate for row in self.groups.values())
 
     def line(self) -> str:
@@ -114,7 +114,7 @@ class Rows:
 
 
 class TableView:
-    """A table that renews itself, for terminals. Log lines scroll above it."""
+    """A table that is updated in place, for terminals. Log lines scroll above it."""
 
     def __init__(self, group_of: Mapping[str, int], console: Console) -> None:
         self._rows = Rows(group_of)
@@ -157,7 +157,7 @@ class TableView:
 
 
 class PlainView:
-    """A line about once a second, for pipes and log files."""
+    """About one line per second, for pipes and log files."""
 
     def __init__(self, group_of: Mapping[str, int], *, every_steps: int = 0) -> None:
         self._rows = Rows(group_of)
@@ -236,11 +236,10 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     values = summary.to_dict()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
-    lines = [
-        f"done in {_duration(seconds)}: {values['steps']} steps, {values['samples']:,} samples, "
-        f"{values['samples_per_s']:,.0f} samples/s while training",
-        f"step {1e3 * step:.1f} ms (median), of which {1e3 * exposed:.1f} ms waiting for the network",
-    ]
+    rate = "" if values["samples_per_s"] is None else f", {values['samples_per_s']:,.0f} samples/s while training"
+    lines = [f"done in {_duration(seconds)}: {values['steps']} steps, {values['samples']:,} samples{rate}"]
+    if step is not None:
+        lines.append(f"step {1e3 * step:.1f} ms (median), of which {1e3 * exposed:.1f} ms waiting for the network")
     if values["staleness"]["histogram"]:
         lines.append(f"staleness {values['staleness']['mean']:.2f} (mean), {values['staleness']['max']} (max)")
     momentum = values["momentum"]
@@ -248,6 +247,8 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     factor = f", learning rate times {ahead['lr_factor']:.3g}" if ahead and ahead["lr_factor"] != 1 else ""
     if factor and ahead and ahead.get("rise"):
         factor += f" (rising over the first {ahead['rise']:g} updates)"
+    if ahead and ahead.get("norm_limit"):
+        factor += f", gradients up to {ahead['norm_limit']:g} times their running mean"
     if momentum is not None and ahead and ahead["steps"]:
         spread = f", {momentum['total']:.2f} an update of each group" if momentum["compensated"] else ""
         lines.append(f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead")
@@ -260,9 +261,9 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
         lines.append(factor.removeprefix(", "))
     if metrics:
         lines.append(metrics)
-    return [*lines, f"everything about it: {directory}"]
+    return [*lines, f"all results: {directory}"]
 
 
 def _duration(seconds: float) -> str:
-    """A run's length; simulated runs may be very short."""
+    """A run's duration as text; simulated runs may be very short."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

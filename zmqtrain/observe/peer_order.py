@@ -1,4 +1,4 @@
-"""The order in which roles are shown to people."""
+"""The order in which roles are shown."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from zmqtrain.world import wall_s
 #: Takes a batch of events; returns when they have arrived.
 Post: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
 
-#: Takes what `zmqtrain.events.Recorder.audit` is told: what, and the values.
+#: Takes audit events, as `zmqtrain.events.Recorder.audit` does: the kind, and the values.
 AuditEvents: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
-#: Seconds between batches: seldom enough to cost nothing, often enough for a live table.
+#: Seconds between batches: long enough to cost little, short enough for a live table.
 INTERVAL_S = 0.25
-#: Events that may wait to be posted. Beyond it spans are dropped and counted: they are only for looking at.
+#: The most events that may wait to be posted. Beyond it spans, which only serve display, are dropped and counted.
 MOST_WAITING = 50_000
 
 
@@ -42,7 +42,7 @@ class RunRecorder:
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
         self._dropped = 0
-        self._posting: asyncio.Future[None] | None = None  # a batch on its way
+        self._posting: asyncio.Future[None] | None = None  # the batch that is being posted
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
         self._add({"kind": kind, "time": self._clock() + self._offset, "step": step, "values": values})
@@ -83,13 +83,14 @@ class RunRecorder:
             self._audit(what, values)
 
     async def run(self) -> None:
-        """Post what has come every `INTERVAL_S`, until cancelled."""
+        """Post new events every `INTERVAL_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Post what has come, now. Cancelling it loses nothing: what is on its way goes on, and the next call waits for it."""
+        """Post new events now. Cancelling it loses nothing: a batch that is being posted continues, and the next call waits for
+        it."""
         while self._posting is not None:
             posting = self._posting
             await asyncio.wait({posting})
@@ -106,7 +107,7 @@ class RunRecorder:
             self._posted(posting)
 
     async def close(self) -> None:
-        """Give up what has not arrived."""
+        """Give up events that have not arrived."""
         if self._posting is not None:
             self._posting.cancel()
             await asyncio.wait({self._posting})
@@ -116,7 +117,7 @@ class RunRecorder:
     def _posted(self, posting: asyncio.Future[None]) -> None:
         if self._posting is posting:
             self._posting = None
-            posting.result()  # whoever waited first raises what went wrong
+            posting.result()  # the first caller that waits raises the error
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:

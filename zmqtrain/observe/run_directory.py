@@ -12,12 +12,12 @@ from zmqtrain.observe.trace import Trace
 
 #: A run's number has at least three digits, so that a listing is in order.
 _DIGITS = 3
-#: In the directory of a launch that tunes itself: a link to the run that trains, or has trained last.
+#: In the directory of a launch that tunes itself: a link to the run that is training, or that trained last.
 TRAINING = "training"
 
 
 class RunDirectory:
-    """The files of one run. Make one by `create`; `close` writes the trace and ends the event file."""
+    """The files of one run. Make it by `create`; `close` writes the trace and closes the event file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,9 +27,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, name: str, *, parent: Path = Path("runs"), exact: Path | None = None) -> RunDirectory:
-        """A new directory: the next free number under ``parent``, or ``exact``, which must be empty or not exist.
+        """Make a new directory: with the next free number under ``parent``, or ``exact``, which must be empty or not exist.
 
-        Raises `UsageError` where it cannot be made.
+        Raises `UsageError` if it cannot be made.
         """
         try:
             path = exact if exact is not None else _next(parent, name)
@@ -40,14 +40,14 @@ class RunDirectory:
             (path / "logs").mkdir()
             (path / "checkpoints").mkdir()
         except OSError as error:
-            raise UsageError(f"cannot make a run directory: {error}. Choose a folder that can be written with --run-dir") from error
+            raise UsageError(f"cannot make a run directory: {error}. Choose a writable folder with --run-dir") from error
         return cls(path)
 
     @classmethod
     def go_on(cls, path: Path) -> RunDirectory:
-        """The directory of a run that is begun again: what it has written stays, what it left at its end does not.
+        """Open the directory of a run that continues: its events and logs stay, the files from its end are removed.
 
-        Raises `UsageError` where it cannot be written.
+        Raises `UsageError` if it cannot be written.
         """
         try:
             for name in ("summary.json", "error.json"):
@@ -56,21 +56,21 @@ class RunDirectory:
                 (path / name).mkdir(exist_ok=True)
             return cls(path)
         except OSError as error:
-            raise UsageError(f"cannot go on in the run directory {path}: {error}") from error
+            raise UsageError(f"cannot continue in the run directory {path}: {error}") from error
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder with the checkpoints."""
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically: readers never see half of it."""
+        """Write a file atomically: readers never see an incomplete file."""
         temporary = self.path / f".{name}.tmp"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path / name)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a file of JSON whole."""
+        """Write a JSON file atomically."""
         self.write(name, dumps(value, indent=2) + "\n")
 
     def event(self, event: dict[str, Any]) -> None:
@@ -87,12 +87,12 @@ class RunDirectory:
         file.flush()
 
     def flush(self) -> None:
-        """Let readers of the event file see what has been written."""
+        """Make the written events visible to readers of the file."""
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        """End the event file and the logs, and write the trace. Idempotent."""
+        """Close the event file and the logs, and write the trace. Idempotent."""
         if self._events is None:
             return
         self._events.close()
@@ -124,12 +124,12 @@ def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
         if (path / "topology.toml").exists():
             return path
     known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:])
-    there = f"the latest in {parent.absolute()} are {known}" if known else f"{parent.absolute()} has none"
+    there = f"the latest runs in {parent.absolute()} are {known}" if known else f"{parent.absolute()} contains no runs"
     raise UsageError(f"there is no run {name} (a folder with topology.toml): {there}")
 
 
 def training_of(path: Path) -> Path:
-    """The run that trains, of a run that tunes itself; any other run is that itself."""
+    """The run that trains, for a run that tunes itself; any other run is returned as it is."""
     training = path / TRAINING
     return training.resolve() if training.is_dir() else path
 
@@ -138,7 +138,7 @@ def _next(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [path.name[len(name) + 1 :] for path in parent.glob(f"{name}-*")]
     number = max((int(text) for text in numbers if text.isdigit()), default=0)
-    while True:  # mkdir decides between two launches at the same moment
+    while True:  # mkdir decides between two simultaneous launches
         number += 1
         path = parent / f"{name}-{number:0{_DIGITS}}"
         try:

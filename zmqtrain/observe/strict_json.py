@@ -1,4 +1,4 @@
-"""JSON that every reader accepts: what is no number (a diverged loss is none) is written as a text."""
+"""JSON that every reader accepts: NaN and infinity (of a diverged loss) are written as strings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """As `json.dumps`, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as texts; the rest by `str`."""
+    """As `json.dumps`, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as strings; other types by `str`."""
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(value, indent=indent, separators=separators, default=str, allow_nan=False)
-    except ValueError:  # seldom: no event pays for it but those that need it
+    except ValueError:  # rare: only events that need it pay for it
         return json.dumps(_finite(value), indent=indent, separators=separators, default=str)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Summary:
-    """Feed it events (`add`); `to_dict` gives the summary so far. Steps are a group's; samples are all workers'."""
+    """Feed it events (`add`); `to_dict` gives the summary so far. Steps are counted per group, samples over all workers."""
 
     def __init__(self) -> None:
         self.eval: dict[str, float] = {}
@@ -22,14 +22,14 @@ class Summary:
         self._seconds: list[float] = []
         self._exposed: list[float] = []
         self._data_s: list[float] = []
-        self._data: dict[str, Any] = {}  # what the run promises of its samples
+        self._data: dict[str, Any] = {}  # the guarantees about the run's samples
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
-        self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> what it says of itself
+        self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> its own statistics
         self._bytes_sent: dict[str, int] = {}
         self._spread: float | None = None
         self.newest_checkpoint: int | None = None
-        """The step of the newest that is on disk as a whole."""
+        """The step of the newest complete checkpoint on disk."""
         self._checkpoints = 0
         self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
@@ -37,7 +37,7 @@ class Summary:
         self._ended: float | None = None
 
     def add(self, peer: str, event: Mapping[str, Any]) -> None:
-        """Take one event, as it stands in ``events.jsonl``."""
+        """Take one event, as in ``events.jsonl``."""
         values = event["values"]
         if event["kind"] == "step":
             self._add_step(event["rank"], event["step"], event["time"], values)
@@ -85,7 +85,7 @@ class Summary:
 
     @property
     def steps(self) -> int:
-        """Steps that the furthest worker has done."""
+        """The number of steps of the furthest worker."""
         return max(self._steps.values(), default=0)
 
     @property
@@ -100,13 +100,13 @@ class Summary:
         return statistics.fmean(finite) if finite else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of ``summary.json`` that follows from events."""
+        """The part of ``summary.json`` that follows from events. What was never measured, as no step was done, is ``None``."""
         seconds = self.training_seconds
         return {
             "steps": self.steps,
             "samples": self.samples,
             "training_seconds": seconds,
-            "samples_per_s": self.samples / seconds if seconds > 0 else 0.0,
+            "samples_per_s": self.samples / seconds if seconds > 0 else None,
             "step_s": _spread_of(self._seconds),
             "exposed_communication_s": _spread_of(self._exposed),
             **({"data": self._data} if self._data else {}),
@@ -126,7 +126,7 @@ class Summary:
         }
 
     def _merged(self) -> dict[str, Any]:
-        """Of the FC server: its updates, how stale they were, and the share of its time in which it computed."""
+        """The FC server's updates, their staleness, and the share of its time in which it computed."""
         (values,) = self._fc.values()
         staleness = {"mean": values["staleness_mean"], "max": values["staleness_max"]}
         return {"updates": values["updates"], "busy": values["busy"], "staleness": staleness}
@@ -134,6 +134,8 @@ class Summary:
     def _staleness(self) -> dict[str, Any]:
         """The staleness that the servers counted or, without servers, the workers saw."""
         counted = sum(self._served.values(), Counter[int]()) or self._seen.histogram
+        if not counted and not self._steps:
+            return {"mean": None, "max": None, "histogram": {}}
         if not counted:
             return {"mean": self._seen.mean, "max": self._seen.max, "histogram": {}}
         return {
@@ -144,7 +146,7 @@ class Summary:
 
 
 class _Seen:
-    """Staleness as workers see it at the end of a step: the mean and the largest of its reads, or all of them as a list."""
+    """Staleness as workers see it at the end of a step: the mean and the maximum of its reads, or a list of all of them."""
 
     def __init__(self) -> None:
         self.histogram: Counter[int] = Counter()
@@ -178,26 +180,31 @@ class _MomentumSeen:
         if isinstance(momentum, int | float) and isinstance(updates, int) and updates > 0:
             self._fits[peer] = (float(momentum), updates)
 
-    def to_dict(self, staleness: float) -> dict[str, Any] | None:
-        """None where no servers run the optimizer. ``staleness``: the mean that was measured."""
+    def to_dict(self, staleness: float | None) -> dict[str, Any] | None:
+        """The values for the summary; ``None`` if no servers run the optimizer. ``staleness``: the measured mean, if any."""
         if not self.stated:
             return None
         seen = sum(updates for _, updates in self._fits.values())
-        measured = staleness / (1 + staleness)
-        explicit, expected = self.stated.get("explicit") or 0.0, 1 / (1 - self.stated.get("implicit", 0.0))
-        ahead = bool((self.stated.get("look_ahead") or {}).get("steps")) and bool(self.stated.get("compensated"))
-        total = self.stated["total"] ** ((1 + staleness) / expected) if ahead else 1 - (1 - explicit) * (1 - measured)
+        implicit, total = (None, None) if staleness is None else self._measured(staleness)
         return {
             **self.stated,
-            "implicit_measured": measured,
+            "implicit_measured": implicit,
             "total_measured": total,
             "fitted": sum(momentum * updates for momentum, updates in self._fits.values()) / seen if seen else None,
             "fitted_updates": seen,
         }
 
+    def _measured(self, staleness: float) -> tuple[float, float]:
+        """The implicit and the total momentum that belong to a mean staleness."""
+        implicit = staleness / (1 + staleness)
+        explicit, expected = self.stated.get("explicit") or 0.0, 1 / (1 - self.stated.get("implicit", 0.0))
+        ahead = bool((self.stated.get("look_ahead") or {}).get("steps")) and bool(self.stated.get("compensated"))
+        total = self.stated["total"] ** ((1 + staleness) / expected) if ahead else 1 - (1 - explicit) * (1 - implicit)
+        return implicit, total
+
 
 def mean_staleness(values: Mapping[str, Any]) -> float | None:
-    """The mean staleness of a step's reads, whichever way its event tells it; ``None`` where there is none."""
+    """The mean staleness of a step's reads, in any of the forms of its event; ``None`` if there is none."""
     staleness = values.get("staleness")
     if isinstance(staleness, list):
         return sum(staleness) / len(staleness) if staleness else None
@@ -205,12 +212,12 @@ def mean_staleness(values: Mapping[str, Any]) -> float | None:
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in an ``eval`` event: all its numbers but the time that it took."""
+    """The metrics in an ``eval`` event: all its numbers except its duration."""
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
 
 
-def _spread_of(values: Sequence[float]) -> dict[str, float]:
+def _spread_of(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
-        return {"median": 0.0, "p90": 0.0}
+        return {"median": None, "p90": None}
     ordered = sorted(values)
     return {"median": statistics.median(ordered), "p90": ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]}

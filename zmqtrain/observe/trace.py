@@ -12,8 +12,8 @@ CATEGORIES = ("compute", "send", "receive", "wait")
 
 
 class Trace:
-    """Collects spans. A process per role, a thread per category. What is computed within something lies on it (a bucket's backward
-    on the whole backward); other spans at the same time go to rows of their own below."""
+    """Collects spans. A process per role, a thread per category. Nested compute is drawn on the span around it (a bucket's
+    backward on the whole backward); other simultaneous spans get rows of their own below."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, dict[str, Any]]] = []
@@ -32,9 +32,7 @@ class Trace:
         start = spans[0][1]["time"] if spans else 0.0
         peers = sorted({peer for peer, _ in spans}, key=peer_order)
         processes = {peer: number for number, peer in enumerate(peers, 1)}
-        rows: dict[
-            tuple[str, str], list[list[float]]
-        ] = {}  # of each row of a category: the ends of the spans that lie on each other
+        rows: dict[tuple[str, str], list[list[float]]] = {}  # for each row of a category: the ends of the nested spans
         result: list[dict[str, Any]] = []
         for peer, number in processes.items():
             result.append({"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": peer}})
@@ -66,8 +64,8 @@ class Trace:
 
 
 def _row(rows: list[list[float]], begin: float, end: float, *, nested: bool) -> int:
-    """The first row on which the span overlaps nothing or, if ``nested``, lies within what is there; a Chrome trace allows only
-    that."""
+    """The first row on which the span overlaps nothing or, if ``nested``, lies within what is there; a Chrome trace allows nothing
+    else."""
     for number, ends in enumerate(rows):
         while ends and ends[-1] <= begin:
             ends.pop()

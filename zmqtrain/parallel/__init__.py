@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from zmqtrain.parallel.communicator import Communicator, Fabric
     from zmqtrain.parallel.grid import Grid
     from zmqtrain.parallel.network import NetworkFabric
+    from zmqtrain.parallel.placed.model import ParallelModel, parallelize
     from zmqtrain.parallel.plan import LayerPlan, Plan
-    from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
     from zmqtrain.parallel.shard import Shard
     from zmqtrain.parallel.sums import sum_gradients
 
@@ -36,10 +36,10 @@ _HOME = {
     "Grid": "grid",
     "LayerPlan": "plan",
     "NetworkFabric": "network",
-    "ParallelModel": "rewrite.model",
+    "ParallelModel": "placed.model",
     "Plan": "plan",
     "Shard": "shard",
-    "parallelize": "rewrite.model",
+    "parallelize": "placed.model",
     "sum_gradients": "sums",
 }
 

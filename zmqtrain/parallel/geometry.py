@@ -315,6 +315,38 @@ def halo_traffic(
     return {"forward": _counts(len(division), forward, row_bytes), "backward": _counts(len(division), backward, row_bytes)}
 
 
+def grid_traffic(
+    reaches: tuple[Reach, Reach],
+    divisions: tuple[Division, Division],
+    outputs: tuple[Division, Division],
+    place_bytes: int,
+    *,
+    input_gradient: bool = True,
+) -> dict[Literal["forward", "backward"], tuple[Count, ...]]:
+    """The same of members that divide height and width: (row, column) of strips is member ``row x columns + column``.
+
+    First rows travel within each column of strips, as `halo_traffic` counts them; then columns travel within each row of strips, as
+    long as the rows that its output rows need: so the corners come with them.
+
+    Arguments:
+        place_bytes: of one place of the input, over all samples and channels.
+    """
+    tall, wide = divisions
+    of_column = [
+        halo_traffic(reaches[0], tall, outputs[0], place_bytes * length(own), input_gradient=input_gradient) for own in wide
+    ]
+    of_row = [
+        halo_traffic(reaches[1], wide, outputs[1], place_bytes * length(reaches[0].needs(mine)), input_gradient=input_gradient)
+        for mine in outputs[0]
+    ]
+
+    def both(phase: Literal["forward", "backward"]) -> tuple[Count, ...]:
+        pairs = [(of_column[c][phase][r], of_row[r][phase][c]) for r in range(len(tall)) for c in range(len(wide))]
+        return tuple(Count(one.messages + other.messages, one.nbytes + other.nbytes) for one, other in pairs)
+
+    return {"forward": both("forward"), "backward": both("backward")}
+
+
 def _counts(members: int, sent: Sequence[tuple[int, int]], row_bytes: int) -> tuple[Count, ...]:
     messages, rows = [0] * members, [0] * members
     for member, count in sent:
@@ -335,6 +367,6 @@ def length(rows: Range) -> int:
 
 
 def _within(rows: int, first: int, last: int) -> Range:
-    """The part of a range that lies in an image of so many rows."""
+    """The part of a range that lies in an image with ``rows`` rows."""
     start = min(max(first, 0), rows)
     return start, max(start, min(max(last, 0), rows))

@@ -10,9 +10,9 @@ extended already, so the corners come with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from zmqtrain.parallel.geometry import Part, Range, Strip, length, overlap
 
 #: Dimensions of a tensor NCHW along which it may be divided.
 HEIGHT, WIDTH = 2, 3
+#: What was begun, and the rows that are due in it.
+Exchanged: TypeAlias = tuple[Pending, tuple[Part, ...]]
 
 
 class HaloExchange:
@@ -35,14 +37,36 @@ class HaloExchange:
 
     def begin(self, own: Tensor) -> Arriving:
         """Send the rows of ``own``, this member's strip, that others need. It must stay as it is until `Arriving.wait`."""
+        self.check(own)
+        return Arriving(self, own, self.send(lambda rows: self.cut(own, rows), tuple(own.shape), own.dtype))
+
+    def check(self, own: Tensor) -> None:
+        """Raise `ProtocolError` unless ``own`` is this member's strip."""
         expected = length(self.strip.own)
         if own.shape[self.dim] != expected:
             raise ProtocolError(
                 f"{self.layer}: this member holds rows {self.strip.own[0]} to {self.strip.own[1]} of the image, {expected} rows, "
                 f"but its strip has {own.shape[self.dim]}"
             )
-        sends = [(part.member, self._cut(own, self.strip.own[0], part.rows)) for part in self.strip.sends]
-        return Arriving(self, own, self._exchange(sends, self.strip.receives, tuple(own.shape), own.dtype, "forward"))
+
+    def send(self, of: Callable[[Range], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Exchanged | None:
+        """Send the own rows that others need; what they send is to be asked for by `arrived`. ``of``: some own rows.
+
+        ``shape``: of the strip, whose size along the divided dimension does not matter.
+        """
+        sends = [(part.member, of(part.rows)) for part in self.strip.sends]
+        return self._exchange(sends, self.strip.receives, shape, dtype, "forward")
+
+    def send_back(self, gradient_of: Callable[[Range], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Exchanged | None:
+        """Send the gradients of the rows that were received back to where those came from; `arrived` has those of own rows."""
+        sends = [(part.member, gradient_of(part.rows)) for part in self.strip.receives]
+        return self._exchange(sends, self.strip.sends, shape, dtype, "backward")
+
+    def arrived(self, exchanged: Exchanged | None) -> Iterator[tuple[Part, Tensor]]:
+        """Block until it is there. Once."""
+        if exchanged is not None:
+            pending, parts = exchanged
+            yield from zip(parts, pending.wait(), strict=True)
 
     def begin_return(self, gradient_of: Callable[[Range], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Returning:
         """Send the gradients of the rows that were received back to where those came from.
@@ -52,15 +76,14 @@ class HaloExchange:
             shape: of the strip, whose size along the divided dimension does not matter.
             dtype: of gradients.
         """
-        sends = [(part.member, gradient_of(part.rows)) for part in self.strip.receives]
-        return Returning(self, self._exchange(sends, self.strip.sends, shape, dtype, "backward"))
+        return Returning(self, self.send_back(gradient_of, shape, dtype))
 
     def cut(self, own: Tensor, rows: Range) -> Tensor:
         """A view of rows of the image that lie in ``own``."""
         return self._cut(own, self.strip.own[0], rows)
 
     def shape(self, like: tuple[int, ...], rows: Range) -> tuple[int, ...]:
-        """The shape ``like``, with so many rows."""
+        """The shape ``like`` with the length of ``rows`` along the divided dimension."""
         return (*like[: self.dim], length(rows), *like[self.dim + 1 :])
 
     def _cut(self, tensor: Tensor, first: int, rows: Range) -> Tensor:
@@ -73,7 +96,7 @@ class HaloExchange:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         phase: Phase,
-    ) -> tuple[Pending, tuple[Part, ...]] | None:
+    ) -> Exchanged | None:
         """Begin it; ``None`` where there is nothing to exchange."""
         expected = [Expected(part.member, self.shape(shape, part.rows), dtype) for part in parts]
         if not sends and not expected:
@@ -85,7 +108,7 @@ class HaloExchange:
 class Arriving:
     """A halo on its way. `wait` once; then `rows`."""
 
-    def __init__(self, exchange: HaloExchange, own: Tensor, pending: tuple[Pending, tuple[Part, ...]] | None) -> None:
+    def __init__(self, exchange: HaloExchange, own: Tensor, pending: Exchanged | None) -> None:
         self._exchange, self._pending = exchange, pending
         self._held: list[tuple[Range, Tensor]] = [(exchange.strip.own, own)]
 
@@ -114,7 +137,7 @@ class Arriving:
 class Returning:
     """Gradients of own rows on their way back from others. `add_to` once."""
 
-    def __init__(self, exchange: HaloExchange, pending: tuple[Pending, tuple[Part, ...]] | None) -> None:
+    def __init__(self, exchange: HaloExchange, pending: Exchanged | None) -> None:
         self._exchange, self._pending = exchange, pending
 
     def add_to(self, gradient: Tensor) -> None:

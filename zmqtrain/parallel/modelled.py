@@ -16,8 +16,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from zmqtrain.parallel.placed.tensor import Placed
+
 #: An operator's operations, of its arguments and its result.
 Formula = Callable[..., int]
+
+
+#: These write nothing.
+_ALLOCATIONS = frozenset((
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+))  # fmt: skip
 
 
 class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,7 +40,7 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, spend: Callable[[float], None], flops_per_s: float, bytes_per_s: float = 0.0) -> None:
         """Arguments:
-        spend: lets so many seconds pass.
+        spend: lets this number of seconds pass.
         flops_per_s: multiplications and additions a second.
         bytes_per_s: bytes a second that other operators write; 0: these take no time.
         """
@@ -44,13 +56,15 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, Placed) for each in types):
+            return NotImplemented  # the divided tensor's rule runs, and what it does on this process's part comes here
         result = func(*args, **kwargs)
         formula: Formula | None = flop_registry.get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
             self.flops += flops
             self._take(flops * self._flop_s)
-        elif self._byte_s and not func.is_view:
+        elif self._byte_s and not func.is_view and func.overloadpacket not in _ALLOCATIONS:
             self._take(_written(result) * self._byte_s)
         return result
 

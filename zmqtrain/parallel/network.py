@@ -26,6 +26,7 @@ from zmqtrain.errors import ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
+from zmqtrain.parallel.turns import handing_over
 from zmqtrain.waiting import first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.payload import Payload
@@ -58,7 +59,7 @@ class NetworkFabric:
             clock: of the device, in seconds; by default the event loop's.
             timeout_s: how long an operation may wait for others. It raises `PeerTimeoutError` then.
             recorder: takes the spans of operations and of waiting.
-            zeros: tensors without content travel as so many zeros, so that a real network has something to carry.
+            zeros: tensors without content travel as zeros of the same number, so that a real network has something to carry.
 
         Raises `ValueError` where ``endpoint`` is none of ``peers``.
         """
@@ -118,7 +119,7 @@ class NetworkFabric:
         if begun.ended:
             return begun.wait()
         try:
-            with self._recorder.span(f"wait for {begun.what}", "wait"):
+            with self._recorder.span(f"wait for {begun.what}", "wait"), handing_over():
                 return begun.wait()
         finally:
             self.waited_s += begun.waited_s
@@ -240,7 +241,7 @@ class NetworkCommunicator:
                     if source != self.rank and memory.numel():
                         tasks.create_task(self._receive(source, tag, memory, label))
             total = come[0]
-            for memory in come[1:]:  # in the order of ranks, whoever was first
+            for memory in come[1:]:  # in the order of ranks, whichever came first
                 total.add_(memory)
             return [total.view(own.shape)]
 
@@ -302,7 +303,7 @@ def _memory(shape: Sequence[int], dtype: torch.dtype, meta: bool) -> Tensor:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Flat, in the host's memory, and nobody else's; without content it stays so."""
+    """Flat, in the host's memory, in memory of its own; a tensor without content stays one."""
     if tensor.is_meta:
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)

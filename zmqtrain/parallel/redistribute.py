@@ -1,7 +1,7 @@
 """From one placement to another: every process gets the block that the next layer needs, and each missing piece is sent once.
 
 Blocks of the two placements are intersected. What a process has it keeps; every other piece comes from one of its holders, the one
-that has sent least so far. All processes compute the same routes, so nobody asks for anything.
+that has sent least so far. All processes compute the same routes, so no process has to ask for anything.
 
 Where each process brings a part of what several need, as between batch- and model-parallel layers of one grid, this is an
 all-gather within the column, at the cost of Eq. 6 of Gholami et al. 2018, and the communicator's own is used. Before a ``flatten``

@@ -18,10 +18,8 @@ from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model import traffic
 from zmqtrain.parallel.model.traffic import Sent, Traffic
 from zmqtrain.parallel.modelled import without_content
+from zmqtrain.parallel.placed.model import ParallelModel, Statistics, map_tensors, parallelize
 from zmqtrain.parallel.plan import Plan
-from zmqtrain.parallel.rewrite.layers import Statistics
-from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
-from zmqtrain.parallel.rewrite.rules import map_tensors
 from zmqtrain.parallel.sums import sum_gradients
 
 #: What each rank sends in a step, by label.
@@ -29,8 +27,7 @@ Rehearsed: TypeAlias = tuple[Traffic, ...]
 
 
 class RehearsalFabric:
-    """One rank's `zmqtrain.parallel.communicator.Fabric`, with nobody at the other ends: what is due is there at once, on the meta
-    device."""
+    """One rank's `zmqtrain.parallel.communicator.Fabric` without others: what is due is there at once, on the meta device."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

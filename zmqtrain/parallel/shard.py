@@ -15,7 +15,7 @@ a domain- or batch-parallel layer              all processes: each has its own s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.communicator import Fabric, Label, Pending
+from zmqtrain.parallel.communicator import Expected, Fabric, Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placement import Divisions, Range
 
@@ -121,14 +121,30 @@ def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[i
 
 def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric) -> dict[str, Tensor]:
     """The ordinary state dict of which this process holds ``state``. All processes of its column must call it."""
-    pending: dict[str, Pending] = {}
+    return {name: whole.detach().clone() if whole is state[name] else whole for name, whole in gathered(state, shards, fabric)}
+
+
+def gathered(
+    state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric, *, to: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors of which this process holds ``state``, one after another, in its order. Those that are not divided may be
+    the same objects. All processes of the column must take them to the end.
+
+    ``to``: the only rank that is given them; the others send it their parts, and have nothing. They, too, must go to the end.
+    """
     for name, tensor in state.items():
         shard = shards.get(name)
-        if shard is not None and shard.dimension is not None and len(shard.members) > 1:
-            shapes = [shard.local_shape(row) for row in range(len(shard.members))]
-            label = Label(shard.layer, "redistribute")
-            pending[name] = fabric.among(shard.members).all_gather(tensor.detach(), shapes, label)
-    return {
-        name: shards[name].join(pending[name].wait()) if name in pending else tensor.detach().clone()
-        for name, tensor in state.items()
-    }
+        if shard is None or shard.dimension is None or len(shard.members) == 1:
+            if to is None or to == fabric.rank:
+                yield name, tensor
+            continue
+        label, shapes = Label(shard.layer, "redistribute"), [shard.local_shape(row) for row in range(len(shard.members))]
+        if to is None:
+            yield name, shard.join(fabric.among(shard.members).all_gather(tensor.detach(), shapes, label).wait())
+        elif to == fabric.rank:
+            own = shard.members.index(to)
+            due = [Expected(row, shape, tensor.dtype) for row, shape in enumerate(shapes) if row != own]
+            parts = fabric.among(shard.members).exchange([], due, label).wait()
+            yield name, shard.join([*parts[:own], tensor.detach().to(parts[0].device), *parts[own:]])
+        elif to in shard.members:
+            fabric.among(shard.members).exchange([(shard.members.index(to), tensor.detach())], [], label).wait()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from zmqtrain.collectives.unreached import Parts, fill_unreached
 from zmqtrain.parallel.communicator import Fabric, Label, Pending
 from zmqtrain.parallel.shard import Shard
 
@@ -16,7 +18,8 @@ class GradientSums:
     """The sums of one model's gradients. Made once; `finish` after every backward, which all processes of the group must call.
 
     All processes must have the same parameters in the same order of their backward, as divided models have. Parameters that get no
-    gradient contribute nothing, and receive what others have.
+    gradient contribute nothing, and receive what others have; where no process has one, they have none afterwards either, so that
+    an optimizer passes over them (`zmqtrain.collectives.unreached`).
     """
 
     def __init__(self, model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard], *, overlap: bool = True) -> None:
@@ -37,9 +40,7 @@ class GradientSums:
             assert layer.pending is not None
             (flat,) = layer.pending.wait()
             layer.pending, layer.complete = None, 0
-            parts = torch.split(flat, [parameter.numel() for parameter in layer.parameters])
-            for parameter, part in zip(layer.parameters, parts, strict=True):
-                parameter.grad = part.view(parameter.shape)
+            layer.give(flat)
 
     def _ready(self, layer: _Layer, _parameter: nn.Parameter) -> None:
         layer.complete += 1
@@ -47,8 +48,7 @@ class GradientSums:
             self._begin(layer)
 
     def _begin(self, layer: _Layer) -> None:
-        flat = torch.cat([_gradient_of(parameter).flatten() for parameter in layer.parameters])
-        layer.pending = self._fabric.among(layer.members).all_reduce(flat, Label(layer.name, "dw", "backward"))
+        layer.pending = self._fabric.among(layer.members).all_reduce(layer.take(), Label(layer.name, "dw", "backward"))
 
 
 class _Layer:
@@ -58,13 +58,32 @@ class _Layer:
         self.name, self.members, self.parameters = name, members, parameters
         self.complete = 0
         self.pending: Pending | None = None
+        first = parameters[0]
+        *starts, numel = accumulate((parameter.numel() for parameter in parameters), initial=0)
+        # Tensors without content say nothing.
+        self._parts = Parts(starts if first.device.type != "meta" else (), numel, first.dtype)
+
+    def take(self) -> Tensor:
+        """The gradients, one after another in memory of their own, which say what this process's backward has not reached."""
+        unreached = [number for number, parameter in enumerate(self.parameters) if parameter.grad is None]
+        flat = torch.cat([_gradient_of(parameter).flatten() for parameter in self.parameters])
+        if self._parts.starts:
+            self._parts.say_reached(flat, but=unreached)
+        return flat
+
+    def give(self, flat: Tensor) -> None:
+        """The sums are the gradients now; what no process's backward has reached has none."""
+        unreached = self._parts.unreached(flat)
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            parameter.grad = None if number in unreached else part.view(parameter.shape)
 
 
 def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard]) -> None:
     """Sum the gradients of all parameters over those who contribute to them, in place: a step of plain synchronous training.
 
     All processes of the group must call it. A layer's parameters travel together. A parameter that two modules share is summed
-    once. One without a gradient contributes nothing, and receives what others have.
+    once. One without a gradient contributes nothing, and receives what others have, if any has one.
     """
     GradientSums(model, fabric, shards, overlap=False).finish()
 
@@ -80,7 +99,5 @@ def _layers(model: nn.Module, shards: Mapping[str, Shard]) -> list[_Layer]:
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; zeros where it has none yet."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    """The gradient of a parameter; where it has none, zeros that say so."""
+    return fill_unreached(torch.empty_like(parameter)) if parameter.grad is None else parameter.grad

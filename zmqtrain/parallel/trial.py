@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from zmqtrain.events import EventValue
 from zmqtrain.parallel.communicator import Fabric, Label
-from zmqtrain.parallel.domain.layer import DomainLayer
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent, Traffic
 from zmqtrain.parallel.modelled import ModelledCompute, without_content
+from zmqtrain.parallel.placed.model import parallelize
 from zmqtrain.parallel.plan import Plan
 from zmqtrain.parallel.rehearsal import train_step
-from zmqtrain.parallel.rewrite.model import parallelize
 from zmqtrain.parallel.sums import GradientSums
 
 
@@ -101,7 +100,7 @@ class Spender(Protocol):
     """Lets time pass in the compute thread."""
 
     def spend(self, seconds: float) -> None:
-        """So many seconds."""
+        """Let ``seconds`` pass."""
         ...
 
     def restart(self) -> None:
@@ -180,9 +179,7 @@ def try_out(
     """
     parallel = parallelize(without_content(model), trial.grid, trial.plan, fabric=fabric, recorder=recorder)
     parallel.batch.size = trial.batch
-    for module in parallel.modules():
-        if isinstance(module, DomainLayer):
-            module.overlap = trial.overlap
+    parallel.overlap = trial.overlap
     sums = GradientSums(parallel, fabric, parallel.shards_by_name(), overlap=trial.overlap)
     everybody = fabric.among(tuple(range(fabric.size)))
     together = Label("trial", "statistics")
@@ -205,7 +202,7 @@ def try_out(
             label: Sent(count, fabric.nbytes[label] - nbytes[label]) for label, count in (fabric.messages - messages).items()
         }
         recorder.step = -1
-    everybody.all_reduce(_nothing(), together).wait()  # nobody leaves before all are through
+    everybody.all_reduce(_nothing(), together).wait()  # no process leaves before all are through
     return found
 
 

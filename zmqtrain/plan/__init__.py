@@ -1,1 +1,1 @@
-"""What shape should this job have, and why: cost models and the planner."""
+"""The best shape for a job, and the reasons: cost models and the planner."""

@@ -1,4 +1,4 @@
-"""Why a layer was placed so: what every alternative would have cost, and what would flip the choice."""
+"""Why a layer was placed as it is: what each alternative would have cost, and what would change the choice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.price import layer_cost
 from zmqtrain.plan.problem import Problem
 
-#: How far a batch size or bandwidth is followed, as a factor; further away nobody would go.
+#: The largest factor by which batch size and bandwidth are varied; more would not be realistic.
 FARTHEST = 1024.0
-#: Steps of a factor, and how finely the place between two steps is then found.
+#: The steps of that factor, and how finely the turning point between two steps is then located.
 STEP = 2**0.5
 HALVINGS = 16
 
@@ -24,14 +24,14 @@ class Alternative:
 
     placed: Placed
     cost: LayerCost
-    """With redistribution, of its input and of the next layer's."""
+    """With the redistribution of its input and of the next layer's."""
     seconds: float
-    """Communication, and compute where its time is known; with what the next layer takes longer than as planned."""
+    """Communication, and compute if its time is known; includes the time by which the next layer takes longer than planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """What would have to change for the runner-up to win, everything else being equal. None: nothing within a factor of 1024."""
+    """What would have to change, everything else being equal, for the runner-up to win. None: no factor up to 1024 does."""
 
     runner_up: Alternative
     batch: int | None
@@ -40,7 +40,7 @@ class Flip:
 
 
 def alternatives(problem: Problem, placed: Sequence[Placed], index: int) -> list[Alternative]:
-    """The best grid of every choice of a layer, cheapest first; the planned placement among them, whatever it costs."""
+    """The best grid of every choice for a layer, cheapest first. The planned placement is always among them."""
     best: dict[Choice, Alternative] = {placed[index].choice: _alternative(problem, placed, index, placed[index])}
     for how in problem.options(problem.layers[index]).placed:
         if how.choice != placed[index].choice:
@@ -51,7 +51,7 @@ def alternatives(problem: Problem, placed: Sequence[Placed], index: int) -> list
 
 
 def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence[Alternative]) -> Flip | None:
-    """What would flip the planned choice of a layer to the next best of ``among``; none where there is no other."""
+    """What would change the planned choice of a layer to the next best of ``among``; None if there is no other."""
     planned = placed[index]
     others = [each for each in among if each.placed != planned]
     if not others:
@@ -80,7 +80,7 @@ def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence
 
 
 def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> Alternative:
-    """The layer itself, and the changes on both sides of it."""
+    """The layer itself, and the changes before and after it."""
     stage, seconds = problem.layers[index], problem.link.seconds
     changed = [*placed[:index], how, *placed[index + 1 :]]
     cost, longer_s = layer_cost(problem, changed, index), 0.0
@@ -97,12 +97,12 @@ def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Pl
 
 
 def _own(cost: LayerCost) -> LayerCost:
-    """Without redistributions."""
+    """The cost without redistributions."""
     return replace(cost, redistribute=NOTHING, redistribute_back=NOTHING)
 
 
 def _nearest(wins: Callable[[float], bool]) -> float | None:
-    """The factor nearest to 1, up or down, from which on the runner-up wins."""
+    """The factor nearest to 1, larger or smaller, from which on the runner-up wins."""
     lower = upper = 1.0
     while upper < FARTHEST:
         for nearer, farther in ((upper, upper * STEP), (lower, lower / STEP)):

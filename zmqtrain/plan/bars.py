@@ -1,4 +1,5 @@
-"""Plans as bars, like the paper's figures 6 to 10: one grid for all layers, a grid for the connected ones only, and the plan."""
+"""Plans as bars, like the paper's figures 6 to 10: one grid for all layers, one for the fully connected layers only, and the
+plan."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from zmqtrain.plan.price import PlanPrice
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import every_grid, grid_for_connected, same_grid
 
-#: Bars of a rule. Of more grids, those that can be carried out come first.
+#: The most bars of a rule. If there are more grids, those that can be carried out come first.
 MOST_BARS = 32
 
 
 def panels(planned: Sequence[Planned]) -> list[Panel]:
-    """Two for each plan: the two rules, each beside the plan. Without overlap."""
+    """Two panels for each plan: each of the two rules beside the plan. Without overlap."""
     found = []
     for each in planned:
         rules: list[tuple[str, Callable[[Problem, Grid], list[Placed]]]] = [("one grid for all layers", same_grid)]

@@ -1,4 +1,4 @@
-"""Stacked bars as one self-contained SVG: what a step of each plan consists of."""
+"""Stacked bars as one self-contained SVG: the parts of a step under each plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zmqtrain import svg
 from zmqtrain.topology.rounded import rounded_time
 
-#: Segments from the bottom up, with their colours (Okabe and Ito's, which the colour-blind can tell apart).
+#: Segments from the bottom up, with their colours (of Okabe and Ito, for colour-blind readers).
 COLOURS: Mapping[str, str] = {
     "compute": "#bbbbbb",
     "all-gather": "#0072b2",
@@ -27,21 +27,21 @@ class Bar:
 
     label: str
     seconds: Mapping[str, float]
-    """By the names in `COLOURS`."""
+    """Seconds by the names in `COLOURS`."""
     marked: bool = False
-    """The best of its panel."""
+    """Whether it is the best of its panel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Plans beside each other, on a scale of their own."""
+    """Plans side by side, on a scale of their own."""
 
     title: str
     bars: tuple[Bar, ...]
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
-    """The SVG's text."""
+    """The SVG as text."""
     width = max(520, *(LEFT + len(panel.bars) * (BAR + GAP) + 24 for panel in panels))
     each = TOP + HEIGHT + BOTTOM
     used = [name for name in COLOURS if any(bar.seconds.get(name) for panel in panels for bar in panel.bars)]

@@ -1,4 +1,4 @@
-"""The cluster as it was measured: what `zmqtrain profile --links` has written into the job's profile about the file's hosts."""
+"""The measured cluster: what `zmqtrain profile --links` has written into the job's profile about the file's hosts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zmqtrain.train.device.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """The slowest way between any two hosts: whoever waits for each other waits for that."""
+    """The slowest connection between any two hosts, which determines how long collectives take."""
 
     bandwidth: float
     """bit/s"""
     latency_s: float
-    """Of a small message, one way, with what endpoints do."""
+    """Seconds for a small message, one way, including the endpoints' work."""
 
 
 def measured_link(topology: Topology) -> MeasuredLink | None:
-    """Between the file's hosts; none where the profile does not have all of them."""
+    """The slowest link between the file's hosts; ``None`` if the profile does not have all of them."""
     names = {host.name for host in topology.hosts}
     links = [each for each in _measured(topology).links if each.source in names and each.target in names]
     if len(names) < 2 or {each.source for each in links} != names:
@@ -31,10 +31,9 @@ def measured_link(topology: Topology) -> MeasuredLink | None:
 
 
 def worker_speeds(topology: Topology, placement: Placement) -> dict[str, float]:
-    """How fast a worker on each host computes, beside the processor whose times the profile has.
+    """How fast a worker on each host computes, relative to the processor on which the profile was measured.
 
-    By the hosts' measured speed in products of matrices, where all were measured; of modelled devices also by what
-    ``[network] hosts`` says.
+    From the hosts' measured speed in matrix products, if all were measured; for modelled devices also from ``[network] hosts``.
     """
     measured = _measured(topology)
     flops = {each.name: each.flops for each in measured.hosts}
@@ -55,4 +54,4 @@ def _measured(topology: Topology) -> Measured:
     try:
         return Profile.load(name).known()
     except UsageError:
-        return Measured()  # whoever needs the layers' times says what is wrong with it
+        return Measured()  # the error is reported where the layers' times are needed

@@ -1,5 +1,5 @@
-"""Messages and bytes of this project's collectives, as `zmqtrain.collectives` and `zmqtrain.parallel` send them: those of its
-busiest rank."""
+"""Messages and bytes of the busiest rank in this project's collectives, as `zmqtrain.collectives` and `zmqtrain.parallel` send
+them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import lru_cache
 from zmqtrain.collectives.choose import choose_all_reduce
 from zmqtrain.collectives.operations import sent_by_all_reduce
 
-#: Ranks up to which an all-reduce is followed step by step; of more, bytes are counted to an element a rank.
+#: All-reduces of up to this many ranks are followed step by step; of larger ones, bytes are exact to one element per rank.
 FOLLOWED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the rank that sends most sends."""
+    """What the busiest rank sends."""
 
     messages: int
     numel: int
 
 
 def ring(numel: int, units: int, size: int) -> Sent:
-    """Of an all-gather of ``units`` that ranks hold as evenly as can be, ``numel`` elements in all; and of a reduce-scatter.
+    """An all-gather, or a reduce-scatter, of ``numel`` elements in ``units`` that the ranks hold as evenly as possible.
 
-    A rank passes on all parts but one: the busiest, all but the smallest. Empty parts cost no message.
+    A rank passes on all parts except one: the busiest, all except the smallest. Empty parts cost no message.
     """
     if size == 1 or numel == 0:
         return Sent(0, 0)
@@ -35,7 +35,7 @@ def ring(numel: int, units: int, size: int) -> Sent:
 
 @lru_cache(maxsize=65536)
 def all_reduce(numel: int, size: int, itemsize: int) -> Sent:
-    """Of ``numel`` elements. Where ranks are no power of two, halving and doubling fold the others in: two messages more."""
+    """An all-reduce of ``numel`` elements. If the ranks are not a power of two, halving and doubling takes two more messages."""
     if size == 1 or numel == 0:
         return Sent(0, 0)
     if size <= FOLLOWED:
@@ -43,11 +43,11 @@ def all_reduce(numel: int, size: int, itemsize: int) -> Sent:
         return Sent(max(messages for messages, _ in every), max(nbytes for _, nbytes in every) // itemsize)
     algorithm = choose_all_reduce(numel * itemsize, size)
     smallest, larger = divmod(numel, size)
-    if algorithm == "ring":  # each rank leaves out two parts that lie side by side
+    if algorithm == "ring":  # each rank leaves out two adjacent parts
         return Sent(2 * (size - 1), 2 * numel - 2 * smallest - (larger == size - 1))
     steps = size.bit_length() - 1
     core = 1 << steps
-    fold = int(size != core)  # a rank that stands in for another sends it the sums; it receives its elements while it waits
+    fold = int(size != core)  # a rank that represents another sends it the sums; it receives its elements while it waits
     if algorithm == "doubling":
         return Sent(steps + fold, (steps + fold) * numel)
     return Sent(2 * steps + fold, 2 * (numel - numel // core) + fold * numel)

@@ -1,9 +1,9 @@
-"""Groups that get in each other's way: an update's time where several send to the same servers, round by round.
+"""Groups that delay each other: the time of an update when several groups send to the same servers, round by round.
 
-The law of `zmqtrain.plan.efficiency` says what limits in the end. Groups that begin together also send together, for as long as
-their times are alike: all push while nobody reads, and a NIC that carries both ways is used one way at a time. So a few rounds are
-gone through, with NICs whose bandwidth is shared evenly by those who use them, and servers that take one after another. A bucket's
-way is that of `zmqtrain.plan.overlapped`.
+The law of `zmqtrain.plan.efficiency` gives the limit. But groups that begin together also send together, as long as their times are
+alike: all push while none reads, and a NIC that carries both directions is used in one direction at a time. So a few rounds are
+simulated, with NICs whose bandwidth is shared evenly, and servers that serve one request at a time. The path of a bucket is that of
+`zmqtrain.plan.overlapped`.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from math import ceil
 from zmqtrain.plan.overlapped import BucketWay, LayerLoad
 from zmqtrain.plan.queues import Begin, Line, Nic, Queues
 
-#: Rounds of all groups, and the share of them until everything has found its place.
+#: The number of rounds of all groups, and the share of them before the measurement begins.
 ROUNDS, SETTLING = 40, 0.3
-#: Fewer rounds where there is more to go through, so that a plan takes seconds.
+#: Limits on simulated events and rounds, so that a plan takes seconds.
 EVENTS, FEWEST_ROUNDS = 20_000, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all groups use together."""
+    """The resources that all groups share."""
 
     nic_byte_s: float = 0.0
-    """Seconds of a byte of a group's parameters on the servers' busiest NIC, each way."""
+    """Seconds per byte of a group's parameters on the servers' busiest NIC, in each direction."""
     fc_nic_byte_s: float = 0.0
-    """Seconds of a byte of its activations on the FC server's NIC, each way."""
+    """Seconds per byte of a group's activations on the FC server's NIC, in each direction."""
     one_nic: bool = True
-    """Whether both are the same."""
+    """Whether both are the same NIC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fc:
-    """A merged FC server, between a group's forward and its backward."""
+    """The work of a merged FC server between a group's forward and its backward."""
 
     seconds: float
-    """Of its turn."""
+    """Seconds of computing in a group's turn."""
     nbytes: float
-    """Of activations, and as many of their gradients."""
+    """Bytes of the activations; their gradients have the same size."""
     own_byte_s: float
-    """Seconds of a byte where nobody else is in the way."""
+    """Seconds per byte if no other group sends."""
     latency_s: float = 0.0
-    """Of a message."""
+    """Seconds of latency of a message."""
     tell_s: float = 0.0
-    """Where nobody else is in the way: before that, the first of several FC servers passes the batch on."""
+    """Seconds before the turn in which the first of several FC servers passes the batch on, if no other group sends."""
     exchange_s: float = 0.0
-    """The same: after that, what they send each other."""
+    """Seconds after the turn in which FC servers exchange results, if no other group sends."""
     update_s: float = 0.0
-    """After the answer, until the next one's turn."""
+    """Seconds of the update after the answer, before the next group's turn."""
 
     @property
     def path_s(self) -> float:
-        """Where nobody else is in the way."""
+        """The total time if no other group sends."""
         return self.tell_s + self.seconds + self.exchange_s + 2 * (self.nbytes * self.own_byte_s + self.latency_s)
 
 
@@ -70,20 +70,20 @@ class Work:
     overlap: bool = True
 
     def sizes(self) -> list[float]:
-        """Bytes of each bucket."""
+        """The bytes of each bucket."""
         return [sum(self.loads[layer].nbytes for layer in layers) for layers in self.buckets]
 
     def pieces(self, nbytes: float) -> int:
-        """In how many a bucket goes to the servers and back."""
+        """The number of pieces in which a bucket goes to the servers and back."""
         return max(1, ceil(nbytes / self.way.piece_bytes))
 
 
-#: By what the arithmetic of a group's next step is multiplied.
+#: Draws the factor on the computing time of a group's next step.
 Factor = Callable[[random.Random], float]
 
 
 def update_s(works: Sequence[Work], shared: Shared, factor: Factor, depth: int = 1) -> float:
-    """Seconds between updates, of groups with these steps. ``depth``: so many of each, on the same slots by turns."""
+    """Seconds between updates of groups with these steps. ``depth``: the number of groups that take turns on the same slots."""
     events = depth * sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, EVENTS // max(1, events)))
     cluster = _Cluster(shared)
@@ -96,13 +96,13 @@ def update_s(works: Sequence[Work], shared: Shared, factor: Factor, depth: int =
     for group in groups:
         cluster.queues.start(group.live(rounds))
     cluster.queues.run()
-    over = min(group.ends[-1] for group in groups)  # the first group is through: from then on there are fewer
+    over = min(group.ends[-1] for group in groups)  # when the first group has finished; afterwards there are fewer
     rate = sum(_rate([end for end in group.ends if end <= over], over) for group in groups)
     return 1 / rate if rate else 0.0
 
 
 def _rate(ends: Sequence[float], over: float) -> float:
-    """Steps a second, by when they ended."""
+    """Steps per second, from the times at which they ended."""
     first = int(SETTLING * len(ends))
     if len(ends) - first < 2 or ends[-1] <= ends[first]:
         return len(ends) / over if over else 0.0
@@ -128,7 +128,7 @@ class _Group:
         self.ends: list[float] = []
 
     def live(self, rounds: int) -> Generator[Begin, None, None]:
-        """Step after step."""
+        """Run step after step."""
         work, queues = self._work, self._queues
         bucket_of = {layer: number for number, layers in enumerate(work.buckets) for layer in layers}
         completes = {min(layers): number for number, layers in enumerate(work.buckets)}
@@ -166,7 +166,7 @@ class _Group:
             self.ends.append(queues.now)
 
     def _parameters(self, number: int) -> Generator[Begin, None, None]:
-        """Wait for a bucket's; others on the slot go on meanwhile."""
+        """Wait for a bucket's parameters; other groups may use the slot in the meantime."""
         if not self._there[number]:
             self._slot.give()
             yield self._until_there(number)
@@ -190,7 +190,7 @@ class _Group:
         yield self._queues.sleep(fc.latency_s)
 
     def _turn(self, fc: Fc) -> Begin:
-        """Over when it answers. It is the next one's turn only after the update."""
+        """A turn, which ends with the answer. The next group's turn begins only after the update."""
         cluster, queues = self._cluster, self._queues
 
         def begin(go_on: Callable[[], None]) -> None:
@@ -214,7 +214,7 @@ class _Group:
         return begin
 
     def _exchange(self, number: int) -> Generator[Begin, None, None]:
-        """A bucket's way. Of several that wait, the one goes first that the next forward needs first: the last in order."""
+        """The path of a bucket. Of several waiting buckets, the last in order goes first: the next forward needs it first."""
         way, size, queues = self._work.way, self._sizes[number], self._queues
         if way.ring_byte_s:
             yield from self._ring.taken(-number, queues.sleep(size * way.ring_byte_s))

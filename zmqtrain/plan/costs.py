@@ -1,26 +1,28 @@
 """The paper's cost model: Eq. 3 to 9 of Gholami et al., "Integrated Model, Batch, and Domain Parallelism in Training Neural
-Networks" (SPAA 2018), with its logarithms to the base of 2.
+Networks" (SPAA 2018), with logarithms to base 2.
 
-P = Pr x Pc processes, batch B; a layer takes d_(i-1) elements of a sample and gives d_i, and has |W_i| weights. A message takes
-alpha, and a word of ``word_bytes`` takes beta. Every function gives a `LayerCost` for each layer, whose costs become seconds by a
-`Link`; the equations are their sums. A layer here is a `Stage`: one with weights, and the pools behind it.
+There are P = Pr x Pc processes and a batch of B. A layer takes d_(i-1) elements of a sample, returns d_i, and has |W_i| weights. A
+message takes alpha seconds, and a word of ``word_bytes`` bytes takes beta. Every function returns a `LayerCost` per layer, which a
+`Link` converts to seconds; the equations are their sums. A layer here is a `Stage`: a layer with weights, and the pools after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from zmqtrain.plan.layers import Stage
-from zmqtrain.plan.link import NOTHING, Cost, LayerCost
-from zmqtrain.plan.placed import Placed, change
+from zmqtrain.plan.link import NOTHING, ChangedByte, Changes, Cost, LayerCost
+from zmqtrain.plan.placed import Lies, Placed, lacking
 
 WORD_BYTES = 4
 
 
 class Pricing(Protocol):
-    """What communication is priced by."""
+    """A way to calculate the cost of communication."""
 
     @property
     def word_bytes(self) -> int:
@@ -30,25 +32,32 @@ class Pricing(Protocol):
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         """A layer's own communication.
 
-        ``first``: nobody needs the gradient of its input. ``last``: its output is wanted whole. ``joined``: its input comes divided
-        over the rows as it is divided itself (see `joins`), by so many units; 0: it comes as the layer needs it.
+        ``first``: the gradient of its input is not needed. ``last``: its output is needed whole. ``joined``: its input arrives
+        divided over the rows in the same way as the layer (see `joins`), into this many units; 0: it arrives as the layer needs it.
         """
         ...
 
     def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
-        """Whether a layer takes the outputs of the one before it as they are, divided over the rows: no change is charged then."""
+        """Whether a layer uses the outputs of the layer before it as they are, divided over the rows; no change is then charged.
+        Only layers that are placed alike do."""
         ...
 
     def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
-        """To redistribute a layer's outputs for the next one: messages, and the cost beside them of one byte of the whole batch's
-        activations.
+        """The cost of redistributing a layer's outputs for the next layer: messages, and the further cost of one byte of the whole
+        batch's activations.
 
-        ``back``: their gradients, the other way.
+        ``back``: of redistributing their gradients in the opposite direction.
         """
         ...
 
+    def changes(
+        self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """The same from each of ``sources`` to each of ``targets``, which are on grids of one number of processes."""
+        ...
+
     def change_key(self, before: Stage, after: Stage) -> Hashable:
-        """What `change` and `joins` depend on of two layers, one after the other."""
+        """A key of everything in two successive layers on which `change` and `joins` depend."""
         ...
 
 
@@ -58,7 +67,7 @@ class Paper:
 
     word_bytes: int = WORD_BYTES
     dx: bool = True
-    """Whether the sums of input gradients are counted. They must be made; the paper's stated figures are nearer without."""
+    """Whether the sums of input gradients are counted. They are needed, but the paper's stated figures are closer without them."""
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         grid, size = placed.grid, placed.grid.size
@@ -66,7 +75,7 @@ class Paper:
         match placed.choice:
             case "batch":
                 return LayerCost(dw=self._all_reduce(size, stage.weights))
-            case "whole":  # every process of a column does the same: the paper has no such layers
+            case "whole":  # every process of a column does the same work; the paper has no such layers
                 return LayerCost(dw=self._all_reduce(grid.columns, stage.weights))
             case "model":
                 return LayerCost(
@@ -89,12 +98,18 @@ class Paper:
         return False
 
     def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
-        """Eq. 6, and the same for other changes, by what lacks to a process."""
-        lacking = change(target, source) if back else change(source, target)
-        return float(_log(lacking.pieces)), Cost.sent(0, lacking.share)
+        return self.changes(before, [source], after, [target], back=back).one()
+
+    def changes(
+        self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """Eq. 6, and its equivalent for other changes: the data that a process lacks."""
+        held, needed = Lies.of([each.needs() for each in sources], 0), Lies.of([each.needs() for each in targets], 1)
+        pieces, share = lacking(needed, held) if back else lacking(held, needed)
+        return Changes(np.ceil(np.log2(pieces)), ChangedByte(share, share, np.zeros_like(share)))
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
-        """Nothing."""
+        """A constant: the cost depends on nothing."""
         return None
 
     def _all_gather(self, size: int, words: float) -> Cost:

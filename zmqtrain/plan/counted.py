@@ -1,4 +1,4 @@
-"""What was sent, as the planner sees it: by layer, term and pass, of the rank that sends most."""
+"""What was sent, in the planner's terms: by layer, term and pass, for the rank that sends most."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.price import PlanPrice
 
-#: By the layer's place in the plan.
+#: Counts by the layer's place in the plan.
 Counts: TypeAlias = dict[tuple[int, Term, Phase], Sent]
 
 
 def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> Counts:
     """The most messages, and the most bytes, that a rank has sent in a step.
 
-    What is brought together for a layer without weights, as strips before they are flattened, counts with the layer behind it.
-    Where the last layers lie on another grid the output goes to the columns that were given its samples; that is no layer's, and
-    does not count.
+    Data gathered for a layer without weights, like strips before they are flattened, is counted with the layer before it. If the
+    last layers are on another grid, the output is returned to the columns that were given its samples; that belongs to no layer and
+    is not counted.
     """
     sums: dict[tuple[int, Term, Phase], list[Sent]] = defaultdict(lambda: [Sent()] * len(ranks))
     for rank, sent in enumerate(ranks):
@@ -32,9 +32,9 @@ def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> C
 
 
 def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
-    """The place of the layer that a message counts with; ``None`` for what the planner does not see: functions, and the output."""
+    """The place of the layer with which a message is counted; ``None`` for what the planner does not see: functions, the output."""
     found = next((index for index, stage in enumerate(layers) if any(each.name == label.layer for each in stage.layers)), None)
-    if found is None:  # a part of a layer, as of a transformer's
+    if found is None:  # a part of a layer, such as a transformer's
         return next((index for index, stage in enumerate(layers) if label.layer.startswith(f"{stage.name}.")), None)
     if label.term == "redistribute" and label.layer != layers[found].name:
         return min(found + 1, len(layers) - 1)
@@ -42,7 +42,7 @@ def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
 
 
 def predicted(price: PlanPrice) -> Counts:
-    """The same, as the plan is priced."""
+    """The same counts, as the plan's price predicts them."""
     found: Counts = {}
     for index, layer in enumerate(price.layers):
         for (term, phase), cost in layer.cost.phases().items():

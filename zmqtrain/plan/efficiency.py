@@ -1,18 +1,18 @@
-"""Hardware efficiency: how long an update takes when N machines work as g compute groups, and what keeps it from being shorter.
+"""Hardware efficiency: how long an update takes when N machines form g compute groups, and what limits it.
 
-Hadjis et al., "Omnivore: An Optimizer for Multi-device Deep Learning on CPUs and GPUs" (2016): with k = N/g machines a group,
+Hadjis et al., "Omnivore: An Optimizer for Multi-device Deep Learning on CPUs and GPUs" (2016): with k = N/g machines in a group,
 
     HE(g) = max(t_fc, (t_conv(k) + t_fc) / g)        t_conv(k) = max(t_cc / k, k t_cn)
 
-where t_fc is the one FC server's time for a group's batch, t_cc the convolutions of a batch on one machine, and t_cn what a machine
-adds to the network's time. It is the law of a closed queue, and holds for whatever a group's step passes:
+where t_fc is the one FC server's time for a group's batch, t_cc that of the convolutions of a batch on one machine, and t_cn what a
+machine adds to the network's time. It is the law of a closed queue, and holds for everything that a group's step passes through:
 
     HE(g) = max( s of each station that all groups share,  s / g of each that a group has of its own,  path / (g d) )
 
-for a path of one batch from its begin to its end, of which each group has d under way (two with pipelining, else one). With
-constant times it is exact where one station limits; times that vary make queues, and steps a little longer: a model that knows by
-how much adds that to the path (`zmqtrain.plan.variation`). The fewest groups that are as fast as any are g*, the saturation, where
-a shared station is always busy: more add staleness and nothing else.
+for a path of one batch from its start to its end, of which each group has d in progress (two with pipelining, otherwise one). With
+constant times it is exact if one station limits. Varying times cause queues, and make steps a little longer: a model that knows by
+how much adds that to the path (`zmqtrain.plan.variation`). The saturation g* is the smallest number of groups that is as fast as
+any: a shared station is then always busy, and more groups would only add staleness.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Protocol
 
 from zmqtrain.errors import UsageError
 
-#: What limits where no station does: groups wait for their own steps, so more groups would be faster.
+#: The limit if no station is one: groups wait for their own steps, so more groups would be faster.
 PATH = "the group's own step"
 FC_SERVER = "the FC server"
-#: So much longer than the fastest counts as no longer: times that are measured are never quite the same.
+#: Times that are longer by at most this share count as equal, since measured times never agree exactly.
 TOLERANCE = 0.02
-#: What groups share and is busy for so much of the time limits them, though their waits make a step longer than it alone would.
+#: A shared station that is busy for this share of the time is the limit, although waits make a step longer than the station alone.
 BUSY = 0.85
 
 
@@ -38,48 +38,48 @@ class Station:
 
     name: str
     seconds: float
-    """For one group's batch."""
+    """Seconds for one group's batch."""
     shared: bool = True
-    """By all groups; else each group has its own."""
+    """Whether all groups share it; otherwise each group has its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One batch's way through a group."""
+    """The path of one batch through a group."""
 
     groups: int
     group_size: int
     path_s: float
-    """From its begin to its end, where nobody else is in the way."""
+    """Seconds from start to end if no other group is in the way."""
     stations: tuple[Station, ...] = ()
     depth: int = 1
-    """Batches that each group has under way at once."""
+    """The number of batches that each group has in progress at once."""
     compute_s: float = 0.0
-    """Of the path, the workers' own arithmetic; 0: not known apart."""
+    """The part of the path in which the workers compute; 0: not known separately."""
     exposed_s: float = 0.0
-    """Of the path, what nobody computes in: waiting for the network."""
+    """The part of the path in which nothing computes: waits for the network."""
     wait_s: float = 0.0
-    """What others in the way add to the path, in the mean."""
+    """The average time that waiting for others adds to the path."""
 
     @property
     def under_way(self) -> int:
-        """Batches at once, of all groups together. Of several on the same machines each belongs to a group that takes turns there
-        (``[compute] pipeline``): so many are what a topology file calls groups."""
+        """The number of batches in progress at once in all groups. Of several on the same machines, each belongs to a group that
+        takes turns there (``[compute] pipeline``); a topology file counts each of them as a group."""
         return self.groups * self.depth
 
     @property
     def staleness(self) -> float:
-        """Updates by others between a read and its write, in the mean: all other batches that are under way."""
+        """The average number of updates by others between a read and its write: one for each other batch in progress."""
         return self.under_way - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """How fast so many groups are."""
+    """The speed of training with this number of groups."""
 
     step: GroupStep
     seconds: float
-    """Of an update: HE."""
+    """Seconds per update: HE."""
     bottleneck: str
 
     @property
@@ -92,25 +92,25 @@ class Efficiency:
 
     @property
     def group_step_s(self) -> float:
-        """How long a batch takes, waiting included: all that are under way together make an update every `seconds`."""
+        """How long a batch takes, waits included: all batches in progress together make one update every `seconds`."""
         return self.seconds * self.step.under_way
 
 
 class Model(Protocol):
-    """What a group's step is like, for each way to divide the machines."""
+    """The properties of a group's step, for each way to divide the machines."""
 
     @property
     def choices(self) -> Sequence[int]:
-        """The numbers of groups that there may be, in order."""
+        """The possible numbers of groups, in ascending order."""
         ...
 
     def step(self, groups: int) -> GroupStep:
-        """``groups`` is one of `choices`."""
+        """The step of a group. ``groups`` is one of `choices`."""
         ...
 
 
 def efficiency(step: GroupStep) -> Efficiency:
-    """The law above, with the name of the term that is largest (of equal ones: a shared station, then a group's own)."""
+    """Apply the law above, and name the largest term (of equal ones: a shared station, then a group's own)."""
     terms = [(station.seconds, station.name) for station in step.stations if station.shared]
     terms += [(station.seconds / step.groups, station.name) for station in step.stations if not station.shared]
     terms.append(((step.path_s + step.wait_s) / step.under_way, PATH))
@@ -123,25 +123,25 @@ def efficiency(step: GroupStep) -> Efficiency:
 
 
 def efficiencies(model: Model) -> tuple[Efficiency, ...]:
-    """For all numbers of groups, from the fewest to one for each machine."""
+    """The efficiency for all numbers of groups, from the smallest to one group per machine."""
     return tuple(efficiency(model.step(groups)) for groups in model.choices)
 
 
 def saturation(found: Sequence[Efficiency]) -> int:
-    """g*: the fewest groups that are as fast as any. Raises `UsageError` where there is no choice at all."""
+    """g*: the smallest number of groups that is as fast as any. Raises `UsageError` if ``found`` is empty."""
     if not found:
-        raise UsageError("there is no number of groups to choose from")
+        raise UsageError("there is no possible number of groups to choose from")
     return fewest({each.groups: each.seconds for each in found})
 
 
 def fewest(update_s: Mapping[int, float]) -> int:
-    """The fewest groups of those whose updates take no longer than any others', but for the tolerance."""
+    """The smallest number of groups whose update takes no longer than any other's, within the tolerance."""
     best = min(update_s.values())
     return min(groups for groups, seconds in update_s.items() if seconds <= best * (1 + TOLERANCE))
 
 
 def divisors(number: int) -> list[int]:
-    """All, in order."""
+    """All divisors, in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
@@ -151,21 +151,21 @@ class Paper:
 
     machines: int
     conv_compute_s: float
-    """t_cc: the convolutions of a whole batch on one machine."""
+    """t_cc: seconds for the convolutions of a whole batch on one machine."""
     conv_network_s: float
-    """t_cn: what one machine's parameters and gradients take on the network; a group's machines take turns at it."""
+    """t_cn: seconds that one machine's parameters and gradients take on the network; a group's machines take turns at it."""
     fc_s: float
-    """t_fc."""
+    """t_fc: seconds for the FC phase of a batch."""
     depth: int = 1
     merged: bool = True
-    """Unmerged: each group computes the FC phase itself, and nothing of it is shared."""
+    """If false, each group computes the FC phase itself, and none of it is shared."""
 
     @property
     def choices(self) -> Sequence[int]:
         return divisors(self.machines)
 
     def conv_s(self, size: int) -> float:
-        """t_conv(k)."""
+        """t_conv(k), in seconds."""
         return max(self.conv_compute_s / size, size * self.conv_network_s)
 
     def step(self, groups: int) -> GroupStep:
@@ -175,11 +175,11 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """t_conv(k) and t_fc as they were measured. Implements `Model`."""
+    """A model with measured t_conv(k) and t_fc. Implements `Model`."""
 
     machines: int
     conv_s: Mapping[int, float] | Callable[[int], float]
-    """By the size of a group."""
+    """t_conv, in seconds, by the size of a group."""
     fc_s: float
     depth: int = 1
     merged: bool = True
@@ -193,7 +193,7 @@ class Measured:
         if isinstance(self.conv_s, Mapping):
             if size not in self.conv_s:
                 known = ", ".join(map(str, sorted(self.conv_s)))
-                raise UsageError(f"t_conv was not measured for groups of {size}; it was for {known}")
+                raise UsageError(f"t_conv was not measured for groups of {size}; it was measured for {known}")
             conv_s = self.conv_s[size]
         else:
             conv_s = self.conv_s(size)

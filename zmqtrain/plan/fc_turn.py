@@ -1,8 +1,8 @@
-"""A group's turn at a merged FC server that is one process, or several that have its layers divided among them.
+"""A group's turn at a merged FC server: one process, or several that divide the layers between them.
 
-Of several (`zmqtrain.merged_fc.leader`) the first one passes the batch on. Each computes its rows of every layer; outputs are
-gathered between layers, and their gradients summed on the way back; then all sum the gradients of the activations. The first one
-answers, and all update their parts.
+Of several servers (`zmqtrain.merged_fc.leader`) the first one passes the batch on. Each computes its rows of every layer; outputs
+are gathered between layers, and their gradients summed on the way back; then all sum the gradients of the activations. The first
+server answers, and all update their parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zmqtrain.collectives.schedule import (
 from zmqtrain.plan.link import Link
 from zmqtrain.topology.placement import Placement
 
-#: Elements of each rank's part where only shares matter.
+#: The number of elements in each rank's part, where only proportions matter.
 _PARTS = 1024
 _ALL_REDUCES = {"ring": ring_all_reduce, "halving": halving_all_reduce, "doubling": doubling_all_reduce}
 
@@ -38,35 +38,35 @@ class MergedFc:
 
     split: int
     fc_s: float
-    """t_fc: its time for a group's batch, as one process."""
+    """t_fc: seconds for a group's batch on one process."""
     activation_bytes: float = 0.0
-    """Of a batch at the split: they travel there, and their gradient back."""
+    """Bytes of a batch's activations at the split; they are sent to the server, and gradients of the same size come back."""
     between_bytes: tuple[float, ...] = ()
-    """Of a batch's outputs that a layer with parameters needs of the one before, where layers are divided."""
+    """If layers are divided: bytes of a batch's outputs that each layer with parameters needs from the layer before it."""
     update_s: float = 0.0
-    """Its optimizer's time, after it has answered."""
+    """Seconds that its optimizer takes, after the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FcTurn:
-    """What a group's batch occupies the FC servers with."""
+    """How a group's batch occupies the FC servers."""
 
     compute_s: float
-    """By each of them, all at once."""
+    """Seconds of computing on each of them, at the same time."""
     tell_bytes: float = 0.0
-    """From the first one to the others, before they can begin."""
+    """Bytes from the first server to the others, before they can start."""
     exchange_bytes: float = 0.0
-    """By the busiest of their NICs, one message after another: then nobody computes."""
+    """Bytes that the busiest of their NICs carries in successive messages, while nothing computes."""
     latency_s: float = 0.0
-    """Of the messages between them."""
+    """Seconds of latency of the messages between them."""
     update_s: float = 0.0
-    """After the answer."""
+    """Seconds of the update after the answer."""
     nics: tuple[tuple[str, float], ...] = ()
-    """Bytes that each of their hosts' NICs carries between them, in its busier direction."""
+    """By host: bytes that its NIC carries between the FC servers, in its busier direction."""
 
     @classmethod
     def of(cls, merged: MergedFc, placement: Placement, link: Link) -> FcTurn:
-        """As the FC servers are placed."""
+        """The turn for FC servers placed in this way."""
         hosts = [role.host for role in placement.fc_roles]
         size = len(hosts)
         if size == 1:
@@ -95,7 +95,7 @@ class FcTurn:
         )
 
     def whole_s(self, link: Link) -> float:
-        """From the batch's turn to the next one's, where nobody else uses their NICs."""
+        """Seconds from the start of the batch's turn to that of the next, if nothing else uses the servers' NICs."""
         return (self.tell_bytes + self.exchange_bytes) * link.byte_s + self.latency_s + self.compute_s + self.update_s
 
 
@@ -104,9 +104,9 @@ class _Exchange:
     """A collective among the FC servers, over the network between their hosts."""
 
     messages: int
-    """One after another."""
+    """The number of successive messages."""
     nbytes: float
-    """By the busiest NIC of each message's, one after another."""
+    """The sum, over these messages, of the bytes on the busiest NIC."""
     out: defaultdict[str, float]
     into: defaultdict[str, float]
 

@@ -1,12 +1,13 @@
-"""What a compute group's step is like in this runtime: a model of `zmqtrain.plan.efficiency` made from a topology.
+"""A compute group's step in this runtime: a model of `zmqtrain.plan.efficiency`, made from a topology.
 
-A group of k workers computes 1/k of the batch each, divides every bucket among its workers (reduce-scatter), and each exchanges its
-part with the model servers; so servers see one model a group and step, where the paper's machines each send and get a whole one.
-Buckets travel during the backward and the next forward (`zmqtrain.plan.overlapped`). Workers of one host add up in its memory.
+A group of k workers computes 1/k of the batch on each, and divides every bucket among its workers (reduce-scatter), of which each
+exchanges its part with the model servers. So servers exchange one model per group and step, where each of the paper's machines
+sends and receives a whole one. Buckets are sent during backward and the next forward (`zmqtrain.plan.overlapped`). Workers of one
+host sum in its memory.
 
-What all groups share are the servers' NICs and arithmetic, and a merged FC server; a group's own are its workers and their
-hosts' NICs (`zmqtrain.plan.traffic`). Hosts of different speeds make a group as slow as its slowest worker, or, where parts of the
-batch follow the speeds, as fast as all of them together. Varying times cost a little more (`zmqtrain.plan.variation`).
+All groups share the servers' NICs and arithmetic, and a merged FC server; a group has its own workers and their hosts' NICs
+(`zmqtrain.plan.traffic`). With hosts of different speeds a group is as slow as its slowest worker or, if parts of the batch follow
+the speeds, as fast as all of them together. Varying times cost a little more (`zmqtrain.plan.variation`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from zmqtrain.topology.links import MEMORY_BYTE_S
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 
-#: A server's time for a byte of its parameters: gradient, momentum and value are read, the last two written.
+#: Seconds of a server per byte of its parameters: gradient, momentum and value are read, the last two are also written.
 UPDATE_BYTE_S = 5 * MEMORY_BYTE_S
-#: Of more groups, what limits in the end is all that counts.
+#: With more groups than this, only the limiting station counts.
 MOST_GROUPS = 16
-#: The variant that the file describes.
+#: The name of the variant that the file describes.
 AS_IT_IS = "as it is"
 
 
 def loads_of(layers: Sequence[LayerShape], *, flops_per_s: float, word_bytes: int) -> tuple[LayerLoad, ...]:
-    """A sample's times as known, else by the arithmetic (the backward is twice the forward)."""
+    """Layers with a sample's times: the known ones, or else estimated from their arithmetic (the backward takes twice the
+    forward)."""
     loads = []
     for layer in layers:
         guess = layer.flops * layer.calls / flops_per_s if flops_per_s else 0.0
@@ -55,22 +57,22 @@ class OurRuntime:
     """Implements `zmqtrain.plan.efficiency.Model`."""
 
     topology: Topology
-    """How its workers are grouped does not matter."""
+    """The job; its division of workers into groups is ignored."""
     loads: tuple[LayerLoad, ...]
     link: Link
     update_byte_s: float = 0.0
-    """A server's time for a byte of its parameters."""
+    """Seconds of a server per byte of its parameters."""
     merged: MergedFc | None = None
     """None: workers compute all layers."""
     depth: int = 1
-    """Batches of each group under way."""
+    """The number of batches that each group has in progress."""
     lasts: Lasts = in_proportion
-    """How many times a sample's times so many samples take: t_conv(k) is that of 1/k of the batch."""
+    """Maps a number of samples to the factor on a sample's times: t_conv(k) is that of 1/k of the batch."""
     variation: Variation = field(default_factory=Variation)
 
     @cached_property
     def choices(self) -> Sequence[int]:
-        """All numbers that divide the workers, and leave each of a group's workers a sample of every micro-batch."""
+        """All numbers of groups that divide the workers and leave each worker at least one sample of every micro-batch."""
         compute = self.topology.compute
         return [each for each in divisors(compute.workers) if compute.workers // each * compute.accumulate <= compute.batch_size]
 
@@ -114,7 +116,7 @@ class OurRuntime:
         return replace(found, wait_s=self._wait_s(found, works, shared))
 
     def _fc(self, merged: MergedFc, turn: FcTurn, placement: Placement) -> Fc:
-        """What a group has of the FC server, and of the way there."""
+        """A group's work on the FC server, and the way there."""
         each = activation_bytes(placement, 0, merged.activation_bytes)
         busiest = max(each.values(), default=0.0) / merged.activation_bytes if merged.activation_bytes else 0.0
         byte_s = self.link.byte_s
@@ -129,7 +131,7 @@ class OurRuntime:
         )
 
     def _with_fc(self, shared: Shared, placement: Placement, nics: dict[str, float], nbytes: float, turn: FcTurn) -> Shared:
-        """Activations on the NICs beside parameters: added to ``nics``."""
+        """Add the activations on the NICs to ``nics``, and to the shared resources."""
         first, there = placement.fc_roles[0].host, {role.host for role in placement.fc_roles}
         busiest = 0.0
         for group in range(placement.groups):
@@ -143,7 +145,7 @@ class OurRuntime:
         return replace(shared, fc_nic_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_nic=one_nic)
 
     def _wait_s(self, step: GroupStep, works: Sequence[Work], shared: Shared) -> float:
-        """What others in the way add to the path."""
+        """The average time that waiting for others adds to the path."""
         if step.groups == 1 and step.depth == 1:
             return 0.0
         if step.under_way > MOST_GROUPS:
@@ -154,7 +156,7 @@ class OurRuntime:
 
 
 def _paths(works: Sequence[Work], longest: float) -> list[float]:
-    """Of each group, where no other is in the way."""
+    """The path's length for each group, if no other group is in the way."""
     known: dict[float, float] = {}
     for work in works:
         compute_s = sum(each.forward_s + each.backward_s for each in work.loads)
@@ -167,7 +169,7 @@ def _paths(works: Sequence[Work], longest: float) -> list[float]:
 
 
 def _slownesses(topology: Topology, placement: Placement) -> list[float]:
-    """How long each group's part of a step takes, beside even parts on hosts as fast as the profile's."""
+    """How long each group's part of a step takes, relative to even parts on hosts as fast as the profile's."""
     compute, speeds = topology.compute, worker_speeds(topology, placement)
     found = []
     for group in range(placement.groups):
@@ -183,18 +185,18 @@ def _slownesses(topology: Topology, placement: Placement) -> list[float]:
 
 
 def _together(seconds: Sequence[float]) -> float:
-    """What a group's step takes where all groups are as fast as these in the mean: they make as many steps together."""
+    """The average step time if all groups make as many steps together as these."""
     return len(seconds) / sum(1 / each for each in seconds) if min(seconds) > 0 else 0.0
 
 
 def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurRuntime]:
-    """The runtime as the file has it, and as it could be had beside: with the fully connected phase on a separate server
-    (`merged`), also with two batches of each group under way (`pipelined`), or without one (`unmerged`); the former two only for
+    """The runtime as the file describes it, and its alternatives: with the fully connected phase on a separate server (`merged`),
+    also with two batches of each group in progress (`pipelined`), or without such a server (`unmerged`); the former two only for
     models with such a phase.
 
-    A merged server, or each of several that divide its layers, is taken to be as fast as a worker. Groups that take turns on the
-    same slots (`[compute] pipeline`) count as one with so many batches under way. Raises `UsageError` where the profile cannot be
-    used.
+    A merged server, or each of several that divide its layers, is assumed to be as fast as a worker. Groups that take turns on the
+    same slots (`[compute] pipeline`) count as one group with several batches in progress. Raises `UsageError` if the profile cannot
+    be used.
     """
     depth, topology = topology.compute.pipeline, without_pipeline(topology)
     settings, compute = topology.plan, topology.compute

@@ -1,29 +1,34 @@
-"""What communication costs: messages and bytes kept apart, and the network that turns them into seconds."""
+"""The cost of communication: messages and bytes kept separate, and the network that converts them to seconds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zmqtrain.parallel.communicator import Phase, Term
+
+Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one process does for one thing: messages one after another, and bytes."""
+    """One process's cost of an operation: successive messages, and bytes."""
 
     messages: float = 0.0
-    """How often alpha is paid."""
+    """How many times alpha is paid."""
     nbytes: float = 0.0
     """Bytes that the process sends over the network."""
     nic_bytes: float = 0.0
-    """Bytes that its host's NIC sends meanwhile, for all of the host's processes: what takes the time."""
+    """Bytes that its host's NIC sends for all of the host's processes in that time; they determine how long it takes."""
     memory_bytes: float = 0.0
-    """Bytes that its host's memory reads and writes instead, for all of the host's processes."""
+    """Bytes that are read and written in its host's memory instead, for all of the host's processes."""
 
     @classmethod
     def sent(cls, messages: float, nbytes: float, *, sharing: float = 1) -> Cost:
-        """Over the network, by ``sharing`` processes of a host at once."""
+        """A cost on the network, for ``sharing`` processes of a host at once."""
         return cls(messages, nbytes, nbytes * sharing)
 
     def __add__(self, other: Cost) -> Cost:
@@ -35,7 +40,7 @@ class Cost:
         )
 
     def times(self, factor: float) -> Cost:
-        """So many of it."""
+        """The cost ``factor`` times."""
         return Cost(self.messages * factor, self.nbytes * factor, self.nic_bytes * factor, self.memory_bytes * factor)
 
 
@@ -43,26 +48,49 @@ NOTHING = Cost()
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedByte:
+    """As a `Cost` has them, for each change."""
+
+    nbytes: Array
+    nic_bytes: Array
+    memory_bytes: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The costs of redistributing activations from each of some placements (first dimension) to each of others (second)."""
+
+    messages: Array
+    unit: ChangedByte
+    """Of each byte of the whole batch's activations, besides the messages."""
+
+    def one(self) -> tuple[float, Cost]:
+        """Of a single change: messages, and the further cost of a byte."""
+        each = (self.unit.nbytes, self.unit.nic_bytes, self.unit.memory_bytes)
+        return float(self.messages[0, 0]), Cost(0.0, *(float(array[0, 0]) for array in each))
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """The network: alpha and beta."""
 
     alpha_s: float
-    """Seconds a message takes, whatever its size."""
+    """Seconds per message, for any size."""
     byte_s: float
-    """Seconds a byte takes over a host's NIC; the paper's beta is that of a word."""
+    """Seconds per byte on a host's NIC; the paper's beta is per word."""
     memory_byte_s: float = 0.0
     """Seconds to read or write a byte in a host's memory."""
 
     def latency_s(self, cost: Cost) -> float:
-        """The part that messages take."""
+        """Seconds for the messages."""
         return cost.messages * self.alpha_s
 
     def volume_s(self, cost: Cost) -> float:
-        """The part that bytes take."""
+        """Seconds for the bytes."""
         return cost.nic_bytes * self.byte_s + cost.memory_bytes * self.memory_byte_s
 
     def seconds(self, cost: Cost) -> float:
-        """Both."""
+        """Seconds for messages and bytes."""
         return self.latency_s(cost) + self.volume_s(cost)
 
 
@@ -71,21 +99,21 @@ class LayerCost:
     """The communication of one layer in one step."""
 
     all_gather: Cost = NOTHING
-    """Of its outputs, in the forward."""
+    """Gathering its outputs, in the forward."""
     dx: Cost = NOTHING
-    """The sum of its input's gradient, in the backward."""
+    """Summing its input's gradient, in the backward."""
     dw: Cost = NOTHING
-    """The sum of its weights' gradient."""
+    """Summing its weights' gradient."""
     halo: Cost = NOTHING
     """Rows of neighbours' images, in the forward."""
     halo_back: Cost = NOTHING
-    """The same, in the backward."""
+    """Rows of neighbours' images, in the backward."""
     redistribute: Cost = NOTHING
-    """Its input, from the placement in which the layer before it left it, in the forward."""
+    """Redistributing its input from the placement of the layer before it, in the forward."""
     redistribute_back: Cost = NOTHING
-    """The gradient of its input, to that placement, in the backward."""
+    """Redistributing the gradient of its input to that placement, in the backward."""
     statistics: Cost = NOTHING
-    """A few numbers for norms and pools, in the forward. The paper has none."""
+    """A few numbers for norms and pools, in the forward. The paper does not have them."""
     statistics_back: Cost = NOTHING
     """The same, in the backward."""
 
@@ -93,14 +121,14 @@ class LayerCost:
         return LayerCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def terms(self) -> dict[Term, Cost]:
-        """By term, forward and backward together."""
+        """Costs by term, forward and backward together."""
         found: dict[Term, Cost] = {}
         for (term, _), cost in self.phases().items():
             found[term] = found.get(term, NOTHING) + cost
         return found
 
     def phases(self) -> dict[tuple[Term, Phase], Cost]:
-        """By term and pass, as labels of messages have them."""
+        """Costs by term and pass, as labels of messages have them."""
         return {
             ("all_gather", "forward"): self.all_gather,
             ("dx", "backward"): self.dx,
@@ -115,11 +143,11 @@ class LayerCost:
 
     @property
     def total(self) -> Cost:
-        """All of it."""
+        """The sum of all terms."""
         return sum(self.terms().values(), NOTHING)
 
     def values(self, link: Link) -> dict[str, Any]:
-        """As JSON values: each term that costs anything, with its messages, bytes and seconds."""
+        """The terms that are not zero, as JSON values, each with its messages, bytes and seconds."""
         return {
             term: {
                 "messages": round(cost.messages, 6),

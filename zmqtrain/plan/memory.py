@@ -1,4 +1,4 @@
-"""Bytes that one process needs for a layer, by choice and grid."""
+"""The bytes that one process needs for a layer, by choice and grid."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from zmqtrain.plan.placed import Placed
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a process keeps during a step. The largest share, where parts are uneven, is not more than one sample or unit larger."""
+    """What a process keeps during a step. If parts are uneven, the largest is larger by at most one sample or unit."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    """Momentum and the like."""
+    """Momentum and other optimizer state."""
     activations: float = 0.0
-    """What the forward keeps for the backward: inputs, and outputs of the layer and those that follow it."""
+    """What the forward keeps for the backward: the inputs, and the outputs of the layer and of those that follow it."""
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def memory(stage: Stage, placed: Placed, batch: int, *, word_bytes: int, optimizer_words: int) -> Memory:
-    """A layer's. ``optimizer_words``: numbers that the optimizer keeps for each weight, 1 for momentum and 2 for Adam.
+    """A layer's memory. ``optimizer_words``: numbers that the optimizer keeps per weight, 1 for momentum and 2 for Adam.
 
     Whole and model-parallel layers keep all of their column's inputs (the gathered outputs of the layer before), model-parallel
     ones 1/Pr of their outputs.

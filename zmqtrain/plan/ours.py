@@ -1,13 +1,13 @@
-"""What this project's own runtime sends, as another way to price a plan than the paper's equations.
+"""What this project's own runtime sends: an alternative to the paper's equations for pricing a plan.
 
 It differs in five ways. The collectives are those of `zmqtrain.collectives` and `zmqtrain.parallel`, with their own numbers of
-messages. Between model-parallel layers of one grid activations stay divided until the next product, are gathered for it after
-pooling, and their gradient is then only scattered: half of the all-reduce in the paper. Halos are the rows that really cross a cut,
-k - s of them, also at pools. Norms sum statistics. And processes of one host send each other nothing: they add up gradients in
-memory, and share the host's NIC for the rest.
+messages. Between model-parallel layers of one grid, activations stay divided until the next product and are gathered for it after
+pooling, and their gradient is then only scattered: half of the paper's all-reduce. Halos are the rows that really cross a boundary,
+k - s of them, also in pools. Norms sum statistics. And processes of one host send nothing to each other: they sum gradients in
+memory, and share the host's NIC for everything else.
 
-Exact where shares are even, and a little more than the busiest process's where they are not. `zmqtrain.parallel.rehearsal` is exact
-for any model, at the price of running it without content.
+It is exact if shares are even, and otherwise slightly more than the busiest process's cost. `zmqtrain.parallel.rehearsal` is exact
+for any model, but has to run it on tensors without content.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+import numpy as np
+
 from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
 from zmqtrain.plan.collective import Sent, all_reduce, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
-from zmqtrain.plan.link import NOTHING, Cost, LayerCost
-from zmqtrain.plan.placed import Change, Lie, Placed, lacking
+from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
+from zmqtrain.plan.placed import Integers, Lies, Placed, lacking
 
-#: Bytes of the numbers in which statistics of strips are added up.
+#: Bytes of the numbers in which statistics of strips are summed.
 STATISTICS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Implements `zmqtrain.plan.costs.Pricing`. Ranks lie on hosts in order, so a row is on one host if it fits."""
+    """Implements `zmqtrain.plan.costs.Pricing`. Ranks are placed on hosts in order, so a row is on one host if it fits."""
 
     word_bytes: int = WORD_BYTES
     per_host: int = 1
-    """Processes of the group on each host."""
+    """The number of the group's processes on each host."""
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         samples = math.ceil(batch / placed.grid.columns)
@@ -49,45 +51,53 @@ class Ours:
         return always
 
     def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
-        """Between products that are model-parallel on one grid."""
+        """Whether both layers are products that are model-parallel on one grid."""
         return source == target and target.choice == "model" and before.leaves_channels and stage.head.kind in PASSES
 
     def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
-        """A message to each of the processes that need a part; strips come together before an image is flattened."""
-        held, needed = source.leaves(channels=before.leaves_channels, strips=before.leaves_strips), target.needs()
+        return self.changes(before, [source], after, [target], back=back).one()
+
+    def changes(
+        self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """A message to each of the processes that need a part; strips are gathered before an image is flattened."""
+        leaves = [each.leaves(channels=before.leaves_channels, strips=before.leaves_strips) for each in sources]
+        held, needed = Lies.of(leaves, 0), Lies.of([each.needs() for each in targets], 1)
         ways = [(held, needed)]
-        if held.strips > 1 and not after.head.image:
-            ways = [(held, replace(held, strips=1)), (replace(held, strips=1), needed)]
-        messages, share, memory = 0, 0.0, 0.0
+        if not after.head.image:
+            flat = replace(held, strips=np.ones_like(held.strips))
+            ways = [(held, flat), (flat, needed)]
+        size = sources[0].grid.size
+        messages, share, memory = (np.zeros((len(sources), len(targets))) for _ in range(3))
         for one, other in ways:
-            found = lacking(other, one) if back else lacking(one, other)
-            memory += 2 * found.share * source.grid.size
-            if not back and one.samples == other.samples and other == Lie(one.samples):  # a ring within each column
-                units = before.head.units if one.channels > 1 else before.image_rows
-                sent = ring(units, units, max(one.channels, one.strips))
-                found = Change(sent.messages + 1, sent.numel / units / one.samples)
-            messages, share = messages + found.pieces - 1, share + found.share
-        if source.grid.size <= self.per_host:
-            return 0.0, Cost(memory_bytes=memory)
-        return float(messages), Cost.sent(0, share, sharing=self._crossing(math.gcd(source.samples, target.samples)))
+            pieces, part = lacking(other, one) if back else lacking(one, other)
+            memory = memory + 2 * part * size
+            if not back:
+                pieces, part = _gathered(before, one, other, pieces, part)
+            messages, share = messages + pieces - 1, share + part
+        if size <= self.per_host:
+            nothing = np.zeros_like(share)
+            return Changes(nothing, ChangedByte(nothing, nothing, memory))
+        crossing = np.minimum(np.gcd(held.samples, needed.samples), self.per_host)
+        return Changes(messages, ChangedByte(share, share * crossing, np.zeros_like(share)))
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
-        """What a layer leaves divided, into how many parts that can be, and what the next one takes."""
+        """How a layer's output is divided, the number of parts possible, and what the next layer accepts."""
         rows = before.image_rows if before.leaves_strips else 0
         return before.leaves_channels and before.head.units, rows, after.head.kind in PASSES, after.head.image
 
-    # Model-parallel layers
+    # Model-parallel layers.
 
     def _input(self, stage: Stage, placed: Placed, samples: int, joined: int) -> Cost:
-        """Gathered here, if it comes divided."""
+        """Gathering the input here, if it arrives divided."""
         return self._ring(samples * stage.head.numel_in, joined, placed, stage.head.calls) if joined else NOTHING
 
     def _output(self, stage: Stage, placed: Placed, samples: int, last: bool) -> Cost:
-        """Brought together in the layer, or because the next ones cannot take it divided."""
+        """Gathering the output, in the layer itself or because the next layers do not accept it divided."""
         head, mixing = stage.head, stage.gathered_at
         if head.sums:
             return self._sum(samples * head.numel_out, placed, head.sums * head.calls)
-        if head.kind == "recurrent":  # each layer its outputs at every position
+        if head.kind == "recurrent":  # each layer gathers its outputs at every position
             return self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
         if head.kind not in PASSES:
             return self._ring(samples * head.numel_out, head.units, placed, head.calls)
@@ -102,20 +112,20 @@ class Ours:
         if head.sums:
             return self._sum(numel, placed, (head.sums - first) * rounds)
         recurrent = NOTHING
-        if head.kind == "recurrent":  # the outputs' gradients, scattered at every position
+        if head.kind == "recurrent":  # the outputs' gradients are scattered at every position
             recurrent = self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
         if first:
             return recurrent
-        if head.groups > 1 and placed.grid.rows <= head.groups:  # each row has its own groups' gradients, one after another
+        if head.groups > 1 and placed.grid.rows <= head.groups:  # each row has its own groups' gradients, in turn
             return self._ring(numel, head.groups, placed, rounds)
         if joined and head.groups == 1:
             return self._ring(numel, joined, placed, rounds)
         return recurrent + self._sum(numel, placed, rounds)
 
-    # Domain-parallel layers
+    # Domain-parallel layers.
 
     def _halos(self, stage: Stage, placed: Placed, samples: int, first: bool) -> tuple[Cost, Cost]:
-        """Forward and backward, by the strips that follow from even ones of the image that came in."""
+        """Halos in forward and backward, for the strips that follow from even strips of the input image."""
         if placed.strips == 1:
             return NOTHING, NOTHING
         layers = [layer for layer in stage.layers if layer.image and layer.kind in ("conv", "pool") and not layer.one_row]
@@ -139,10 +149,10 @@ class Ours:
             return Cost(memory_bytes=2 * sent.nbytes * row_bytes * placed.grid.size)
         return Cost.sent(sent.messages * calls, sent.nbytes * row_bytes, sharing=self._crossing(placed.grid.columns))
 
-    # All layers
+    # All layers.
 
     def _statistics(self, stage: Stage, placed: Placed, samples: int) -> tuple[Cost, Cost]:
-        """Forward and backward."""
+        """The sums of statistics in forward and backward."""
         grid, there, back = placed.grid, NOTHING, NOTHING
         members = grid.columns if placed.choice in ("model", "whole") else grid.size
         divided = placed.choice == "model" and stage.head.kind in PASSES
@@ -174,9 +184,9 @@ class Ours:
         return total
 
     def _ring(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
-        """A column's all-gathers, or reduce-scatters, of ``numel`` elements each, of which rows have some of ``units``."""
+        """A column's all-gathers, or reduce-scatters, of ``numel`` elements each, of which each row has some of ``units``."""
         size = placed.grid.rows
-        if placed.grid.size <= self.per_host:  # each writes its part, and all read all
+        if placed.grid.size <= self.per_host:  # each process writes its part, and all read everything
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
         return self._wire(ring(numel, units, size), placed, rounds)
 
@@ -192,25 +202,36 @@ class Ours:
         return Cost.sent(sent.messages * rounds, nbytes, sharing=self._crossing(placed.grid.columns))
 
     def _sum_of_row(self, size: int, numel: int) -> Cost:
-        """Of weight gradients, by processes with neighbouring ranks: in memory on each host, then slice by slice between hosts."""
+        """A sum of weight gradients over processes with neighbouring ranks: in memory on each host, then slice by slice between
+        hosts."""
         if size == 1:
             return NOTHING
         here = math.gcd(size, self.per_host) if size < self.per_host else self.per_host
         hosts = math.ceil(size / here)
-        rows = self.per_host // here  # rows that are added up on this host
+        rows = self.per_host // here  # rows that are summed on this host
         sent = all_reduce(math.ceil(numel / here), hosts, self.word_bytes)
         memory = rows * (here + 1) * numel * self.word_bytes if here > 1 else 0
         wire = Cost.sent(sent.messages, sent.numel * self.word_bytes, sharing=self.per_host)
         return wire + Cost(memory_bytes=memory)
 
     def _crossing(self, columns: int) -> int:
-        """Processes of a host that send to another host at once, each column's in turn: its last one here."""
+        """The number of processes of a host that send to another host at once: the last one of each column on the host."""
         return min(columns, self.per_host)
+
+
+def _gathered(before: Stage, one: Lies, other: Lies, pieces: Integers, share: Array) -> tuple[Integers, Array]:
+    """Pieces and share where a ring within each column brings together what its rows hold; elsewhere as they were."""
+    rings = (one.samples == other.samples) & (other.channels == 1) & (other.strips == 1)
+    units = np.where(one.channels > 1, before.head.units, before.image_rows)
+    rows = np.maximum(one.channels, one.strips)
+    smallest = np.where(rows == 1, units, units // rows)  # as in `ring`
+    messages = np.where(rows == 1, 0, np.where(smallest > 0, rows - 1, np.minimum(units, rows - 1)))
+    return np.where(rings, messages + 1, pieces), np.where(rings, (units - smallest) / units / one.samples, share)
 
 
 @dataclass(frozen=True, slots=True)
 class _Halo:
-    """Rows and messages that each strip sends, and how the output is divided."""
+    """The rows and messages that each strip sends, and how the output is divided."""
 
     forward: tuple[Count, ...]
     backward: tuple[Count, ...]

@@ -1,7 +1,7 @@
-"""How long a step is whose buckets travel while it computes: a worker's forward and backward, and one exchange after another.
+"""The length of a step whose buckets are sent while it computes: a worker's forward and backward, and successive exchanges.
 
-A bucket leaves when backward has its gradients, waits for those before it, goes there, is updated, and comes back; the next forward
-waits at the first layer whose parameters are not there yet. Steps soon repeat: the length of a late one is the answer.
+A bucket leaves when backward has computed its gradients, waits for earlier buckets, is sent and updated, and comes back. The next
+forward waits at the first layer whose parameters have not arrived. Steps soon repeat; the result is the length of a late one.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-#: Steps until every one is like the one before: what is on its way at a step's begin left in the step before.
+#: The number of steps until each equals the one before it: what is being sent when a step begins left in the previous step.
 _STEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """A layer as a step sees it."""
+    """A layer's times and size in a step."""
 
     name: str
     nbytes: float
-    """Of its parameters."""
+    """The bytes of its parameters."""
     forward_s: float
-    """Of a sample, or of as many as it was scaled by."""
+    """Seconds for one sample, or for the number of samples by which it was scaled."""
     backward_s: float
 
     def scaled(self, samples: float) -> LayerLoad:
-        """The same with the times of so many samples."""
+        """The layer with its times multiplied by ``samples``."""
         return replace(self, forward_s=self.forward_s * samples, backward_s=self.backward_s * samples)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketWay:
-    """What a byte of the model takes at each stage of its bucket's way. Stages of other buckets go on meanwhile, one at each."""
+    """Seconds per byte at each stage of a bucket's path. Each stage handles one bucket at a time, all stages at the same time."""
 
     ring_byte_s: float = 0.0
-    """Between the group's workers, before the servers and once more after them."""
+    """Between the group's workers: once before the servers and once after them."""
     push_byte_s: float = 0.0
     update_byte_s: float = 0.0
     read_byte_s: float = 0.0
     latency_s: float = 0.0
-    """Of a bucket, in all."""
+    """Seconds of latency of a whole bucket."""
     piece_bytes: float = float("inf")
-    """Of a bucket, how much is pushed, updated and read at a time: one stage goes on with what the one before has done."""
+    """Bytes of a bucket that are pushed, updated and read at a time: each stage starts on what the previous one has finished."""
 
     @property
     def stages(self) -> tuple[tuple[str, float], ...]:
-        """In order: what is occupied, and how long by a byte."""
+        """The stages in order: what is occupied, and for how many seconds per byte."""
         ring = ("ring", self.ring_byte_s)
         found = (ring, ("push", self.push_byte_s), ("update", self.update_byte_s), ("read", self.read_byte_s), ring)
         return tuple(stage for stage in found if stage[1])
@@ -68,15 +68,15 @@ def buckets_of(loads: Sequence[LayerLoad], bucket_bytes: float) -> list[list[int
 
 
 def cycle_s(loads: Sequence[LayerLoad], way: BucketWay, buckets: Sequence[Sequence[int]], *, overlap: bool = True) -> float:
-    """From one step's begin to the next one's. ``loads`` in the order of the forward."""
+    """Seconds from the start of one step to the start of the next. ``loads`` are in the order of the forward."""
     compute_s = sum(each.forward_s + each.backward_s for each in loads)
     if not buckets or not (way.stages or way.latency_s):
         return compute_s
     bucket_of = {layer: number for number, layers in enumerate(buckets) for layer in layers}
-    completes = {min(layers): number for number, layers in enumerate(buckets)}  # the layer whose backward is a bucket's last
+    completes = {min(layers): number for number, layers in enumerate(buckets)}  # layer whose backward completes a bucket -> bucket
     sizes = [sum(loads[layer].nbytes for layer in layers) for layers in buckets]
-    there = [0.0] * len(buckets)  # when its parameters are there
-    free: dict[str, float] = {}  # when each stage is free
+    there = [0.0] * len(buckets)  # when each bucket's parameters have arrived
+    free: dict[str, float] = {}  # when each stage becomes free
     now = begin = before = 0.0
     for _ in range(_STEPS):
         if not overlap:
@@ -96,11 +96,11 @@ def cycle_s(loads: Sequence[LayerLoad], way: BucketWay, buckets: Sequence[Sequen
 
 
 def _exchanged(sizes: Sequence[float], ready: Sequence[float], way: BucketWay, free: dict[str, float]) -> list[float]:
-    """When each bucket is back that leaves when it is ``ready``. Whichever can begin a stage first, does."""
-    done, may = list(ready), list(ready)  # when a bucket is through its last stage, and when it may begin the next one
+    """When each bucket is back, if it leaves when it is ``ready``. The bucket that can start a stage first does so."""
+    done, may = list(ready), list(ready)  # when a bucket has finished its last stage, and when it may start the next one
     waiting = {number: list(way.stages) for number in range(len(sizes))}
     while waiting := {number: left for number, left in waiting.items() if left}:
-        # Of several the one that the next forward needs first.
+        # Of several, the bucket that the next forward needs first.
         start, last = min((max(may[number], free.get(left[0][0], 0.0)), -number) for number, left in waiting.items())
         number = -last
         stage, byte_s = waiting[number].pop(0)

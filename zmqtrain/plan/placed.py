@@ -1,44 +1,53 @@
-"""How one layer is divided, and what part of the activations a process then holds."""
+"""How one layer is divided, and which part of the activations a process then holds."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice
 
+Array: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A choice on a grid. ``batch`` is written on the grid 1xP, which is what it means, and so is whatever else has one row."""
+    """A choice on a grid. ``batch`` is written with the grid 1xP, its meaning, and so is every other choice on a grid with one
+    row."""
 
     choice: Choice
     grid: Grid
 
     @classmethod
     def of(cls, choice: Choice, grid: Grid) -> Placed:
-        """The one way to write it: everything with one row is batch parallelism."""
+        """The canonical form: every choice on a grid with one row is batch parallelism."""
         if choice == "batch" or grid.rows == 1:
             return cls("batch", Grid(1, grid.size))
         return cls(choice, grid)
 
     @property
     def samples(self) -> int:
-        """Into how many parts the batch is divided: Pc."""
+        """The number of parts into which the batch is divided: Pc."""
         return self.grid.columns
 
     @property
     def strips(self) -> int:
-        """Into how many strips each image is divided."""
+        """The number of strips into which each image is divided."""
         return self.grid.rows if self.choice == "domain" else 1
 
     def needs(self) -> Lie:
-        """How its input must lie."""
+        """How its input must be divided."""
         return Lie(self.samples, 1, self.strips)
 
     def leaves(self, *, channels: bool, strips: bool) -> Lie:
-        """How its output lies, if the layer leaves channels divided where it is model-parallel, and strips where by domain."""
+        """How its output is divided. ``channels``: the layer leaves channels divided if model-parallel; ``strips``: strips if
+        domain-parallel."""
         divided = self.grid.rows if channels and self.choice == "model" else 1
         return Lie(self.samples, divided, self.strips if strips else 1)
 
@@ -48,7 +57,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """How activations lie: into how many parts their samples, channels and rows are divided."""
+    """How activations are divided: into how many parts of their samples, channels and rows."""
 
     samples: int
     channels: int = 1
@@ -56,29 +65,35 @@ class Lie:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a process must receive for activations to go from one placement to another."""
+class Lies:
+    """Several of them, for all pairs with others at once."""
 
-    pieces: int
-    """Among how many processes: 1 where it has all that it needs."""
-    share: float
-    """What it receives, as a share of the whole batch's activations."""
+    samples: Integers
+    channels: Integers
+    strips: Integers
+
+    @classmethod
+    def of(cls, lies: Sequence[Lie], dimension: int) -> Lies:
+        """Along the first (0) or second (1) dimension of a table of pairs."""
+
+        def along(numbers: Iterable[int]) -> Integers:
+            return np.expand_dims(np.array(list(numbers), np.int64), 1 - dimension)
+
+        return cls(*(along(getattr(lie, each) for lie in lies) for each in ("samples", "channels", "strips")))
 
 
-def change(source: Placed, target: Placed) -> Change:
-    """What lacks to a process between layers whose outputs are whole on their columns, or in strips: see `lacking`."""
-    return lacking(source.needs(), target.needs())
+def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
+    """What a process lacks if it holds its part of one division of the activations and needs its part of another.
 
+    A process holds 1/Pc of the samples, and 1/Pr of their images if these are in strips. Finer parts are contained in coarser ones
+    (rank r is in column r mod Pc and row r div Pc), so of what it needs, a process has one part in the least common multiple of
+    both; if neither division is finer, this holds for the process that lacks most. Eq. 6 is the case from batch to pure model:
+    (P-1)/P of all activations, from P processes.
 
-def lacking(held: Lie, needed: Lie) -> Change:
-    """What lacks to a process that holds its part of activations that lie so, and needs that of another division.
-
-    A process holds 1/Pc of the samples, and of their images 1/Pr where they lie in strips. Finer parts lie within coarser ones
-    (rank r is in column r mod Pc and row r div Pc), so what it has of what it needs is one part in lcm of both; where neither is
-    finer, that is so for the process that lacks most. Eq. 6 is the case from batch to pure model: (P-1)/P of all activations, from
-    P processes.
+    Returns the number of processes that exchange data, 1 where each has all that it needs; and what a process receives, as a share
+    of the whole batch's activations.
     """
     parts = needed.samples * needed.channels * needed.strips
-    common = math.lcm(held.samples, needed.samples)
-    common *= math.lcm(held.channels, needed.channels) * math.lcm(held.strips, needed.strips)
-    return Change(common // parts, 1 / parts - 1 / common)
+    common = np.lcm(held.samples, needed.samples)
+    common = common * np.lcm(held.channels, needed.channels) * np.lcm(held.strips, needed.strips)
+    return common // parts, 1 / parts - 1 / common

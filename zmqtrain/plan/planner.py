@@ -1,13 +1,13 @@
-"""The best plan: dynamic programming over layers, whose states are a choice on a grid, and whose edges are redistributions.
+"""The best plan: dynamic programming over layers, whose states are choices on grids, and whose edges are redistributions.
 
-Layers are taken in the order of the backward, from the last to the first. Without overlap and without a limit of memory the best
-way to each state is one number. Otherwise several ways may lead to the best end: one that took longer but left fewer weight
-gradients waiting for the network, or needs less memory. So each state keeps the ways that no other beats in all of that:
+Layers are taken in the order of the backward, from the last to the first. Without overlap and without a memory limit, the best path
+to each state is one number. Otherwise several paths may lead to the best end: a path that took longer may have left fewer weight
+gradients waiting for the network, or need less memory. So each state keeps the paths that no other path beats in all of these:
 
 * the time so far, A;
-* the time so far if everything that waits for the network were waited for now, A + Q. (A way that is no later in both can never
-  become later in the end: of a queue Q, later compute takes away at most Q, and no less from a longer one.)
-* the memory so far, where it is limited.
+* the time so far if everything that waits for the network were waited for now, A + Q (a path that is no later in both can never
+  become later: later compute takes at most Q off a queue Q, and no less off a longer queue);
+* the memory so far, if it is limited.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from zmqtrain.topology.rounded import rounded_size
 Array: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 
-#: Ways that all states of all layers may keep together, which bounds the planner's time; and the fewest that a state may keep.
+#: The number of paths that all states of all layers may keep together, which bounds the planner's time; and the fewest per state.
 MOST_WAYS = 400_000
 FEWEST_WAYS = 48
-#: Of the ways of a state, so many are compared with each other in time, queue and memory; more, in two of the three at a time.
+#: This many paths of a state are compared in time, queue and memory together; beyond that, in two of the three at a time.
 MOST_COMPARED = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The best plan, and what it was chosen from."""
+    """The best plan, and the alternatives."""
 
     problem: Problem
     placed: tuple[Placed, ...]
     price: PlanPrice
     options: tuple[Options, ...]
+    ways: int = 0
+    """The number of paths that the search has looked at: its work. 0: the plan was given, not searched for."""
 
     @property
     def plan(self) -> Plan:
-        """As `zmqtrain.parallelize` takes it."""
+        """The plan in the form that `zmqtrain.parallelize` takes."""
         return plan_of(self.problem, self.placed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The ways from the last layer to a layer: their state there, what they have cost, and which way they go on from."""
+    """Paths from the last layer to a layer: their state there, their costs so far, and the paths that they continue."""
 
     state: Indices
     time: Array
@@ -69,10 +71,10 @@ class _Ways:
 
 
 def plan(problem: Problem) -> Planned:
-    """The plan with the shortest step. Raises `UsageError` where nothing can be divided, or no plan fits in memory.
+    """The plan with the shortest step. Raises `UsageError` if nothing can be divided, or no plan fits in memory.
 
-    Exact, unless memory is limited and more ways lead to a state than `MOST_WAYS` allows; then those are kept that are spread over
-    the memory that they need, the smallest always among them.
+    The result is exact, unless memory is limited and more paths lead to a state than `MOST_WAYS` allows; then paths are kept that
+    are spread over their memory, always including the smallest.
     """
     options = tuple(problem.options(stage) for stage in problem.layers)
     if problem.processes > 1 and not any(how.choice != "whole" or how.samples > 1 for option in options for how in option.placed):
@@ -80,33 +82,37 @@ def plan(problem: Problem) -> Planned:
         reasons = "; ".join(f"{what}: {why}" for what, why in option.excluded.items() if what != "whole")
         raise UsageError(
             f"no grid of {problem.processes} processes divides any layer for a batch of {problem.batch}: "
-            f"take another number of processes, or a larger batch. Layer {stage.name}: {reasons}"
+            f"choose another number of processes, or a larger batch. Layer {stage.name}: {reasons}"
         )
-    found = _search(problem, options)
+    found, ways = _search(problem, options)
     if problem.memory_bytes is not None and _memory(problem, found) > problem.memory_bytes:
-        found = _search(problem, options, limit=problem.memory_bytes)
-    return Planned(problem, tuple(found), price(problem, found), options)
+        found, more = _search(problem, options, limit=problem.memory_bytes)
+        ways += more
+    return Planned(problem, tuple(found), price(problem, found), options, ways)
 
 
 def _memory(problem: Problem, placed: Sequence[Placed]) -> float:
     return sum(problem.memory(stage, how).total for stage, how in zip(problem.layers, placed, strict=True))
 
 
-def _search(problem: Problem, options: Sequence[Options], limit: float | None = None) -> list[Placed]:
-    bound_s = math.inf
-    if problem.overlap > 0:  # a good plan, whose step bounds how long any way may take
-        plain = _search(replace(problem, overlap=0.0), options, limit)
-        bound_s = price(problem, plain).step_s * (1 + 1e-9)
+def _search(
+    problem: Problem, options: Sequence[Options], limit: float | None = None, edges: _Edges | None = None
+) -> tuple[list[Placed], int]:
+    """The best plan, and the number of paths that were looked at. ``edges``: of the same problem, with another overlap or limit."""
+    bound_s, looked_at = math.inf, 0
     states = [_states(problem, option, index) for index, option in enumerate(options)]
     every = sorted({state for here in states for state in here}, key=str)
     number = {state: index for index, state in enumerate(every)}
-    edges = _Edges(problem, every)
+    edges = edges or _Edges(problem, every)
+    if problem.overlap > 0:  # a good plan, whose step time is an upper bound for all paths
+        plain, looked_at = _search(replace(problem, overlap=0.0), options, limit, edges)
+        bound_s = price(problem, plain).step_s * (1 + 1e-9)
     times = [[_times(problem, index, state) for state in here] for index, here in enumerate(states)]
-    least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each
+    least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each one
     if limit is not None and least[-1] > limit:
         raise UsageError(
-            f"no plan fits in memory: a process needs at least {rounded_size(least[-1])}, and may take {rounded_size(limit)}. "
-            "Take more processes, a smaller batch, or raise [plan] memory"
+            f"no plan fits in memory: a process needs at least {rounded_size(least[-1])}, but may use only {rounded_size(limit)}. "
+            "Use more processes or a smaller batch, or raise [plan] memory"
         )
     ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])
     most = max(FEWEST_WAYS, MOST_WAYS // (len(options) * len(every)))
@@ -118,6 +124,7 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
         steps = []
         for state, own in zip(here, times[index], strict=True):
             ways = _arrive(before, state, edges_s, own)
+            looked_at += len(ways.time)
             ways = ways.only(np.isfinite(ways.time))
             if bound_s < math.inf:
                 ways = ways.only(ways.time + ahead_s[index] <= bound_s)
@@ -128,12 +135,12 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
             ways = ways.only(_unbeaten(ways, problem.overlap > 0, limit is not None))
             steps.append(ways.only(_spread(ways, most)))
         trail.append(_joined(steps))
-    return _back(trail, every)
+    return _back(trail, every), looked_at
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """How a layer is placed, and whether its input comes divided as the layer before has left it."""
+    """How a layer is placed, and whether its input arrives divided as the layer before has left it."""
 
     placed: Placed
     joined: bool = False
@@ -155,14 +162,14 @@ def _times(problem: Problem, index: int, state: _State) -> Times:
 
 
 class _Edges:
-    """Of every change, there in the forward and back in the backward: seconds of messages, and of each byte of activations."""
+    """The cost of every change, in forward and backward: seconds for messages, and per byte of activations."""
 
     def __init__(self, problem: Problem, every: Sequence[_State]) -> None:
         self._problem, self._every = problem, every
         self._known: dict[Any, tuple[Array, Array]] = {}
 
     def seconds(self, index: int) -> Array:
-        """Between a layer and the one behind it; infinite where they do not fit together."""
+        """Between a layer and the one after it; infinite if they do not fit together."""
         layers = self._problem.layers
         before, after = layers[index], layers[min(index + 1, len(layers) - 1)]
         key = self._problem.pricing.change_key(before, after)
@@ -172,23 +179,27 @@ class _Edges:
         return messages_s + unit_s * changing_bytes(self._problem, after)
 
     def _edges(self, before: Stage, after: Stage) -> tuple[Array, Array]:
-        size, problem = len(self._every), self._problem
-        messages_s, unit_s = np.zeros((size, size)), np.zeros((size, size))
+        problem, link = self._problem, self._problem.link
+        placed = list(dict.fromkeys(state.placed for state in self._every))
+        messages_s, unit_s = np.zeros((len(placed), len(placed))), np.zeros((len(placed), len(placed)))
+        for back in (False, True) if problem.charge_changes else ():
+            found = problem.pricing.changes(before, placed, after, placed, back=back)
+            messages_s += found.messages * link.alpha_s
+            unit_s += found.unit.nic_bytes * link.byte_s + found.unit.memory_bytes * link.memory_byte_s
+        where = {each: number for number, each in enumerate(placed)}
+        each = [where[state.placed] for state in self._every]
+        messages_s, unit_s = messages_s[np.ix_(each, each)], unit_s[np.ix_(each, each)]
+        joined = np.array([state.joined for state in self._every])
+        messages_s[:, joined], unit_s[:, joined] = math.inf, 0.0
         for one, source in enumerate(self._every):
-            for other, target in enumerate(self._every):
-                joins = problem.pricing.joins(before, source.placed, after, target.placed)
-                if joins != target.joined:
-                    messages_s[one, other] = math.inf
-                elif not joins and problem.charge_changes:
-                    for back in (False, True):
-                        messages, unit = problem.pricing.change(before, source.placed, after, target.placed, back=back)
-                        messages_s[one, other] += messages * problem.link.alpha_s
-                        unit_s[one, other] += problem.link.volume_s(unit)
+            if problem.pricing.joins(before, source.placed, after, source.placed):
+                same = np.array(each) == each[one]
+                messages_s[one, same & joined], messages_s[one, same & ~joined] = 0.0, math.inf
         return messages_s, unit_s
 
 
 def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Ways:
-    """All ways to this state of a layer, from those to any state of the layer behind it."""
+    """All paths to this state of a layer, from those to any state of the layer after it."""
     if before is None:
         time = np.array([own.waits_s])
         zero = np.zeros(1, np.int64)
@@ -205,7 +216,7 @@ def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Wa
 
 
 def _unbeaten(ways: _Ways, overlaps: bool, limited: bool) -> Indices:
-    """Those that no other way beats. Without overlap, all that counts of the time is when everything is through."""
+    """The paths that no other path beats. Without overlap, only the time when everything has finished counts."""
     time = ways.time if overlaps else ways.until
     if not limited:
         order = np.lexsort((ways.until, time))
@@ -214,7 +225,7 @@ def _unbeaten(ways: _Ways, overlaps: bool, limited: bool) -> Indices:
     keep = _lower(time[order]) | _lower(ways.until[order])
     if not overlaps or len(order) > MOST_COMPARED:
         return order[keep]
-    for place, way in enumerate(order):  # in the order of memory: only ways before it can beat it
+    for place, way in enumerate(order):  # in the order of memory: only paths before it can beat it
         if not keep[place]:
             others = order[:place]
             beaten = (time[others] <= time[way]) & (ways.until[others] <= ways.until[way])
@@ -223,14 +234,14 @@ def _unbeaten(ways: _Ways, overlaps: bool, limited: bool) -> Indices:
 
 
 def _lower(values: Array) -> NDArray[np.bool_]:
-    """Which values are lower than all before them."""
+    """Which values are lower than all values before them."""
     keep = np.ones(len(values), np.bool_)
     keep[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
     return keep
 
 
 def _spread(ways: _Ways, most: int) -> Indices:
-    """At most so many of them, evenly spread over the memory that they need (over the time, where it is not limited)."""
+    """At most ``most`` of them, evenly spread over their memory (or over time, if memory is not limited)."""
     count = len(ways.time)
     if count <= most:
         return np.arange(count)
@@ -244,7 +255,7 @@ def _joined(steps: Sequence[_Ways]) -> _Ways:
 
 
 def _back(trail: Sequence[_Ways], every: Sequence[_State]) -> list[Placed]:
-    """From the first layer's best way to the last layer."""
+    """From the first layer's best path back to the last layer."""
     at = int(np.argmin(trail[-1].until))
     found = []
     for ways in reversed(trail):

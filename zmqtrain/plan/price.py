@@ -1,4 +1,4 @@
-"""What a plan costs: each layer's communication, compute and memory, and what of the communication a step waits for."""
+"""The cost of a plan: each layer's communication, compute and memory, and the part of communication that a step waits for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zmqtrain.plan.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
-    """One layer of a plan."""
+    """The price of one layer of a plan."""
 
     stage: Stage
     placed: Placed
@@ -27,23 +27,23 @@ class LayerPrice:
 
 @dataclass(frozen=True, slots=True)
 class PlanPrice:
-    """A whole plan's price."""
+    """The price of a whole plan."""
 
     layers: tuple[LayerPrice, ...]
     communication_s: float
-    """All of it, one after another."""
+    """All communication, in succession."""
     exposed_s: float
-    """What of it a step waits for, by the problem's overlap."""
+    """The part of it that a step waits for, by the problem's overlap."""
     compute_s: float
 
     @property
     def step_s(self) -> float:
-        """A step: compute, and the communication that it waits for."""
+        """Seconds of a step: compute, and the communication that it waits for."""
         return self.compute_s + self.exposed_s
 
     @property
     def without_overlap_s(self) -> float:
-        """A step in which nothing goes on beside anything."""
+        """Seconds of a step in which nothing overlaps."""
         return self.compute_s + self.communication_s
 
     @property
@@ -53,27 +53,28 @@ class PlanPrice:
 
     @property
     def memory(self) -> Memory:
-        """What a process needs."""
+        """The memory that a process needs."""
         return sum((layer.memory for layer in self.layers), Memory())
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A layer's times that do not depend on its neighbours, as the overlap model sees them."""
+    """A layer's times that do not depend on its neighbours, for the overlap model."""
 
     waits_s: float
-    """Compute, and communication that nothing goes on beside: added to the step."""
+    """Compute, and communication that nothing overlaps: added to the step."""
     drains_s: float
-    """Compute time in the backward beside which older weight gradients travel."""
+    """Compute time in the backward that overlaps with sending older weight gradients."""
     queues_s: float
-    """Its own weight gradients, which travel from the end of its backward on."""
+    """Seconds to send its own weight gradients, from the end of its backward on."""
     memory: float
 
     @classmethod
     def of(cls, problem: Problem, stage: Stage, placed: Placed, cost: LayerCost) -> Times:
-        """Halos travel while the interior is computed; input gradients while the weight gradients of their layer are computed (half
-        of the backward); weight gradients while the layers before are. All-gathers, statistics and redistributions are waited
-        for. ``cost``: the layer's own."""
+        """Halos are sent while the interior is computed; input gradients while the weight gradients of their layer are computed
+        (half of the backward); weight gradients while earlier layers are computed. All-gathers, statistics and redistributions are
+        waited for.
+        ``cost``: the layer's own."""
         link, overlap = problem.link, problem.overlap
         forward_s, backward_s = problem.seconds(stage, placed)
         halo_s, halo_back_s, dx_s = (link.seconds(each) for each in (cost.halo, cost.halo_back, cost.dx))
@@ -85,18 +86,18 @@ class Times:
 
 
 def changing_bytes(problem: Problem, after: Stage) -> int:
-    """Of a whole batch's activations, as the layer behind a change takes them."""
+    """Bytes of a whole batch's activations, in the form in which the layer after a change takes them."""
     return problem.batch * after.numel_in * problem.pricing.word_bytes
 
 
 def joined_units(problem: Problem, index: int) -> int:
-    """By how many units a layer's input is divided where it comes so: channels, also after they were flattened."""
+    """The number of units by which a layer's input is divided if it arrives divided: channels, even after flattening."""
     head, before = problem.layers[index].head, problem.layers[index - 1].head
     return before.units if not head.image and head.numel_in % before.units == 0 else head.input_units
 
 
 def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage, target: Placed) -> tuple[Cost, Cost]:
-    """Between two layers: the activations in the forward, and their gradient in the backward."""
+    """The change between two layers: the activations in the forward, and their gradient in the backward."""
     if not problem.charge_changes:
         return Cost(), Cost()
     nbytes = changing_bytes(problem, after)
@@ -122,14 +123,14 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
 
 
 def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
-    """The price of placing each layer so, in the order of the problem's layers."""
+    """The price of these placements, in the order of the problem's layers."""
     layers = []
     for index, (stage, how) in enumerate(zip(problem.layers, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
         layers.append(LayerPrice(stage, how, layer_cost(problem, placed, index), forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds
     compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-    waits_s = queue_s = 0.0  # in the order of the backward: weight gradients queue for the network, and compute lets them pass
+    waits_s = queue_s = 0.0  # in backward order: weight gradients queue for the network, and compute overlaps with it
     for index in reversed(range(len(layers))):
         cost = layers[index].cost
         times = Times.of(problem, layers[index].stage, placed[index], cost)

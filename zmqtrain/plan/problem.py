@@ -1,4 +1,4 @@
-"""What a plan is made for: the model, the batch, the processes, the network; and which choices each layer has."""
+"""The input of a plan: the model, the batch, the processes and the network; and the choices of each layer."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ ROW_CHOICES: tuple[Choice, ...] = ("model", "domain", "whole")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be done with a layer, and why the rest may not."""
+    """The possible placements of a layer, and why others are impossible."""
 
     placed: tuple[Placed, ...]
     excluded: dict[str, str] = field(default_factory=dict)
-    """A choice, or a choice on some grids -> the reason."""
+    """A choice, or a choice on certain grids -> the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """All that a plan depends on."""
+    """Everything on which a plan depends."""
 
     layers: tuple[Stage, ...]
     batch: int
-    """Samples a step, over all processes."""
+    """Samples per step, over all processes."""
     processes: int
     link: Link
     pricing: Pricing = field(default_factory=Paper)
     overlap: float = 0.0
-    """The share of compute time during which what may go on beside it really does: 0 none, 1 perfect."""
+    """The share of possible overlap of communication with compute that really happens: 0 none, 1 perfect."""
     flops_per_s: float = 0.0
-    """Of a process, for layers whose times are not known; 0: those take no time."""
+    """The speed of a process, for layers whose times are not known; 0: such layers take no time."""
     memory_bytes: float | None = None
-    """The most that a process may need."""
+    """The largest memory that a process may need."""
     optimizer_words: int = 1
     charge_changes: bool = True
     """Whether changes of placement between layers cost what Eq. 6 says."""
     whole_model: bool = False
-    """Whether the model must not be divided, in float16 for one (`zmqtrain.topology.rules`): only the batch is."""
+    """Whether only the batch may be divided and not the model, for example in float16 (`zmqtrain.topology.rules`)."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -77,32 +77,34 @@ class Problem:
         divided = [one for one in placed if one.choice != "whole"]
         if divided and not any(stage.seconds(self.flops_per_s)):
             placed = divided
-            excluded["whole"] = "its price is compute, whose times are not known"
+            excluded["whole"] = "its price is compute, but compute times are not known"
         return Options(tuple(placed), excluded)
 
     def obstacle(self, stage: Stage, placed: Placed) -> Obstacle | None:
-        """Why a layer cannot be placed so; none where it can."""
+        """Why a layer cannot be placed in this way; none if it can."""
         head, grid = stage.head, placed.grid
         if self.whole_model and grid.rows > 1:
-            return Obstacle("float16 is for models that are whole", always=True)
+            return Obstacle("float16 requires models that are not divided", always=True)
         if placed.choice == "model" and head.kind not in DIVISIBLE:
             return Obstacle(f"a layer of kind {head.kind} has no outputs by which its weights could be divided", always=True)
         if placed.choice == "domain" and not all(layer.image for layer in (head, *_spatial(stage))):
-            return Obstacle("its input is no image", always=True)
+            return Obstacle("its input is not an image", always=True)
         if placed.samples > self.batch:
-            return Obstacle(f"{placed.samples} parts of a batch of {self.batch} samples", always=placed.choice == "batch")
+            return Obstacle(
+                f"a batch of {self.batch} samples cannot be divided into {placed.samples} parts", always=placed.choice == "batch"
+            )
         if placed.choice == "model" and grid.rows > head.units:
-            return Obstacle(f"more rows than its {head.units} outputs")
+            return Obstacle(f"there would be more rows than its {head.units} outputs")
         if placed.choice == "model" and grid.rows > head.groups > 1 and grid.rows % head.groups:
-            return Obstacle(f"a row must have whole groups of its {head.groups}, or a part of one")
+            return Obstacle(f"each row must have whole groups of its {head.groups}, or a part of one")
         if placed.choice == "domain":
             least = min(head.inputs[1], head.outputs[1])
             if grid.rows > least:
-                return Obstacle(f"more rows than the {least} of its image")
+                return Obstacle(f"there would be more rows than the {least} of its image")
         return None
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
-        """What the slowest process computes: forward and backward."""
+        """Seconds of the slowest process: forward and backward."""
         forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0])
         grid = placed.grid
         share = math.ceil(self.batch / placed.samples)
@@ -115,26 +117,26 @@ class Problem:
         return forward * work, backward * work
 
     def memory(self, stage: Stage, placed: Placed) -> Memory:
-        """Of one process."""
+        """The memory of one process for a layer."""
         return memory(stage, placed, self.batch, word_bytes=self.pricing.word_bytes, optimizer_words=self.optimizer_words)
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why something cannot be."""
+    """Why a placement is impossible."""
 
     text: str
     always: bool = False
-    """On whatever grid."""
+    """On any grid."""
 
 
 def plan_of(problem: Problem, placed: Sequence[Placed]) -> Plan:
-    """As `zmqtrain.parallelize` takes it."""
+    """The plan in the form that `zmqtrain.parallelize` takes."""
     return Plan(tuple(LayerPlan(stage.name, how.choice, how.grid) for stage, how in zip(problem.layers, placed, strict=True)))
 
 
 def placed_of(problem: Problem, plan: Plan) -> list[Placed]:
-    """A plan's placement of each layer. Raises `UsageError` where the plan is for another model, or cannot be carried out."""
+    """A plan's placement of each layer. Raises `UsageError` if the plan is for another model, or cannot be carried out."""
     names = [stage.name for stage in problem.layers]
     unknown = [layer.layer for layer in plan if layer.layer not in names]
     missing = [name for name in names if plan.of(name) is None]
@@ -142,23 +144,28 @@ def placed_of(problem: Problem, plan: Plan) -> list[Placed]:
         meant = did_you_mean(unknown[0], names) if unknown else None
         parts = [
             f"it has no layer {unknown[0]!r}" + (f" (did you mean {meant!r}?)" if meant else "") if unknown else "",
-            f"the plan says nothing about {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "") if missing else "",
+            f"the plan has no entry for {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "") if missing else "",
         ]
         raise UsageError(f"the plan is for another model than this one: {'; '.join(filter(None, parts))}")
     if plan.size != problem.processes:
-        raise UsageError(f"the plan is for {plan.size} processes, and the group has {problem.processes}")
+        raise UsageError(f"the plan is for {plan.size} processes, but the group has {problem.processes}")
     found = []
     for stage in problem.layers:
         layer = plan.of(stage.name)
         assert layer is not None
+        if layer.strips != "height":
+            raise UsageError(
+                f"the plan divides the images of layer {stage.name} by {layer.strips}: it can be launched, but "
+                "prices are known for strips of their height alone"
+            )
         one = Placed.of(layer.choice, layer.grid)
         reason = problem.obstacle(stage, one)
         if reason is not None:
-            raise UsageError(f"the plan's {layer.choice} {layer.grid} of layer {stage.name} cannot be: {reason.text}")
+            raise UsageError(f"the plan's {layer.choice} {layer.grid} of layer {stage.name} is impossible: {reason.text}")
         found.append(one)
     return found
 
 
 def _spatial(stage: Stage) -> list[LayerShape]:
-    """Followers that look at neighbouring rows."""
+    """Followers whose output depends on neighbouring rows."""
     return [layer for layer in stage.followers if layer.kind == "pool"]

@@ -1,4 +1,4 @@
-"""The layers of a profile, and a profile's times for layers that were traced."""
+"""The layers of a profile, and a profile's times for traced layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from zmqtrain.train.device.profile import Layer, Profile
 
 
 def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
-    """As much as a profile says: sizes, arithmetic and times. ``batch``: a process's, for profiles whose times are of any number.
+    """The layers as far as a profile describes them: sizes, arithmetic and times. ``batch``: a process's, for profiles whose times
+    hold for any number of samples.
 
-    A profile has no shapes. How many outputs a layer has follows from its weights, arithmetic and activations; rows of images do
+    A profile has no shapes. The number of a layer's outputs follows from its weights, arithmetic and activations; rows of images do
     not, so nothing is divided by domain.
     """
     found: list[LayerShape] = []
@@ -23,7 +24,7 @@ def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
         outputs = shape or (layer.activation_numel or 1,)
         kind: Kind = "other" if not layer.numel or shape is None else "linear"
         if layer.numel and layer.flops_forward <= 16 * layer.activation_numel and layer.flops_forward:
-            kind = "norm"  # a few operations for each element
+            kind = "norm"  # a few operations per element
         found.append(
             LayerShape(
                 layer.name,
@@ -41,7 +42,8 @@ def profile_layers(profile: Profile, batch: int) -> tuple[LayerShape, ...]:
 
 
 def with_times(layers: Sequence[LayerShape], profile: Profile, batch: int) -> tuple[LayerShape, ...]:
-    """Traced layers with the times of the profile's layers of the same names. Raises `UsageError` where it is of another model."""
+    """Traced layers with the times of the profile's layers of the same names. Raises `UsageError` if it is another model's
+    profile."""
     profile.check_model({layer.name: layer.weights for layer in layers})
     each = profile.scaled(batch) / batch
     times = {layer.name: (layer.forward_s * each, layer.backward_s * each) for layer in profile.layers}
@@ -52,9 +54,9 @@ def with_times(layers: Sequence[LayerShape], profile: Profile, batch: int) -> tu
 
 
 def _outputs(layer: Layer) -> tuple[int, ...] | None:
-    """(positions, outputs) of a layer that multiplies by a matrix, with or without biases; none where the figures fit neither.
+    """(positions, outputs) of a layer that multiplies by a matrix, with or without biases; none if the figures fit neither.
 
-    Of n parameters W are the matrix and n - W the biases, one for each output; each of p positions costs 2 W, so that
+    Of n parameters, W are the matrix and n - W the biases, one for each output. Each of p positions costs 2 W, so either
     p (n - W) = activations, or n = W.
     """
     flops, numel, activations = layer.flops_forward, layer.numel, layer.activation_numel

@@ -1,6 +1,6 @@
-"""A little world of things that wait for each other, on a clock of its own: lines, and NICs that are shared evenly.
+"""A small simulation of things that wait for each other, with its own clock: lines, and NICs that are shared evenly.
 
-Who does something is a generator: it yields what it waits for, as a `Begin`, and is resumed when that is over.
+An actor is a generator: it yields what it waits for, as a `Begin`, and is resumed when that is over.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from itertools import count
 from typing import TypeAlias
 
 GoOn: TypeAlias = Callable[[], None]
-#: Begins something, and calls back when it is over.
+#: Starts something, and calls back when it is over.
 Begin: TypeAlias = Callable[[GoOn], None]
 Life: TypeAlias = Generator[Begin, None, None]
 
-#: What takes no time at all would never be over: a byte takes at least this.
+#: A lower bound on the time of a byte: a transfer that takes no time would never end.
 _LEAST_BYTE_S = 1e-18
 
 
 class Queues:
-    """The clock, and what is to happen."""
+    """The clock, and the pending events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,15 +28,15 @@ class Queues:
         self._events: list[tuple[float, int, GoOn]] = []
 
     def at(self, seconds: float, then: GoOn) -> None:
-        """So much later."""
+        """Call ``then`` after this many seconds."""
         heappush(self._events, (self.now + seconds, next(self._numbers), then))
 
     def sleep(self, seconds: float) -> Begin:
-        """Something that takes so long."""
+        """Something that takes this many seconds."""
         return lambda go_on: self.at(seconds, go_on)
 
     def start(self, life: Life, ended: GoOn | None = None) -> None:
-        """Let somebody live, who begins at once."""
+        """Run an actor, starting now."""
 
         def go_on() -> None:
             begin = next(life, None)
@@ -48,7 +48,7 @@ class Queues:
         go_on()
 
     def together(self, lives: Sequence[Life]) -> Begin:
-        """All of them, until the last one is over."""
+        """Run all actors, until the last one has finished."""
 
         def begin(go_on: GoOn) -> None:
             left = len(lives)
@@ -65,14 +65,14 @@ class Queues:
         return begin
 
     def run(self) -> None:
-        """Until nothing is to happen any more."""
+        """Run until no event is pending."""
         while self._events:
             self.now, _, then = heappop(self._events)
             then()
 
 
 class Line:
-    """Something for one at a time. Of those who wait, the lowest rank is next, of equal ones who came first."""
+    """A resource for one user at a time. Of those waiting, the lowest rank is next; of equals, the one that came first."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues, self._busy = queues, False
@@ -80,21 +80,21 @@ class Line:
         self._numbers = count()
 
     def taken(self, rank: int, work: Begin) -> Life:
-        """Wait for it, and have it for as long as the work takes."""
+        """Wait for the resource, and hold it while ``work`` runs."""
         yield self.take(rank)
         yield work
         self.give()
 
     def take(self, rank: int = 0) -> Begin:
-        """Wait for it, and have it until it is given back."""
+        """Wait for the resource, and hold it until `give` is called."""
         return lambda go_on: self._come(rank, go_on)
 
     def give(self) -> None:
-        """Let the next one have it."""
+        """Pass the resource to the next one waiting."""
         self._busy = False
         if self._waiting:
             self._busy = True
-            # Not from within who goes: that one is done with it first.
+            # Not called directly from here: the caller must finish with the resource first.
             self._queues.at(0.0, heappop(self._waiting)[2])
 
     def _come(self, rank: int, go_on: GoOn) -> None:
@@ -106,14 +106,14 @@ class Line:
 
 
 class Nic:
-    """One direction of a NIC. All who use it at the same time get the same share."""
+    """One direction of a NIC. All simultaneous users get the same share."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues, self._since, self._version = queues, 0.0, 0
         self._flows: list[_Flow] = []
 
     def carry(self, nbytes: float, alone_byte_s: float, nic_byte_s: float) -> Begin:
-        """``alone_byte_s``: a byte's time where nobody else uses it, by whatever is slowest on the way; ``nic_byte_s``: on this
+        """``alone_byte_s``: seconds per byte if nothing else uses it, by the slowest part of the path; ``nic_byte_s``: on this
         NIC."""
 
         def begin(go_on: GoOn) -> None:
@@ -137,7 +137,7 @@ class Nic:
             self._queues.at(max(0.0, first.left * first.byte_s(many)), lambda: self._ends(first, version))
 
     def _ends(self, flow: _Flow, version: int) -> None:
-        if version == self._version:  # nobody has come meanwhile
+        if version == self._version:  # no transfer has started in the meantime
             self._advance()
             self._flows.remove(flow)
             self._plan()

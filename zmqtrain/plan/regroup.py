@@ -11,11 +11,12 @@ from zmqtrain.topology.schema import Topology
 
 
 def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) -> Topology:
-    """The job with so many groups of all its workers, which meet at model servers without waiting for each other.
+    """The job with ``groups`` groups of all its workers, which use model servers without waiting for each other.
 
-    A group's batch stays as it is: more groups of fewer workers take longer for it. ``merged``: whether with a merged FC server; as
-    the file has it where nothing is said. Weights for the workers of groups of another size become even parts. Raises `UsageError`
-    where the workers cannot be divided so, or the result breaks a rule.
+    A group's batch stays as it is, so more groups with fewer workers take longer for it. ``merged``: whether to use a merged FC
+    server;
+    ``None``: as the file says. Weights for the workers of groups of another size are replaced by even parts. Raises `UsageError` if
+    the workers cannot be divided in this way, or the result breaks a rule.
     """
     workers = topology.compute.workers
     if groups < 1 or workers % groups:
@@ -42,7 +43,7 @@ def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) ->
 
 
 def without_pipeline(topology: Topology) -> Topology:
-    """The job with one group on each set of slots, instead of several that take turns there."""
+    """The job with one group on each set of slots, in place of several that take turns there."""
     compute = topology.compute
     if compute.pipeline == 1:
         return topology

@@ -1,4 +1,4 @@
-"""Plans by simple rules, which the planner is compared with: pure ones, one grid for all layers, a grid for some."""
+"""Plans by simple rules, for comparison with the planner: pure ones, one grid for all layers, one grid for some layers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from zmqtrain.plan.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """A plan by a rule."""
+    """A plan made by a rule."""
 
     name: str
     grid: Grid
     placed: tuple[Placed, ...]
     price: PlanPrice
     obstacle: str | None
-    """Why it could not be carried out; it has a price all the same."""
+    """Why it cannot be carried out; it has a price anyway."""
 
 
 def same_grid(problem: Problem, grid: Grid) -> list[Placed]:
-    """Every layer's model divided over the rows (Eq. 8); those that cannot be, are computed whole."""
+    """All layers model-parallel over the rows (Eq. 8); those that cannot be divided are computed whole."""
     return [_model_or_whole(problem, index, grid) for index in range(len(problem.layers))]
 
 
 def grid_for_connected(problem: Problem, grid: Grid) -> list[Placed]:
-    """Layers without images by the grid, all others pure batch."""
+    """Layers without images on the grid, all others pure batch."""
     batch = Placed.of("batch", grid)
     return [batch if stage.head.image else _model_or_whole(problem, index, grid) for index, stage in enumerate(problem.layers)]
 
 
 def domain_for_images(problem: Problem, grid: Grid) -> list[Placed]:
-    """Images in strips over the rows, all other layers model divided over them."""
+    """Images in strips over the rows, all other layers model-parallel over them."""
     strips = Placed.of("domain", grid)
     return [strips if stage.head.image else _model_or_whole(problem, index, grid) for index, stage in enumerate(problem.layers)]
 
@@ -57,7 +57,7 @@ def every_grid(problem: Problem, name: str, rule: Callable[[Problem, Grid], list
 
 
 def best(plans: Sequence[Ruled]) -> Ruled:
-    """The shortest step of those that can be carried out; of all, if none can."""
+    """The shortest step among those that can be carried out; among all, if none can."""
     return min([each for each in plans if each.obstacle is None] or plans, key=lambda each: each.price.step_s)
 
 

@@ -1,4 +1,4 @@
-"""From a topology file to what a plan is made for."""
+"""Reads from a topology file what a plan needs."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from zmqtrain.train.task import build_model, load_task, user_code
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The layers to plan for, and where they come from."""
+    """The layers to plan for, and their source."""
 
     layers: tuple[LayerShape, ...]
     what: str
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What a plan chooses for."""
+        """The units for which a plan makes choices."""
         return stages(self.layers)
 
 
 def source_of(topology: Topology, data: str | None = None) -> Source:
-    """The layers of ``[plan] layers``, else of the task's model, else of the profile. ``data``: as ``--data`` says.
+    """The layers of ``[plan] layers``, or else of the task's model, or else of the profile. ``data``: the value of ``--data``.
 
-    Raises `UsageError` where there is none of them or they do not fit together, `TaskError` where the task's code fails.
+    Raises `UsageError` if there is none of them or they do not fit together, `TaskError` if the task's code fails.
     """
     settings, compute = topology.plan, topology.compute
     profile = None if compute.profile is None else Profile.load(compute.profile)
@@ -74,12 +74,12 @@ def source_of(topology: Topology, data: str | None = None) -> Source:
 
 
 def part_of(topology: Topology) -> int:
-    """Samples of a worker's step, of which the layers' times are."""
+    """The number of samples of a worker's step, to which the layers' times apply."""
     return max(1, topology.compute.batch_size // topology.compute.group_size)
 
 
 def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | None = None, batch: int | None = None) -> Problem:
-    """The problem of planning a compute group. ``processes``, ``batch``: instead of the file's."""
+    """The problem of planning a compute group. ``processes``, ``batch``: in place of the file's."""
     settings, compute = topology.plan, topology.compute
     processes = processes or compute.group_size
     return Problem(
@@ -97,7 +97,8 @@ def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | 
 
 
 def pricing_of(topology: Topology, processes: int) -> Pricing:
-    """As ``[plan] pricing`` says. Of hosts with different numbers of a group's processes, the smallest counts."""
+    """The way to calculate costs that ``[plan] pricing`` names. If hosts have different numbers of a group's processes, the
+    smallest counts."""
     settings = topology.plan
     if settings.pricing == "paper":
         return Paper(settings.word_bytes, settings.dx)
@@ -106,8 +107,8 @@ def pricing_of(topology: Topology, processes: int) -> Pricing:
 
 
 def hosts_of_group(topology: Topology, processes: int) -> tuple[str, ...]:
-    """The host of each process of a group of so many: as a run would place it, by itself where the file has groups of another
-    size."""
+    """The host of each process of a group of ``processes``: as a run would place it, or on its own if the file's groups have
+    another size."""
     compute = topology.compute
     if processes != compute.group_size:
         alone = {"groups": 1, "group_size": processes, "pipeline": 1, "parts": "even"}
@@ -116,10 +117,11 @@ def hosts_of_group(topology: Topology, processes: int) -> tuple[str, ...]:
 
 
 def link_of(topology: Topology) -> Link:
-    """alpha and beta of ``[network]``, its slowest NIC; where it says nothing, of the slowest link that was measured between the
-    file's hosts (`zmqtrain profile --links`); where none was, of this runtime over a 10 Gbit/s link.
+    """alpha and beta of ``[network]``, for its slowest NIC. If it does not say, those of the slowest link that was measured between
+    the file's hosts (`zmqtrain profile --links`); if none was measured, those of this runtime over a 10 Gbit/s link.
 
-    Handing a message over takes time beside the network's, which the paper's pricing does not count; measured latencies have it.
+    Handing over a message takes time in addition to the network's. The paper's pricing does not count it; measured latencies
+    include it.
     """
     model = links_of(topology)
     nics = [nic for host in topology.hosts if (nic := model.host(host.name).bandwidth) is not None]
@@ -135,17 +137,17 @@ def link_of(topology: Topology) -> Link:
 
 
 def link_source(topology: Topology) -> str:
-    """Where `link_of` has its figures from, in words."""
+    """The source of the figures of `link_of`, in words."""
     nics = any(links_of(topology).host(host.name).bandwidth is not None for host in topology.hosts)
     known = (nics, topology.network.latency is not None)
     if all(known):
         return "[network]"
-    rest = "a usual 10 Gbit/s network" if measured_link(topology) is None else f"links measured in {topology.compute.profile}"
+    rest = "a typical 10 Gbit/s network" if measured_link(topology) is None else f"links measured in {topology.compute.profile}"
     return f"[network] and {rest}" if any(known) else rest
 
 
 def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The task's model, and the inputs of a few samples. Raises `UsageError` where there is no task, `TaskError` where it fails."""
+    """The task's model, and the inputs of a few samples. Raises `UsageError` if there is no task, `TaskError` if it fails."""
     job, data = topology.job, data_path_of(data, topology)
     if job.task is None:
         raise UsageError("there is no model to run: set [job] task")

@@ -1,4 +1,4 @@
-"""AlexNet's layers, in the forms that readings of the paper differ by. By name, like ``alexnet-grouped-224``."""
+"""AlexNet's layers, in the variants that arise from different readings of the paper, by names such as ``alexnet-grouped-224``."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from zmqtrain.plan.layers import LayerShape
 from zmqtrain.topology.suggest import did_you_mean
 
 Image = Literal["227", "224", "224-padded"]
-#: Fields of the network's images: what the first convolution does with them differs.
+#: The image sizes of the variants, which the first convolution treats differently.
 IMAGES: tuple[Image, ...] = ("227", "224", "224-padded")
 
 
 @dataclass(frozen=True, slots=True)
 class Alexnet:
-    """Which AlexNet. Krizhevsky's had two groups of channels, and images of 224 that only fit as 227, or padded."""
+    """A variant of AlexNet. Krizhevsky's had two groups of channels, and images of 224 that fit only as 227, or padded."""
 
     image: Image = "227"
-    """``227``: no padding at the first convolution, 55 rows. ``224``: the same, 54 rows. ``224-padded``: padded so that every layer
+    """``227``: no padding in the first convolution, 55 rows. ``224``: the same, 54 rows. ``224-padded``: padded so that every layer
     divides its rows by its stride (56 rows, then 28, 14, 7)."""
     grouped: bool = False
     """Whether convolutions 2, 4 and 5 see one half of the channels each."""
 
     @property
     def name(self) -> str:
-        """As in a topology file."""
+        """The name in a topology file."""
         return "alexnet" + "-grouped" * self.grouped + (f"-{self.image}" if self.image != "227" else "")
 
     def layers(self, *, biases: bool = False) -> tuple[LayerShape, ...]:
@@ -80,16 +80,16 @@ TABLES = {table.name: table for table in itertools.starmap(Alexnet, itertools.pr
 
 
 def shipped_table(name: str) -> Alexnet:
-    """The table of this name. Raises `UsageError`."""
+    """The table with this name. Raises `UsageError`."""
     if name in TABLES:
         return TABLES[name]
     meant = did_you_mean(name, TABLES)
     hint = f"; did you mean {meant!r}?" if meant else ""
-    raise UsageError(f"[plan] layers = {name!r}: no table of layers has this name; there are {', '.join(sorted(TABLES))}{hint}")
+    raise UsageError(f"[plan] layers = {name!r}: there is no such table of layers; choose one of {', '.join(sorted(TABLES))}{hint}")
 
 
 def before_pooling(layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-    """The same layers where activations travel before they are pooled: d_i is what a layer gives, and the next one is given."""
+    """The same layers, with activations counted before pooling: d_i is a layer's output and the next layer's input."""
     found: list[LayerShape] = []
     for layer in layers:
         if layer.kind == "pool":

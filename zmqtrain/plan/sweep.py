@@ -13,7 +13,7 @@ from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import domain_for_images, every_grid, pure
 
 Scaling = Literal["strong", "weak", "beyond"]
-#: How far beyond the batch size a sweep goes: so many processes a sample.
+#: How far beyond the batch size a sweep goes, in processes per sample.
 BEYOND = (1, 2, 4, 8)
 
 
@@ -28,25 +28,25 @@ class Point:
     obstacle: str
     """Why there is no plan."""
     batch_s: float | None
-    """A step by pure batch parallelism; none where there are more processes than samples."""
+    """A step with pure batch parallelism; none if there are more processes than samples."""
     model_s: float | None
-    """By pure model parallelism; none where it cannot be."""
+    """A step with pure model parallelism; none if that is impossible."""
     domain_s: float | None
-    """With all images in strips and all other layers model-parallel, on the best grid; none where there is none."""
+    """A step with all images in strips and all other layers model-parallel, on the best grid; none if there is none."""
 
     @property
     def summary(self) -> str:
-        """How many layers are placed how."""
+        """How many layers are placed in which way."""
         if self.planned is None:
             return self.obstacle
         return ", ".join(f"{count} {how}" for how, count in Counter(map(str, self.planned.placed)).items())
 
 
 def sweep(make: Callable[[int, int], Problem], processes: Sequence[int], batches: Sequence[int], *, part: int) -> Iterator[Point]:
-    """All points. ``make(processes, batch)`` gives the problem; ``part``: a process's samples in weak scaling.
+    """All points. ``make(processes, batch)`` returns the problem; ``part``: samples per process in weak scaling.
 
-    Strong: each batch on all numbers of processes. Weak: ``part`` samples a process. Beyond: as many samples as the
-    most of the processes, and more processes still, by `BEYOND`.
+    Strong: each batch on all numbers of processes. Weak: ``part`` samples per process. Beyond: as many samples as the largest
+    number of processes, and more processes still, by `BEYOND`.
     """
     for batch in batches:
         for size in processes:

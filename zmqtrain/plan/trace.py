@@ -1,4 +1,4 @@
-"""The layers of any model: one forward on tensors without content, watched by hooks."""
+"""The layers of any model, found by one forward on tensors without content, observed by hooks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _Av
 from torch.utils.hooks import RemovableHandle
 
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.domain.make import HALO
-from zmqtrain.parallel.rewrite.rules import DROPOUTS, ELEMENTWISE_LAYERS
+from zmqtrain.parallel.domain.make import HALO, LOCAL
 from zmqtrain.plan.layers import DIVISIBLE, Kind, LayerShape, Weights
 
-#: Samples of the traced forward: as few as batch norm allows in training.
+#: Samples of the traced forward: the fewest that batch norm allows in training.
 SAMPLES = 2
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _POOLS = (_AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd)
-#: Modules with others inside that are one layer, because they are divided as one.
+#: Modules with submodules that count as one layer, because they are divided as one.
 _ONE_LAYER = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-#: Layers without weights that take some of the channels as well as all.
-_BY_CHANNEL = (*ELEMENTWISE_LAYERS, *DROPOUTS, *HALO, nn.Flatten)
+#: Layers without weights that work on some channels in the same way as on all.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_BY_CHANNEL = (*(LOCAL - {nn.PReLU, nn.LocalResponseNorm, nn.Softmax2d, nn.ChannelShuffle}), *_DROPOUTS, *HALO, nn.Flatten)
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class _Call:
 
 
 def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, ...]:
-    """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: of a batch, samples first.
+    """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: those of a batch, samples first.
 
     Names are those of `named_modules`. A layer that is called more than once is one layer. What is not a module (functions, sums of
-    branches) is not seen: activations are counted as modules leave them. Nothing is computed where the model can run on torch's
-    meta tensors; else two samples run for real. Raises `UsageError` where the forward fails, or no layer with weights is called.
+    branches) is not seen: activations are counted as modules return them. Nothing is computed if the model can run on torch's
+    meta tensors; otherwise two samples run for real. Raises `UsageError` if the forward fails, or calls no layer with weights.
     """
     training = model.training
     try:
@@ -64,14 +64,14 @@ def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
     first = [_map(one, lambda tensor: tensor[:samples]) for one in inputs]
     error: Exception | None = None
     for device in ("meta", "cpu"):
-        # Parameters are put back afterwards, the very same ones.
+        # The very same parameters are put back afterwards.
         with _on(model, device), torch.no_grad():
             calls: list[_Call] = []
             watches = list(_watch(model, calls))
             try:
                 model(*[_map(one, lambda tensor, to=device: tensor.to(to)) for one in first])
                 return calls
-            except Exception as failed:  # noqa: BLE001 - the model's own code; some needs values, so it is run for real once more
+            except Exception as failed:  # noqa: BLE001 - raised by the model's code; it may need values, so it is run again for real
                 error = failed
             finally:
                 for watch in watches:
@@ -81,7 +81,7 @@ def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
 
 
 def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
-    """Hooks on the modules that are layers: those with weights of their own, and those without modules inside."""
+    """Hooks on the modules that count as layers: those with weights of their own, and those without submodules."""
 
     def hook(name: str, module: nn.Module) -> RemovableHandle:
         def called(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -96,7 +96,7 @@ def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
     for name, module in model.named_modules():
         if module in inside:
             continue
-        if isinstance(module, _ONE_LAYER):  # attention uses its output's weights without calling the layer
+        if isinstance(module, _ONE_LAYER):  # attention uses its output layer's weights without calling that layer
             inside.update(module.modules())
         elif any(True for _ in module.children()) and not any(True for _ in module.parameters(recurse=False)):
             continue
@@ -114,7 +114,7 @@ def _layer(call: _Call) -> LayerShape:
         positions *= size
     if isinstance(module, nn.Embedding):
         matrices = 0
-    if isinstance(module, _ConvTransposeNd):  # each input is multiplied by all weights, rather than each output made of them
+    if isinstance(module, _ConvTransposeNd):  # each input is multiplied by all weights; in others each output is made from them
         positions = shape.numel_in // call.inputs[0]
     elementwise = 0 if shape.kind == "own" else shape.numel_out
     shape = replace(
@@ -143,7 +143,7 @@ def _layer(call: _Call) -> LayerShape:
 
 
 def _attention(module: nn.Module) -> dict[str, Any]:
-    """What heads divide: of attention alone, or of a transformer's layers together."""
+    """What heads divide: of attention alone, or of a transformer layer as a whole."""
     if isinstance(module, nn.TransformerEncoder):
         layers = [_attention(layer) for layer in module.layers]
         heads = min((layer["heads"] for layer in layers), default=0)
@@ -168,7 +168,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _whole(module: nn.Linear) -> int:
-    """The biases, which are whole where inputs are divided."""
+    """The number of biases, which are whole if inputs are divided."""
     return 0 if module.bias is None else module.bias.numel()
 
 
@@ -198,7 +198,7 @@ def _kind(module: nn.Module, weights: int) -> Kind:
 
 @contextmanager
 def _on(model: nn.Module, device: str) -> Iterator[None]:
-    """The model's parameters and buffers on another device for a while; layers see them as their own."""
+    """A context in which the model's parameters and buffers are on another device; layers see them as their own."""
     if device == "cpu":
         yield
         return
@@ -230,7 +230,7 @@ def _map(value: Any, function: Any) -> Any:
 
 
 def _first(value: Any) -> Tensor | None:
-    """The first tensor in it."""
+    """The first tensor in ``value``."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -245,7 +245,7 @@ def _sample(tensor: Tensor, turned: bool) -> tuple[int, ...]:
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """Of height and width."""
+    """A setting for height and width."""
     if isinstance(value, tuple):
         return (int(value[0]), int(value[-1]))
     return (int(value), int(value))

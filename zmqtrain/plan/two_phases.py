@@ -1,4 +1,4 @@
-"""Where a model's fully connected phase begins, and how long both phases take for so many samples."""
+"""Where a model's fully connected phase starts, and how long both phases take for a number of samples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zmqtrain.plan.layers import LayerShape
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.profile import Profile
 
-#: Layers in which every weight works on every sample many times: they belong to the convolution phase.
+#: Layers in which every weight is used many times per sample: they belong to the convolution phase.
 _SHARED_WEIGHTS = ("conv", "recurrent", "attention", "embedding")
 
 
 def split_of(layers: Sequence[LayerShape], named: str | None = None) -> int:
-    """Where the fully connected phase begins: the index of the first linear layer behind the last layer that shares its weights
-    among positions (convolutions, recurrent layers, attention). As many as there are layers where nothing is left: no such phase.
+    """The start of the fully connected phase: the index of the first linear layer after the last layer that shares its weights
+    among positions (convolutions, recurrent layers, attention). The number of layers if there is no such phase.
 
-    ``named``: the module at which it begins instead. A profile knows no kinds: a layer with several positions counts as one that
-    shares them.
+    ``named``: the module at which it starts instead. A profile has no kinds of layers, so a layer with several positions counts as
+    one that shares weights.
     """
     if named is not None:
         places = (index for index, each in enumerate(layers) if each.name == named or each.name.startswith(f"{named}."))
@@ -34,7 +34,7 @@ def _shares(layer: LayerShape) -> bool:
     return layer.kind in _SHARED_WEIGHTS or (layer.kind == "linear" and len(layer.outputs) == 2 and layer.outputs[0] > 1)
 
 
-#: How many times a sample's times so many samples take.
+#: Maps a number of samples to the factor on a sample's times.
 Lasts = Callable[[float], float]
 
 
@@ -45,7 +45,7 @@ def in_proportion(samples: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How times grow with the samples, where the profile has measured several sizes. Times of layers are those of a sample, as a
+    """How times grow with the samples, if the profile has measured several sizes. Times of layers are those of a sample, as a
     share of ``samples`` of them."""
 
     whole: Lasts = in_proportion
@@ -56,7 +56,7 @@ class Growth:
 
     @classmethod
     def of(cls, topology: Topology, samples: int) -> Growth:
-        """As the job's profile has it. Raises `UsageError` where that cannot be read."""
+        """The growth that the job's profile has measured. Raises `UsageError` if it cannot be read."""
         if topology.compute.profile is None:
             return cls()
         profile = Profile.load(topology.compute.profile)
@@ -69,7 +69,7 @@ class Growth:
 
 
 def _lasts(part: Profile, profile: Profile, samples: int) -> Lasts:
-    """Layers' times are the profile's, scaled to ``samples``; the part's own grow in its own way."""
+    """Layers' times are the profile's, scaled to ``samples``; the part's own times grow in their own way."""
     if not profile.batch_size:
         return lambda _: float(samples)  # the same for any number
     base = profile.scaled(samples) / samples

@@ -1,6 +1,6 @@
-"""The agent: the one process of a host that starts its roles, vouches for them, tells how they end, and ends them.
+"""The agent: the one process of a host that starts its roles, reports that they are alive and how they end, and ends them.
 
-It is the same code in every world. What a world has below it is `Processes`: processes that a fork server forks
+It is the same code in every world. Worlds differ in `Processes`: processes that a fork server forks
 (`zmqtrain.launcher.forked`), or coroutines of a simulated machine (`zmqtrain.simulate.host`)::
 
     link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
@@ -8,7 +8,7 @@ It is the same code in every world. What a world has below it is `Processes`: pr
     ...                         # a signal may call agent.stop() or agent.preempt() from here on
     await agent.run()           # until this host's part of the run is over
 
-An agent runs no training code and imports no torch, so nothing that a role does can keep its heartbeats from being sent.
+An agent runs no training code and imports no torch, so no role can prevent its heartbeats from being sent.
 """
 
 from __future__ import annotations
@@ -33,45 +33,46 @@ if TYPE_CHECKING:
     from zmqtrain.net.endpoint import PeerId
     from zmqtrain.topology.placement import RolePlacement
 
-#: Seconds between messages with what roles print: a role that prints much costs a few messages a second.
+#: Seconds between messages with the roles' output, so that a role that prints much costs only a few messages per second.
 PRINT_S = 0.05
-#: Texts of one role are joined up to this many characters.
+#: Pieces of one role's output are joined up to this many characters.
 LONGEST_TEXT = 32_000
 
 
 class RoleProcess(Protocol):
-    """One process of a role, which has been started. Whoever started it calls `close` when it has ended."""
+    """One process of a role that has been started. Its agent calls `close` when it has ended."""
 
     @property
     def pid(self) -> int | None:
-        """Its number on its host, where it has one."""
+        """Its process number on its host, if it has one."""
 
     @property
     def exited(self) -> asyncio.Future[int]:
-        """Its exit code, once it has ended; negative for a signal. Several may wait for it: shield it."""
+        """Completes with its exit code (negative for a signal) when it has ended. Several tasks may await it: use
+        ``asyncio.shield``."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal (SIGTERM asks it to end, SIGKILL ends it). Nothing happens where it has ended."""
+        """Send it a signal (SIGTERM asks it to end, SIGKILL ends it). Does nothing if it has ended."""
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when all that it has printed until its end has been handed on, at the latest after ``timeout_s``: a process that
-        it started itself may hold its output open."""
+        """Return when all its output up to its end has been passed on, or after ``timeout_s`` seconds: a process that it started
+        itself may keep its output open."""
 
     def report(self) -> Mapping[str, Any] | None:
-        """The error report that it has left, if any, once it has ended."""
+        """The error report that it wrote, if any, once it has ended."""
 
     def close(self) -> None:
-        """Hand on the rest of what it has printed, and let go of it. The process itself is not ended. Idempotent."""
+        """Pass on the rest of its output, and release its resources. Does not end the process. Idempotent."""
 
 
 class Processes(Protocol):
-    """What an agent needs of its host."""
+    """What an agent needs from its host."""
 
     async def start(self, role: RolePlacement, environment: RoleEnvironment, printed: Callable[[str], None]) -> RoleProcess:
-        """Start a process that becomes this role.
+        """Start a process for this role.
 
-        ``environment`` is how it finds the run. ``printed`` is given what it prints, in whole lines, on the loop's thread.
-        Raises `HostLostError` where this host can start no more processes.
+        ``environment`` tells it how to find the run. ``printed`` gets its output in whole lines, on the loop's thread.
+        Raises `HostLostError` if this host cannot start any more processes.
         """
 
 
@@ -79,25 +80,25 @@ class Agent:
     """Starts and watches the roles of one host."""
 
     def __init__(self, link: AgentLink, description: RunDescription, environment: RoleEnvironment, processes: Processes) -> None:
-        """``link``: this host's membership, joined already. ``environment``: the agent's own; each role has the same but for its
-        name."""
+        """``link``: this host's membership, which has joined. ``environment``: the agent's own; each role gets the same with its
+        own name."""
         self._link, self._description, self._environment, self._processes = link, description, environment, processes
         self._timeouts = environment.timeouts
         self._patience_s = self._timeouts.grace_s / 2  # how long roles may take to end by themselves
-        self._running: dict[PeerId, RoleProcess] = {}  # the newest process of each role
-        self._lives: dict[PeerId, asyncio.Task[None]] = {}  # what watches each role
-        self._watching: asyncio.TaskGroup | None = None  # has the tasks of `_lives`, as long as there are any
+        self._running: dict[PeerId, RoleProcess] = {}  # the latest process of each role
+        self._lives: dict[PeerId, asyncio.Task[None]] = {}  # the task that watches each role
+        self._watching: asyncio.TaskGroup | None = None  # the task group of `_lives`, as long as there are tasks
         self._stopping = asyncio.Event()
         self._preempted = asyncio.Event()
-        self._stopped: set[PeerId] = set()  # roles whose end was our doing
+        self._stopped: set[PeerId] = set()  # roles that this agent has ended
         self._lines: list[dict[str, Any]] = []
         self._more_lines = asyncio.Event()
 
     async def run(self) -> None:
         """Start all roles of this host, and return when all have ended, the coordinator knows, and the host has left the run.
 
-        Raises `ConnectivityError` where the coordinator is gone or has given this host up. Nobody waits for its roles then: end
-        those that are left.
+        Raises `ConnectivityError` if the coordinator is gone or has given up this host. Its roles are not needed then: end those
+        that are left.
         """
         self._link.on_halt(self._halt)
         self._link.on_lost(self._end_lost)
@@ -115,16 +116,16 @@ class Agent:
                 task.cancel()
 
     def stop(self) -> None:
-        """End all roles in good order, as when the run is halted: whoever runs this agent was told to end."""
+        """End all roles in an orderly way, as when the run is halted. Called when this process was told to end."""
         self._stopping.set()
 
     def preempt(self) -> None:
-        """This host is about to be taken away: ask the coordinator that all stop with a checkpoint, while there is time."""
+        """This host is about to be taken away: ask the coordinator to stop all workers with a checkpoint while there is time."""
         self._preempted.set()
 
     def start_again(self, role: RolePlacement) -> bool:
-        """Start a role once more whose process has ended, beyond what ``[job] restarts`` allows. Returns whether that was possible:
-        not where the process is still there, or this host is ending."""
+        """Start a role again whose process has ended, even beyond ``[job] restarts``. Returns whether that was possible: not if the
+        process is still running, or if this host is ending."""
         process = self._running.get(role.peer)
         if process is None or not process.exited.done() or self._stopping.is_set():
             return False
@@ -146,19 +147,19 @@ class Agent:
             self._watching = None
 
     async def _live_after(self, before: asyncio.Task[None], role: RolePlacement) -> None:
-        await asyncio.wait([before])  # the end of the process before must be told first
+        await asyncio.wait([before])  # the end of the previous process must be reported first
         await self._live(role)
 
     async def _live(self, role: RolePlacement) -> None:
-        """One role, from its start to the report of its end; more than once where workers are started again."""
+        """Run one role, from its start to the report of its end; repeatedly if workers are restarted."""
         topology = self._description.topology
         left = topology.job.restarts if topology.elastic and role.kind == "worker" else 0
         while not await self._live_once(role) and left and not self._stopping.is_set():
             left -= 1
-            self._printed(role.peer, f"{role.peer} was lost and is started again ({left} more times at most)\n")
+            self._printed(role.peer, f"{role.peer} was lost and is started again (at most {left} more times)\n")
 
     async def _live_once(self, role: RolePlacement) -> bool:
-        """Returns whether it ended by itself: well, or by a fault of its own. Otherwise another may do better."""
+        """Returns whether it ended by itself: successfully, or by an error of its own. Otherwise a new process may succeed."""
         peer = role.peer
         self._link.started(peer)
         process = await self._processes.start(role, replace(self._environment, peer=peer), partial(self._printed, peer))
@@ -171,7 +172,7 @@ class Agent:
             report = process.report()
         finally:
             process.close()
-        if report is not None:  # into the log, not onto the terminal: the launcher shows the first failure of all
+        if report is not None:  # only into the log: the launcher shows the first failure of all roles on the terminal
             self._lines.append({"kind": LOG, "peer": peer, "text": str(report.get("traceback", "")), "quiet": True})
         await self._send_lines()
         stopped = peer in self._stopped
@@ -181,20 +182,20 @@ class Agent:
     # The end of roles ---------------------------------------------------------------------------------------------------------
 
     def _halt(self, reason: Mapping[str, Any]) -> None:
-        """The run is to stop. Roles that keep a checkpoint of the last good step get the time that this may take."""
+        """The run must stop. Roles that write a checkpoint of the last good step get the time for it."""
         if reason.get("kind") == "nan":
             self._patience_s = self._timeouts.request_s
         self._stopping.set()
 
     def _end_lost(self, peer: PeerId) -> None:
-        """The run goes on without a role that may stand still for ever. It may as well have failed, and be about to say why: its
+        """The run continues without a role that may hang for ever. It may also have failed and be about to report it: its
         connections end before its process does."""
         process = self._running.get(peer)
         if process is not None and not process.exited.done():
             asyncio.get_running_loop().call_later(self._timeouts.grace_s, process.signal, signal.SIGKILL)
 
     async def _end_roles(self) -> None:
-        """Once the run is to stop: roles were told by the coordinator; those that do not end by themselves are ended."""
+        """When the run must stop: the coordinator has told the roles; those that do not end by themselves are ended."""
         await self._stopping.wait()
         for number, patience_s in ((signal.SIGTERM, self._patience_s), (signal.SIGKILL, self._timeouts.grace_s / 2)):
             lives = [life for life in self._lives.values() if not life.done()]
@@ -209,7 +210,7 @@ class Agent:
         self._stopped.add(peer)
         self._running[peer].signal(number)
 
-    # What is told of them -----------------------------------------------------------------------------------------------------
+    # Reports about roles ------------------------------------------------------------------------------------------------------
 
     async def _ask_to_stop(self) -> None:
         await self._preempted.wait()
@@ -233,7 +234,7 @@ class Agent:
 
 
 def _joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbouring texts of one role as one."""
+    """Join neighbouring pieces of output of one role."""
     result: list[dict[str, Any]] = []
     for line in lines:
         if (

@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 
 def _ignore(_text: str) -> None:
-    """Nobody listens."""
+    """Ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what happens to a run. All are called on the loop's thread and must not block."""
+    """Callbacks for what happens in a run. They are called on the loop's thread and must not block."""
 
     on_event: EventCallback | None = None
-    """``(kind, values)``: something happened to the membership."""
+    """``(kind, values)``: an event of the membership."""
     on_report: ReportCallback | None = None
     """``(peer, events)``: a role's own events."""
     on_checkpoint: OnEvent | None = None
-    """``(kind, values)``: what becomes of a checkpoint."""
+    """``(kind, values)``: an event about a checkpoint."""
     say: Callable[[str], None] = _ignore
-    """A line for the person."""
+    """A line for the user."""
 
 
 class Assembly:
@@ -68,25 +68,25 @@ class Assembly:
         listeners: Listeners | None = None,
         preemption: Preemption | None = None,
     ) -> None:
-        """Serve on the endpoint what roles ask for.
+        """Serve the requests of roles on the endpoint.
 
         Args:
             endpoint: the coordinator's.
-            description: the run, as roles are told it.
-            checkpoints: the folder for checkpoints; ``None``: none is kept, and roles are told so.
-            model: the folder in which the run's newest model is left; ``None``: it is left nowhere.
-            agents: whether every host has an agent that vouches for its roles.
-            listeners: who is told what happens.
-            preemption: where the wish to stop with a checkpoint comes in, for a caller that has it before the run begins.
+            description: the run's description for the roles.
+            checkpoints: the folder for checkpoints; ``None``: none are kept, and the description says so.
+            model: the folder in which the run's newest model is left; ``None``: it is not kept.
+            agents: whether every host has an agent that reports on its roles.
+            listeners: the callbacks for what happens.
+            preemption: takes requests to stop with a checkpoint, for a caller that needs it before the run begins.
 
-        Raises `CheckpointError` where the checkpoint to resume is missing or of another shape.
+        Raises `CheckpointError` if the checkpoint to resume is missing or has another shape.
         """
         listeners = listeners or Listeners()
         if checkpoints is None:
             description = without_checkpoints(description)
         topology, placement = description.topology, description.placement
         self.description = description
-        """The run, as roles are told it."""
+        """The run's description for the roles."""
         self.timeouts = topology.job.timeouts
         self.preemption = preemption or Preemption()
         self._endpoint, self._say = endpoint, listeners.say
@@ -112,10 +112,10 @@ class Assembly:
         serve_description(endpoint, description)
 
     async def run(self) -> Outcome:
-        """Keep the membership until the run has ended; meanwhile collect checkpoints, and stop with one where somebody asks.
+        """Keep the membership until the run has ended; meanwhile collect checkpoints, and stop with one on request.
 
-        Returns how it ended. Cancelling it refuses whoever waits for the coordinator, and tells nobody else. What goes wrong with
-        the coordinator's side itself comes out as an ``ExceptionGroup``.
+        Returns how it ended. Cancelling it refuses all requests that wait for the coordinator, and does not notify other members.
+        Errors of the coordinator's side itself are raised as an ``ExceptionGroup``.
         """
         async with asyncio.TaskGroup() as group:
             background = [
@@ -130,12 +130,12 @@ class Assembly:
         return outcome
 
     def halt(self, reason: str) -> None:
-        """Stop the run in good order, without a checkpoint: every member is told, once, and why."""
+        """Stop the run in an orderly way, without a checkpoint: every member is told once, with the reason."""
         self.coordinator.halt({"kind": "interrupted", "message": reason})
 
     async def stop(self) -> int | None:
-        """Let all workers go on to the same step and end there. Returns the step; ``None`` where training is about to end by
-        itself. Raises `ConnectivityError` where they cannot, with the reason."""
+        """Let all workers continue to a common step and end there. Returns the step; ``None`` if training is about to end by
+        itself. Raises `ConnectivityError`, with the reason, if they cannot."""
         return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.timeouts.barrier_s)
 
 
@@ -149,14 +149,14 @@ def without_checkpoints(description: RunDescription) -> RunDescription:
 def coordinator_settings(
     topology: Topology, token: str, *, encrypted: bool, host: str = "127.0.0.1", port: int | None = None
 ) -> NetSettings:
-    """What the coordinator's endpoint runs by.
+    """The settings of the coordinator's endpoint.
 
     Args:
-        topology: says the time-outs and the ports.
+        topology: gives the time-outs and the ports.
         token: the run's secret, from which an encrypted run's keys follow.
-        encrypted: whether connections are.
-        host: the address to listen at.
-        port: instead of the topology's; 0: any free one.
+        encrypted: whether connections are encrypted.
+        host: the address to listen on.
+        port: used instead of the topology's; 0: any free port.
     """
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None

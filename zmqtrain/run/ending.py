@@ -1,4 +1,4 @@
-"""How a run ended: the status, the exit code and the error that its membership's outcome comes to."""
+"""How a run ended: the status, the exit code and the error that follow from its membership's outcome."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Ending:
 
 
 def ending_of(outcome: Outcome, *, stopped: bool = False, interrupted: bool = False) -> Ending:
-    """How a run ended whose membership had this outcome.
+    """The ending of a run whose membership had this outcome.
 
-    ``stopped``: all workers have stopped at a common step, since they were asked to. ``interrupted``: a person wanted the run to
-    end, which does not matter where it had come to its end by itself.
+    ``stopped``: all workers have stopped at a common step on request. ``interrupted``: the user asked the run to end, which does
+    not matter if it had ended by itself before.
     """
     done = outcome.status == "done"
     if interrupted and (stopped or not done):
@@ -34,7 +34,7 @@ def ending_of(outcome: Outcome, *, stopped: bool = False, interrupted: bool = Fa
         return Ending("preempted", PREEMPTED) if stopped else Ending("done", 0)
     cause, halt = outcome.cause, outcome.halt
     if halt is not None and halt.get("kind") == "nan" and (cause is None or cause.consequence):
-        # Whoever had the bad loss did not come to say so itself: what it had said when it stopped the run counts as well.
+        # The worker with the bad loss did not report a failure: the reason that it gave when it stopped the run is used instead.
         report = {**halt, "peer": halt.get("peer", COORDINATOR)}
         return Ending("failed", int(report["exit_code"]), report)
     if cause is not None and not (cause.consequence and outcome.halt):

@@ -32,8 +32,8 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
     factor = Dilation.from_environ().factor
     if dilation_of(asyncio.get_running_loop()) != factor:
         raise UsageError(
-            f"this run is {factor:g} times as slow as real time, and this event loop is not: start your coroutine with "
-            "zmqtrain.net.loop.run(main()) in place of asyncio.run(main()), or use zmqtrain.session()"
+            f"this run is {factor:g} times as slow as real time, but this event loop is not: start your coroutine with "
+            f"zmqtrain.net.loop.run(main()) instead of asyncio.run(main()), or use zmqtrain.session()"
         )
     arena = Arena.join(environment.arena, environment.slot) if environment.arena else None
     try:
@@ -59,14 +59,14 @@ async def enter(
     audit: AuditEvents | None = None,
     recorder: Recorder | None = None,
 ) -> AsyncIterator[tuple[RoleContext, RunDescription]]:
-    """Join as ``endpoint.peer``; at the end post what was recorded, and leave. ``coordinator`` is the coordinator's address,
+    """Join as ``endpoint.peer``; at the end post the recorded events, and leave. ``coordinator`` is the coordinator's address,
     ``arena`` this process's place in the memory of its host.
 
-    ``description``: what the run is, for whoever knows already; else the coordinator is asked. ``audit`` hears what the role
-    states for an auditor. ``recorder``: takes what the role records, instead of one that posts it to the coordinator.
+    ``description``: the run's description, if it is known already; otherwise the coordinator is asked. ``audit`` takes the facts
+    that the role states for an auditor. ``recorder``: takes the role's events, instead of one that posts them to the coordinator.
 
-    After an error inside, it does not leave: that this role has failed is for its agent to say, or for `Membership.fail`.
-    Raises as `Membership.join`.
+    After an error inside the block it does not leave: the role's agent, or `Membership.fail`, reports that the role has failed.
+    Raises like `Membership.join`.
     """
     endpoint.add_peer(COORDINATOR, coordinator)
     if description is None:
@@ -74,7 +74,7 @@ async def enter(
     try:
         role = description.placement.role(endpoint.peer)
     except KeyError as error:
-        raise UsageError(f"{endpoint.peer} has no place in this run; ZMQTRAIN_PEER must be one of its roles") from error
+        raise UsageError(f"{endpoint.peer} is not a role of this run; set ZMQTRAIN_PEER to one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, timeouts=timeouts)
     tracing = description.topology.observe.trace_steps
     async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
@@ -120,15 +120,15 @@ async def _recording(
 
 
 async def live_without_agent(context: RoleContext, task: Task | None = None) -> None:
-    """Be the role that the context describes, where no agent would see it fail: a failure is told to the others, and raised.
+    """Run the role that the context describes, without an agent: a failure is reported to the others, and raised.
 
-    ``task``: for roles that compute, instead of what ``[job] task`` names.
+    ``task``: used by roles that compute, instead of ``[job] task``.
     """
     from zmqtrain.run.role import run_role  # it imports torch
 
     try:
         await run_role(context, task=task)
     except Exception as error:
-        with suppress(ConnectivityError):  # a coordinator that is gone needs not be told
+        with suppress(ConnectivityError):  # a coordinator that is gone need not be told
             await context.membership.fail(report_of(error, context.role.peer))
         raise

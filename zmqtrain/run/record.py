@@ -1,4 +1,4 @@
-"""What a run leaves behind: its events, logs and trace as they come, and the summary at its end. The same for every world."""
+"""What a run leaves behind: events, logs and trace as they arrive, and the summary at the end. The same in every world."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zmqtrain.world import wall_s
 
 
 class RunRecord:
-    """Takes what is reported of a run, keeps it in the run directory and shows it."""
+    """Takes the reports about a run, writes them to the run directory and shows them."""
 
     def __init__(
         self,
@@ -36,48 +36,48 @@ class RunRecord:
         world: Literal["real", "emulated", "simulated"],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """``clock``: what the view goes by, for people; by default the loop's."""
+        """``clock``: the clock for the view; by default the loop's."""
         self._topology, self._placement = description.topology, description.placement
         self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
         self.summary = Summary()
         self.quiet = False
-        """Do not show that roles fail or stop: the person asked for it."""
+        """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
-        """The step before which all workers have stopped, where they were asked to."""
+        """The step before which all workers have stopped on request."""
         self._clock = clock
-        self._losses: list[str] = []  # of workers without whom the run went on
+        self._losses: list[str] = []  # reasons of losses after which the run continued
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
     def settle(self, description: RunDescription) -> None:
-        """The hosts are known now, and which role is on which."""
+        """Set the description, once the hosts and the placement are known."""
         self._topology, self._placement = description.topology, description.placement
         self._host_of = {role.peer: role.host for role in self._placement.roles}
         self._view.regroup({role.peer: role.group for role in self._placement.workers})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
-        """What the coordinator notes (`zmqtrain.membership.coordinator.EventCallback`)."""
+        """Take an event of the coordinator (`zmqtrain.membership.coordinator.EventCallback`)."""
         peer = str(values.get("peer", COORDINATOR))
         self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
         if kind == "running":
             self._view.note(str(values["reason"]))
         elif kind == "lost" and self._topology.elastic:
             self._losses.append(str(values["reason"]))
-            self._view.note(f"going on without {peer}: {values['reason']}")
+            self._view.note(f"continuing without {peer}: {values['reason']}")
         elif kind == "join" and values.get("late"):
             self._view.note(f"{peer} is back")
-        elif kind in ("failed", "halt") and not self.quiet:  # why comes at the end, once, when all have had their say
+        elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
     def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
-        """What becomes of a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
+        """Take an event about a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
         self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
         self._directory.flush()
         if kind != "checkpoint complete":
             self._view.note(f"warning: {values['reason']}")
 
     def report(self, peer: PeerId, events: list[dict[str, Any]]) -> None:
-        """What a role reports (`zmqtrain.membership.coordinator.ReportCallback`)."""
+        """Take the reports of a role (`zmqtrain.membership.coordinator.ReportCallback`)."""
         for event in events:
             kind = event.get("kind")
             if kind == LOG:
@@ -91,17 +91,17 @@ class RunRecord:
         self._directory.flush()
 
     def note(self, text: str) -> None:
-        """Something happened to the run that people should know."""
+        """Show a line to the user, and record it."""
         self.event(COORDINATOR, {"kind": "note", "values": {"text": text}})
         self._directory.flush()
         self._view.note(text)
 
     def agent_log(self, host: str, text: str) -> None:
-        """What an agent on another machine prints itself."""
+        """Take the output of an agent on another machine."""
         self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
 
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
-        """Write one event down."""
+        """Record one event."""
         role, _, rank = peer.partition("/")
         time = event.get("time")
         line = {
@@ -119,13 +119,13 @@ class RunRecord:
         self.summary.add(peer, line)
         values = dict(event.get("values") or {})
         if line["kind"] == "view" and values.get("members") == [peer]:
-            self.note(f"warning: {peer} is alone from step {line['step']} on: it has nobody to gossip with")
+            self.note(f"warning: {peer} is alone from step {line['step']} on: it has no other worker to gossip with")
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
 
     def title(self) -> str:
-        """The run in a line."""
+        """The run in one line."""
         placement, exchange = self._placement, self._topology.exchange
         grid = f", {_divided(self._topology)}" if self._topology.divided else ""
         servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
@@ -133,13 +133,13 @@ class RunRecord:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
         workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
         if self._topology.hosts_open and self._topology.hosts_decide:
-            workers = "a worker for each device or host"
+            workers = "one worker for each device or host"
         return (
             f"{self._topology.job.name}: {workers}{grid}{servers} on {_hosts(self._topology)}; run directory {self._directory.path}"
         )
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write and show how the run ended, and close its directory. ``more`` goes into the summary, which is returned."""
+        """Write and show how the run ended, and close its directory. ``more`` is added to the summary, which is returned."""
         directory = self._directory
         summary = {
             "name": self._topology.job.name,
@@ -170,7 +170,7 @@ class RunRecord:
             for line in closing_lines(self.summary, seconds, str(directory.path)):
                 self._view.note(line)
             if self._losses:
-                self._view.note(f"lost on the way: {'; '.join(self._losses)}")
+                self._view.note(f"lost during the run: {'; '.join(self._losses)}")
         elif ending.error is not None:
             print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
@@ -178,38 +178,38 @@ class RunRecord:
         elif self.stopped_at is not None:
             self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
-            self._view.note(f"{ending.status} after {seconds:.1f} s; what there is of it: {directory.path}")
+            self._view.note(f"{ending.status} after {seconds:.1f} s; its files: {directory.path}")
         for line in model_lines(directory.path, self.summary.steps):
             self._view.note(line)
         return summary
 
     def _how_to_go_on(self) -> str:
-        """After a run that was to keep a checkpoint of the step at which it stopped."""
+        """How to continue a run that was asked to stop with a checkpoint."""
         if self._script:
-            return "a script goes on from what it has kept itself"
+            return "a script continues from what it has saved itself"
         newest = self.summary.newest_checkpoint
         if newest is not None and newest == self.stopped_at:
-            return f"--resume {self._directory.path} goes on"
+            return f"--resume {self._directory.path} continues"
         if newest is not None:
-            return f"no checkpoint of that was kept, and --resume {self._directory.path} goes on from step {newest}"
-        return "no checkpoint was kept" if self._resumed is None else f"nothing was trained, and --resume {self._resumed} goes on"
+            return f"no checkpoint of that step was kept; --resume {self._directory.path} continues from step {newest}"
+        return "no checkpoint was kept" if self._resumed is None else f"nothing was trained; --resume {self._resumed} continues"
 
 
 def _failure_text(error: dict[str, Any], directory: Path) -> str:
     if "type" not in error:
-        return f"stopped: {error.get('message')}\neverything about it: {directory}"
+        return f"stopped: {error.get('message')}\nsee {directory}"
     trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
-    return f"\n{trace}{headline(error)}\neverything about it: {directory} (error.json, logs/)"
+    return f"\n{trace}{headline(error)}\nsee {directory} (error.json, logs/)"
 
 
 def _hosts(topology: Topology) -> str:
     if topology.hosts_open:
-        return "the hosts that come"
+        return "the hosts that join"
     return f"{len(topology.hosts)} host(s)"
 
 
 def _divided(topology: Topology) -> str:
-    """How a group divides its model."""
+    """How a group divides its model, in words."""
     counts = Counter(each.choice for each in topology.parallel.layers)
     layers = f" ({', '.join(f'{count} {choice}' for choice, count in counts.items())} layers)" if counts else ""
     return f"grid {topology.compute.grid or f'1x{topology.compute.group_size}'}{layers}"

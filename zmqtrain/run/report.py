@@ -1,4 +1,4 @@
-"""Error reports: what a failing process leaves, as plain values, so that the first one that matters can be shown."""
+"""Error reports: what a failing process leaves, as plain values, so that the cause of a failure can be shown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.world import wall_s
 
-#: Event kind under which a role's output travels to whoever keeps the run's record.
+#: The kind of the events that carry a role's output to the run's record.
 LOG = "log"
-#: A traceback is cut in its middle beyond this: deep recursion repeats itself.
+#: A longer traceback is cut in the middle: deep recursion repeats itself.
 LONGEST_TRACEBACK = 16_000
-#: Where frames lie that are not the person's own: this package, and the standard library (which has asyncio and runpy).
+#: Folders of frames that are not the user's code: this package, and the standard library (with asyncio and runpy).
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _LIBRARY = str(Path(traceback.__file__).parent) + os.sep
-#: What a process exits with whose own code, or a library it uses, raised anything at all.
+#: The exit code of a process in which the user's code, or a library that it uses, raised an error.
 USER_CODE = 3
 
 
@@ -44,7 +44,7 @@ def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
 
 
 def _for_people(error: BaseException) -> str:
-    """The traceback of the person's own code: without the frames by which it was called. Empty where none of it is involved."""
+    """The traceback of the user's code, without the frames that called it. Empty if no code of the user is involved."""
     if isinstance(error, ZmqTrainError):
         if error.__cause__ is None or error.verdict != "user code":
             return ""
@@ -64,7 +64,7 @@ def _cut(text: str) -> str:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The error inside groups of errors that matters most: the first one that does not only follow from another."""
+    """The most relevant error inside exception groups: the first one that is not a consequence of another."""
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if not getattr(leaf, "consequence", False)), leaves[0])
 
@@ -76,5 +76,5 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """One line about a report."""
+    """A report as one line."""
     return f"{report['peer']} failed ({report['verdict']}): {report['type']}: {report['message']}"

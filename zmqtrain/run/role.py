@@ -1,4 +1,4 @@
-"""Whichever role a process was started as."""
+"""Runs the role that a process was started as."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
-    """Be the worker, model server or FC server that the context describes, to its end.
+    """Run the worker, model server or FC server that the context describes, until it ends.
 
-    ``task``: for those that compute, instead of what ``[job] task`` names. Raises what went wrong.
+    ``task``: used by roles that compute, instead of ``[job] task``. Raises the error by which the role fails.
     """
     if context.role.kind == "worker":
         await run_worker(context, task=task, make_work=merged_fc.make_work if context.placement.fc_roles else make_work)
@@ -30,13 +30,13 @@ async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
 
 
 async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Event, flush_s: float) -> None:
-    """A server's life. It ends by itself when its workers say that they have finished; those that have never asked for anything (a
-    script that replicates no model) leave without a word to it."""
+    """Run a server until its workers say that they have finished. Workers that never sent it a request (of a script that
+    replicates no model) leave without telling it."""
     server, left = asyncio.ensure_future(serving), asyncio.ensure_future(finished.wait())
     try:
         await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
         if not server.done():
-            await asyncio.wait({server}, timeout=flush_s)  # what is under way
+            await asyncio.wait({server}, timeout=flush_s)  # let requests in progress finish
             if not server.done():
                 return
         await server
@@ -45,4 +45,4 @@ async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Ev
             one.cancel()
         await asyncio.wait({server, left})
         if not server.cancelled():
-            server.exception()  # raised above; or this role was told to end first, and nobody asks how the server took it
+            server.exception()  # raised above; or this role was told to end first, and the server's result does not matter

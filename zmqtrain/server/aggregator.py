@@ -1,7 +1,7 @@
-"""What a server does with the gradients that come in: checks them, collects them and says what to apply and whom to answer.
+"""How a server handles incoming gradients: it checks and collects them, and decides what to apply and which groups to answer.
 
-A state machine without I/O around `StalenessMachine`. What is decided at one stroke is a *unit*: one piece, so that the answer to a
-bucket never waits for another bucket; or all pieces of the server at once, where a global norm or snapshots ask for it.
+A state machine without I/O around `StalenessMachine`. What is decided together is a *unit*: one piece, so that the answer to a
+bucket never waits for another bucket; or all pieces of the server, if a global norm or snapshots require it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from zmqtrain.server.shard_entry import Gradient, Sum
 from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
 from zmqtrain.wire.payload import Value
 
-#: ``none``: pushes take effect as they come. With snapshots all servers apply the steps of groups in one order: server 0 is to
-#: ``decide`` it, the others ``follow``.
+#: ``none``: pushes are applied as they arrive. With snapshots all servers apply the steps of groups in one order: server 0
+#: ``decide``s it, the others ``follow``.
 Order = Literal["none", "decide", "follow"]
 
 
@@ -31,7 +31,7 @@ class Push:
     gradient: Gradient
     hyperparameters: Mapping[str, Value] | None = None
     passed_over: bool = False
-    """The group's whole gradient was not finite."""
+    """Whether the group's whole gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Update:
     reads: tuple[tuple[int, int, int], ...]
     """(group, step, version that it had read) of each gradient in the update."""
     passed_over: bool = False
-    """It counts, but changes nothing."""
+    """Whether the update is counted but changes nothing."""
 
 
 EventKind = Literal["step", "left", "keep", "show"]
@@ -52,8 +52,8 @@ EventKind = Literal["step", "left", "keep", "show"]
 
 @dataclass(frozen=True, slots=True)
 class OrderedEvent:
-    """What comes next with snapshots: a group's step, that the group has left, or that servers keep (or keep and show) what they
-    have for a checkpoint."""
+    """What comes next with snapshots: a group's step, the leaving of a group, or that servers keep (or keep and show) their state
+    for a checkpoint."""
 
     kind: EventKind
     number: int
@@ -62,7 +62,7 @@ class OrderedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What the server has goes into the checkpoint at ``step``; with ``show`` group 0 reads it, too."""
+    """Keep the server's state for the checkpoint at ``step``; with ``show`` group 0 reads it, too."""
 
     step: int
     show: bool
@@ -80,7 +80,7 @@ class Batch:
 
 
 class Aggregator:
-    """Takes the pushes to one server. Whatever is wrong with a push raises `ProtocolError` and changes nothing."""
+    """Takes the pushes to one server. An invalid push raises `ProtocolError` and changes nothing."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Aggregator:
         whole: bool = False,
         order: Order = "none",
     ) -> None:
-        """``sums(groups)`` adds up a piece's gradients of these groups. ``whole``: the server's pieces are one unit (``order``
-        needs it); else each is one of its own."""
+        """``sums(groups)`` makes a sum for a piece's gradients of these groups. ``whole``: the server's pieces are one unit
+        (``order`` needs it); otherwise each piece is a unit."""
         assert whole or order == "none"
         members = range(groups)
         cut = [tuple(pieces)] if whole else [(piece,) for piece in pieces]
@@ -103,11 +103,11 @@ class Aggregator:
         self._unit_of = {piece: unit for unit in self._units for piece in unit.pieces}
         self._order = order
         self._to_come: deque[OrderedEvent] = deque()
-        #: With order "decide": what the other servers have to be told, oldest first; the caller empties it.
+        #: With order "decide": what the other servers must be told, oldest first; the caller empties it.
         self.decided: list[OrderedEvent] = []
 
     def lead(self, piece: int, group: int) -> int:
-        """Steps that the group has pushed this piece beyond the slowest group."""
+        """The number of steps by which the group's pushes of this piece are ahead of the slowest group's."""
         return self._unit_of[piece].machine.lead(group)
 
     def pushed(self, push: Push) -> list[Batch]:
@@ -122,7 +122,7 @@ class Aggregator:
         return [unit.complete(push.group)]
 
     def left(self, group: int) -> list[Batch]:
-        """The group trains no more. Where another server orders events, its word counts and this does nothing."""
+        """The group trains no more. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
             return []
         if self._order == "decide":
@@ -130,7 +130,7 @@ class Aggregator:
         return _useful(unit.leave(group) for unit in self._units)
 
     def keep(self, step: int, *, show: bool) -> list[Batch]:
-        """A checkpoint is to be kept. Where another server orders events, its word counts and this does nothing."""
+        """A checkpoint is to be kept. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
             return []
         if self._order == "decide":
@@ -138,14 +138,14 @@ class Aggregator:
         return [_keeping(step, show=show)]
 
     def ordered(self, event: OrderedEvent) -> list[Batch]:
-        """With order "follow": server 0 has said what comes next. (A server that holds no piece has nothing to order.)"""
+        """With order "follow": server 0 has decided what comes next. (A server without pieces has nothing to order.)"""
         if self._order != "follow":
             return []
         self._to_come.append(event)
         return self._follow()
 
     def _follow(self) -> list[Batch]:
-        """All that has both been ordered and arrived, in the order's order."""
+        """Everything that has been both ordered and received, in the given order."""
         (unit,) = self._units
         batches = []
         while self._to_come:
@@ -163,24 +163,24 @@ class Aggregator:
 
 
 class _Unit:
-    """Pieces that are decided about at one stroke."""
+    """Pieces about which decisions are made together."""
 
     __slots__ = ("_arrived", "_make_sum", "_sums", "machine", "pieces")
 
     def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, make_sum: Callable[[Sequence[int]], Sum] | None) -> None:
-        """``make_sum``: where the gradients of all groups take effect together."""
+        """``make_sum``: given if the gradients of all groups are applied together."""
         self.pieces = pieces
         self.machine = machine
         self._make_sum = make_sum
-        self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has one step on the way at most
+        self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has at most one pending step
         self._sums: dict[int, Sum] = {}
 
     def take(self, push: Push) -> bool:
-        """Keep a push. Returns whether the group's step is complete now."""
+        """Store a push. Returns whether the group's step is complete now."""
         self.machine.check(push.group, push.step)
         arrived = self._arrived.get(push.group, {})
         if push.piece in arrived:
-            raise DuplicatePushError(f"group {push.group} pushed piece {push.piece} of step {push.step} already")
+            raise DuplicatePushError(f"group {push.group} has already pushed piece {push.piece} of step {push.step}")
         if self._make_sum is not None:
             if push.piece not in self._sums:
                 self._sums[push.piece] = self._make_sum(self.machine.groups)
@@ -193,7 +193,7 @@ class _Unit:
         return len(self._arrived.get(group, {})) == len(self.pieces)
 
     def complete(self, group: int) -> Batch:
-        """The group's step, all of it, takes effect."""
+        """Apply the group's complete step."""
         step = next(iter(self._arrived[group].values())).step
         return self._batch(self.machine.pushed(group, step))
 

@@ -1,4 +1,4 @@
-"""What a server does beside its life: tasks that end with it, tasks that it waits for, and words to those whom it refuses."""
+"""A server's background work: tasks that end with it, tasks that it waits for, and messages to senders that it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.events import Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 
-#: Refusals on their way to senders; beyond them a flood of bad messages is dropped without a word.
+#: The most refusals being sent at once; beyond them, a flood of bad messages is dropped silently.
 MOST_REFUSALS = 16
 
 
@@ -22,10 +22,10 @@ class Background:
         self._ending: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it to its end, which the server waits for."""
+        """Run it to its end, for which the server waits."""
         try:
             return self._tasks.create_task(coroutine)
-        except RuntimeError:  # the group is ending for another task's error
+        except RuntimeError:  # the group is ending because of another task's error
             coroutine.close()
             raise
 
@@ -36,16 +36,16 @@ class Background:
         task.add_done_callback(self._ending.discard)
 
     def end(self) -> None:
-        """The server is at its end."""
+        """The server ends."""
         for task in self._ending:
             task.cancel()
 
 
 class Refusals:
-    """Tells senders of bad messages what was wrong with them; the server goes on."""
+    """Tells senders of bad messages what was wrong with them; the server continues."""
 
     def __init__(self, endpoint: Endpoint, method: str, recorder: Recorder, background: Background, *, timeout_s: float) -> None:
-        """``method``: the sender's, which takes the message's tag and the reason."""
+        """``method``: the sender's method that takes the message's tag and the reason."""
         self._endpoint, self._method, self._recorder = endpoint, method, recorder
         self._background, self._timeout_s = background, timeout_s
         self._under_way = 0

@@ -2,8 +2,8 @@
 
     configure (worker 0) -> initial values -> serving (`Serving`) ... -> left -> finished (all workers)
 
-On the way, and when all have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to group 0:
-those of one moment, between two updates.
+During training, and when all workers have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to
+group 0: those of one moment, between two updates.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
-from zmqtrain.exchange.server_messages import Configuration, initial_tag
+from zmqtrain.exchange.checkpoint_part import taking_back, unpack_manifest
+from zmqtrain.exchange.norm_limit import NormLimit
+from zmqtrain.exchange.server_messages import Configuration, initial_tag, resumed_tag
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
 from zmqtrain.server.background import Background
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
@@ -27,6 +31,7 @@ from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.shard_entry import ShardEntry
 from zmqtrain.waiting import in_time, task_group
 from zmqtrain.wire.payload import Value
+from zmqtrain.wire.tensor import TensorPayload
 
 
 class ModelServer:
@@ -50,16 +55,16 @@ class ModelServer:
         self._shard = Shard()
         self._left: set[PeerId] = set()
         self._finished: set[PeerId] = set()
-        self._serving: Serving | None = None  # from when workers are sent the initial values until the end
+        self._serving: Serving | None = None  # set once workers are sent the initial values
 
     @property
     def updates(self) -> int:
-        """Updates of pieces so far."""
+        """The number of updates of pieces so far."""
         return self._shard.updates
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How often a gradient met how many updates by others since its read."""
+        """Staleness -> the number of gradients that had it."""
         return dict(self._shard.staleness)
 
     @property
@@ -68,7 +73,7 @@ class ModelServer:
         return self._shard.entries
 
     async def run(self) -> None:
-        """Returns when all workers have finished. Raises `PeerLostError` when one is lost before."""
+        """Returns when all workers have finished. Raises `PeerLostError` if one is lost before that."""
         loop = asyncio.get_running_loop()
         self._configured: asyncio.Future[Configuration] = loop.create_future()
         self._done: asyncio.Future[None] = loop.create_future()
@@ -96,7 +101,7 @@ class ModelServer:
             orders.close()
             arithmetic.close()
             if self._done.done() and not self._done.cancelled():
-                self._done.exception()  # raised above; or something else was the first error
+                self._done.exception()  # raised above, unless another error came first
         self._shard.report(self._recorder)
 
     async def _live(self, tools: ServerTools, pushes: Subscription, orders: Subscription) -> None:
@@ -109,7 +114,7 @@ class ModelServer:
         await serving.run(pushes, orders)
 
     async def _fill(self, configuration: Configuration) -> int:
-        """Make the shard and fill it. Returns the first step."""
+        """Create the shard and fill it. Returns the first step."""
         index = self._settings.index
         make: Callable[..., ShardEntry] = PhantomEntry
         if not configuration.phantom:
@@ -119,28 +124,46 @@ class ModelServer:
                 bucket = configuration.buckets[piece.bucket]
                 entry = make(piece, bucket.dtype, bucket.parameter_group, configuration.optimizer, starts=bucket.starts_in(piece))
                 self._shard.entries[piece.index] = entry
+        if configuration.limits and not configuration.phantom:
+            self._shard.limit = NormLimit(self._shard.entries)
         if not self._shard.entries and self._checkpoints is not None:
             _, sidecar = keep_pieces({}, 0)
-            self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait for other servers only
+            self._background.run(self._checkpoints.hold_nothing(sidecar))  # workers wait only for other servers
             return 0
         if configuration.restored and self._checkpoints is not None:
             tensors, sidecar = await self._checkpoints.restore()
-            return restore_pieces(self._shard.entries, tensors, sidecar)
+            return restore_pieces(self._shard.entries, tensors, sidecar, self._shard.limit)
         for entry in self._shard.entries.values():
             source = configuration.groups[0][configuration.buckets[entry.piece.bucket].first]
+            if configuration.resumed is not None:
+                async with in_time(source, f"piece {entry.piece.index} of the checkpoint", self._settings.barrier_s):
+                    await self._resume(entry, source)
+                continue
             wait = self._endpoint.receive(source, initial_tag(entry.piece.index), into=entry.memory())
             async with in_time(source, f"the initial parameters of piece {entry.piece.index}", self._settings.barrier_s):
                 await wait
-        return 0
+        return configuration.resumed or 0
 
-    # What comes in.
+    async def _resume(self, entry: ShardEntry, source: PeerId) -> None:
+        """Begin a piece with what a worker has put together for it from a checkpoint."""
+        tag, receive = resumed_tag(entry.piece.index), self._endpoint.receive
+        listed, sidecar = unpack_manifest(await receive(source, tag))
+        tensors: dict[str, Tensor] = {}
+        for name, _, shape in listed:
+            payload = await receive(source, tag)
+            assert isinstance(payload, TensorPayload)
+            tensors[name] = payload.tensor.clone().view(shape)  # the transport may own the memory
+        with taking_back(f"piece {entry.piece.index}"):
+            entry.load(tensors, int(sidecar["version"]))
+
+    # Arriving messages.
 
     async def _on_configure(self, caller: PeerId, value: Value) -> Value:
         configuration = Configuration.from_value(value)
         if caller != configuration.groups[0][0]:
-            raise ProtocolError(f"{caller} may not configure {self._endpoint.peer}, only {configuration.groups[0][0]} may")
+            raise ProtocolError(f"{caller} may not configure {self._endpoint.peer}; only {configuration.groups[0][0]} may")
         if self._configured.done():
-            raise ProtocolError(f"{self._endpoint.peer} is configured already")
+            raise ProtocolError(f"{self._endpoint.peer} is already configured")
         self._configured.set_result(configuration)
         return None
 
@@ -164,18 +187,18 @@ class ModelServer:
         if worker not in self._left:
             self._left.add(worker)
             if self._serving is not None and not self._done.done():
-                # Not awaited: the answer must be out before the last worker's word ends this server.
+                # Not awaited: the answer must be sent before the last worker's request ends this server.
                 self._background.run(self._serving.let_go(self._left))
 
     async def _on_checkpoint(self, caller: PeerId, step: int, show: bool = False, ordered: bool = False) -> Value:
         if caller not in self._settings.workers or self._serving is None or self._checkpoints is None:
-            raise ProtocolError(f"{self._endpoint.peer} has nothing to keep for {caller} now")
+            raise ProtocolError(f"{self._endpoint.peer} has no state to keep for {caller} at this point")
         await self._serving.keep(step, show=show, ordered=ordered)
         return None
 
     async def _on_show(self, caller: PeerId, label: str) -> Value:
         if caller not in self._settings.workers or self._serving is None:
-            raise ProtocolError(f"{self._endpoint.peer} has nothing to show to {caller} now")
+            raise ProtocolError(f"{self._endpoint.peer} has no parameters to show to {caller} at this point")
         await self._serving.show(label)
         return None
 

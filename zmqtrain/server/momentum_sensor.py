@@ -64,10 +64,10 @@ class MomentumSensor:
         """The number of updates that count, without those already forgotten."""
         return round(self._seen)
 
-    def applied(self, gradient: Tensor, read: int, version: int, values: Tensor) -> None:
-        """The gradient that was computed from version ``read`` has made version ``version``, which is ``values``."""
+    def applied(self, gradient: Tensor, read: int, version: int, values: Tensor, factor: float = 1.0) -> None:
+        """The gradient, computed from version ``read``, times ``factor``, has made version ``version``, which is ``values``."""
         self._values[version] = self._sample(values)
-        self._gradients[read] = sample = self._sample(gradient)
+        self._gradients[read] = sample = self._sample(gradient) * factor
         with np.errstate(over="ignore", invalid="ignore"):
             self._mean = sample if self._mean is None else self._mean + (sample - self._mean) / MEAN_OF
             self._noise[read] = sample - self._mean
@@ -125,13 +125,13 @@ class Sensors:
             if isinstance(values, TensorPayload):
                 self._sensors[entry.piece.index] = MomentumSensor(values.tensor, groups, entry.version)
 
-    def applied(self, entry: ShardEntry, gradient: Gradient, read: int) -> None:
-        """The piece was updated by a gradient of version ``read``."""
+    def applied(self, entry: ShardEntry, gradient: Gradient, read: int, factor: float = 1.0) -> None:
+        """The piece was updated by ``factor`` times a gradient of version ``read``."""
         sensor = self._sensors.get(entry.piece.index)
         if sensor is not None:
             values = entry.memory()
             assert isinstance(values, TensorPayload)
-            sensor.applied(gradient, read, entry.version, values.tensor)
+            sensor.applied(gradient, read, entry.version, values.tensor, factor)
 
     def due(self, updates: int) -> bool:
         """Count ``updates`` more updates. Returns whether it is time to report a result."""

@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies on several servers."""
+"""The norm of a gradient that is distributed over several servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerSum:
         self._calls = 0
 
     async def of(self, mine: float) -> float:
-        """The sum, in the order of members, so that it is the same bits on each."""
+        """The sum of ``mine`` over all members, in their order, so that it has the same bits on each."""
         tag = norm_tag(self._calls)
         self._calls += 1
         for other in self._members:
@@ -36,5 +36,5 @@ class ServerSum:
         async with in_time(other, "its sum of squared gradients", self._barrier_s):
             answer = (await self._endpoint.receive(other, norm_tag(call))).meta
         if not isinstance(answer, float):
-            raise ProtocolError(f"{other} sent {answer!r:.100} as its sum of squared gradients")
+            raise ProtocolError(f"{other} sent {answer!r:.100} as its sum of squared gradients; it must be a number")
         return answer

@@ -1,4 +1,4 @@
-"""What makes a message a push that a server can use. Pure checks; each error says what is wrong with which piece of whom."""
+"""Checks whether a message is a push that a server can use. Pure; each error says what is wrong, with which piece and sender."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zmqtrain.wire.tensor import TensorPayload
 def parse_push(
     sender: PeerId, tag: Tag, payload: Payload, entries: Mapping[int, ShardEntry], groups: Sequence[Sequence[PeerId]]
 ) -> Push:
-    """The push, decompressed; whether its step is the group's next is the aggregator's to say. Raises `ProtocolError`."""
+    """The push, decompressed. Whether its step is the group's next one is checked by the aggregator. Raises `ProtocolError`."""
     index, step = parse_push_tag(tag)
     if index not in entries:
-        raise ProtocolError(f"piece {index} is not held here; those are {_some(list(entries))}")
+        raise ProtocolError(f"this server does not hold piece {index}; it holds {_some(list(entries))}")
     entry = entries[index]
     if isinstance(payload, TensorPayload | PhantomPayload) and not isinstance(payload, entry.payload_type):
-        found, here = ("only a size", "values") if isinstance(payload, PhantomPayload) else ("values", "only its size")
-        raise ProtocolError(f"{sender} pushed {found} as piece {index}, of which this server holds {here}")
+        found, here = ("only a size", "its values") if isinstance(payload, PhantomPayload) else ("values", "only its size")
+        raise ProtocolError(f"{sender} pushed {found} as piece {index}, but this server holds {here}")
     if isinstance(payload.meta, dict):
         numel = payload.meta.get("numel")
-        if numel != entry.piece.numel:  # before anything of that size is allocated
+        if numel != entry.piece.numel:  # checked before anything of that size is allocated
             raise ProtocolError(f"a compressed push of piece {index} stands for {numel!r:.40} elements, not {entry.piece.numel}")
         payload = decompress(payload)
     meta = PushMeta.from_value(payload.meta)
@@ -36,13 +36,13 @@ def parse_push(
         raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
     owner = groups[meta.group][entry.piece.position]
     if owner != sender:
-        raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which is {owner}'s")
+        raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which only {owner} may push")
     if not 0 <= meta.version <= entry.version:
-        raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; there are 0 to {entry.version}")
+        raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; versions are 0 to {entry.version}")
     if not isinstance(payload, entry.payload_type) or payload.numel != entry.piece.numel or payload.dtype != entry.dtype:
         raise ProtocolError(
             f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
-            f"which has {entry.piece.numel} of {entry.dtype}"
+            f"but it has {entry.piece.numel} of {entry.dtype}"
         )
     entry.check_hyperparameters(meta.hyperparameters)
     return Push(meta.group, step, index, meta.version, entry.gradient(payload), meta.hyperparameters, meta.passed_over)
@@ -50,4 +50,4 @@ def parse_push(
 
 def _some(numbers: Sequence[int]) -> str:
     shown = ", ".join(str(number) for number in numbers[:8])
-    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 8 else shown or "none"
+    return f"{shown}, ... ({len(numbers)} in total)" if len(numbers) > 8 else shown or "none"

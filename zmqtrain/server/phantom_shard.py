@@ -1,4 +1,4 @@
-"""The part of the model that one server holds in a world of phantoms: sizes and versions. Takes no memory, computes nothing."""
+"""The part of the model that one server holds in a world of phantoms: only sizes and versions, without memory or computation."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class PhantomEntry:
         """Return 0: the norm is not known, and a small norm is never clipped."""
         return 0.0
 
+    def norm(self, gradient: PhantomPayload) -> float:
+        """Return 0, likewise."""
+        return 0.0
+
     def lend(self, meta: Value = None) -> Loan:
         return Loan(PhantomPayload(self.piece.numel, self.dtype, meta))
 
@@ -56,7 +60,7 @@ class PhantomEntry:
 
 
 class PhantomSum:
-    """Implements `zmqtrain.server.shard_entry.Sum`: any of the gradients is as good as their mean."""
+    """Implements `zmqtrain.server.shard_entry.Sum`: any one of the gradients can serve as their mean."""
 
     __slots__ = ("_any",)
 

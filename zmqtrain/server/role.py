@@ -1,4 +1,4 @@
-"""A model server's process: its life from the view of the run."""
+"""The process of a model server: its part in the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CoordinatorCheckpoints:
     async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]:
         part = await fetch_part(self.endpoint, self.name, timeout_s=self.timeout_s)
         if part is None:
-            raise CheckpointError(f"the checkpoint holds nothing for {self.name}: it was written without this model server")
+            raise CheckpointError(f"the checkpoint has no part {self.name}: it was written without this model server")
         tensors: dict[str, Tensor] = {}
         for name, payload in part.tensors.items():
             assert isinstance(payload, TensorPayload)
@@ -45,7 +45,7 @@ class CoordinatorCheckpoints:
 async def run_server(context: RoleContext) -> None:
     """Serve a shard of the model until all workers have finished. Opens nothing and leaves nothing open.
 
-    Raises `PeerLostError` when a worker is lost, and `CheckpointError` where a resumed run has no part for this server.
+    Raises `PeerLostError` if a worker is lost, and `CheckpointError` if a resumed run has no part for this server.
     """
     role, timeouts = context.role, context.timeouts
     settings = ServerSettings(

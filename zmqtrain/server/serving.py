@@ -1,6 +1,6 @@
-"""What a model server does once it is configured: pushes and orders come in, updates happen, parameters go out.
+"""What a model server does once it is configured: pushes and orders arrive, updates are made, parameters are sent.
 
-What is decided stands in `aggregator` and `staleness`, what is computed in `shard`; here is the way of the messages::
+`aggregator` and `staleness` decide, `shard` computes, and this module moves the messages::
 
     [ push -> aggregator -> shard -> parameters ] ...
 """
@@ -18,6 +18,7 @@ from typing import TypeVar
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
+from zmqtrain.exchange.norm_limit import NormLimit
 from zmqtrain.exchange.server_messages import Configuration, ReadMeta, initial_tag, kept_label, parameters_tag, shown_tag
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
@@ -39,37 +40,42 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Shard:
-    """The part of the model that one server holds, and what has been counted about its updates. Empty before it is configured."""
+    """The part of the model that one server holds, and statistics of its updates. Empty before it is configured."""
 
     entries: dict[int, ShardEntry] = field(default_factory=dict)
-    """By index."""
+    """The pieces, by index."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """How often a gradient met how many updates by others since its read."""
+    """Staleness -> the number of gradients that had it."""
     last_staleness: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(group, piece) -> of its last push."""
+    """(group, piece) -> the tag of its last push."""
     sensors: Sensors = field(default_factory=Sensors)
+    limit: NormLimit | None = None
+    """Of how fast gradients grow, if there is one."""
 
     @property
     def updates(self) -> int:
-        """Updates of pieces so far."""
+        """The number of updates of pieces so far."""
         return sum(entry.version for entry in self.entries.values())
 
     def apply(self, updates: Sequence[Update], factor: float = 1.0) -> None:
-        """Run the optimizer once for each update, with ``factor`` times its gradient."""
+        """Run the optimizer once for each update, with ``factor`` times its gradient, or less where that is limited."""
+        if self.limit is not None:
+            applied = [update for update in updates if not update.passed_over]
+            factor *= self.limit.factor({each.piece: self.entries[each.piece].norm(each.gradient) for each in applied})
         for update in updates:
             entry = self.entries[update.piece]
             if update.passed_over:
                 entry.version += 1
                 continue
             entry.update(update.gradient, update.hyperparameters, factor)
-            self.sensors.applied(entry, update.gradient, update.reads[0][2])
+            self.sensors.applied(entry, update.gradient, update.reads[0][2], factor)
 
     def squares(self, updates: Sequence[Update]) -> float:
         """The sum of squares of all the updates' gradients."""
         return math.fsum(self.entries[update.piece].squares(update.gradient) for update in updates)
 
     def count(self, update: Update) -> int:
-        """Count how stale an update's gradients were. Returns the piece's version after it."""
+        """Count the staleness of an update's gradients. Returns the piece's version after the update."""
         after = self.entries[update.piece].version
         for group, _, version in update.reads:
             staleness = after - 1 - version
@@ -78,7 +84,7 @@ class Shard:
         return after
 
     def report(self, recorder: Recorder) -> None:
-        """Record what the shard holds in the end, and what has been counted."""
+        """Record the shard's final state and the statistics."""
         recorder.audit("held", pieces={index: (entry.piece, entry.memory()) for index, entry in self.entries.items()})
         momentum, seen = self.sensors.fitted()
         recorder.event(
@@ -104,12 +110,12 @@ class ServerTools:
 
 
 class Serving:
-    """Serves a shard that is made and filled. Make one, `begin`, and `run` it until it is cancelled."""
+    """Serves a filled shard. Make one, `begin`, and `run` it until it is cancelled."""
 
     def __init__(
         self, tools: ServerTools, configuration: Configuration, shard: Shard, *, first_step: int, finished: Set[PeerId]
     ) -> None:
-        """``finished``: the workers that need no answer any more; the owner adds to it."""
+        """``finished``: the workers that need no more answers; the owner adds to it."""
         self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
@@ -120,7 +126,7 @@ class Serving:
         sync = policy.kind == "sync"
         self._clip_norm = configuration.clip_norm if sync else 0.0
         ordered = configuration.snapshot and not sync and bool(shard.entries)
-        # Servers without a piece take no part: they see no step.
+        # Servers without a piece take no part: they see no steps.
         holding = sorted({piece.server for piece in configuration.pieces()})
         self._sum = ServerSum(tools.endpoint, [configuration.servers[index] for index in holding], tools.settings.barrier_s)
         order: Order = "none"
@@ -145,15 +151,15 @@ class Serving:
         self._shard.sensors.watch(self._shard.entries.values(), groups)
 
     async def run(self, pushes: Subscription, orders: Subscription) -> None:
-        """Take what comes in. Does not return; raises what went wrong."""
+        """Handle arriving messages. Does not return; raises errors."""
         await together(self._take_pushes(pushes), self._take_orders(orders))
 
-    # What comes in.
+    # Arriving messages.
 
     async def keep(self, step: int, *, show: bool, ordered: bool) -> None:
         """Keep the shard for the checkpoint at ``step``, and ``show`` it to group 0, too. ``ordered``: with snapshots, when it is
-        this event's turn, so that all servers keep the same version; else as it is now, since the run ends."""
-        if not self._shard.entries:  # the collector knows
+        this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
+        if not self._shard.entries:  # the collector knows that this server has no part
             return
         async with self._lock:
             if ordered:
@@ -167,7 +173,7 @@ class Serving:
             self._show(label)
 
     async def let_go(self, left: Set[PeerId]) -> None:
-        """Let nobody wait for groups all of whose workers have ``left``."""
+        """Stop waiting for groups all of whose workers have ``left``."""
         for group, members in enumerate(self._configuration.groups):
             if left >= set(members) and group not in self._gone:
                 self._gone.add(group)
@@ -194,12 +200,12 @@ class Serving:
                 case ["step" | "left" | "keep" | "show" as kind, int(number)] if sender == self._configuration.servers[0]:
                     event = OrderedEvent(kind, number)
                 case _:
-                    self._recorder.event("refused", sender=sender, reason="an order that server 0 did not give")
+                    self._recorder.event("refused", sender=sender, reason="the order did not come from server 0")
                     continue
             async with self._lock:
                 await self._carry_out(partial(self._aggregator.ordered, event), INLINE_BYTES)
 
-    # What is done about it. All under the lock.
+    # The consequences. All methods run under the lock.
 
     async def _carry_out(self, decide: Callable[[], list[Batch]], nbytes: int) -> None:
         """Apply and answer what ``decide`` returns."""
@@ -215,7 +221,7 @@ class Serving:
         for number, batch in enumerate(await self._compute(work, nbytes)):
             if self._clip_norm and batch.updates:
                 await self._apply_clipped(batch)
-            elif number > 0:  # not before the batch ahead is answered: its readers must not see this one's updates
+            elif number > 0:  # not before the previous batch is answered: its readers must not see this batch's updates
                 await self._compute(partial(self._shard.apply, batch.updates), INLINE_BYTES)
             for update in batch.updates:
                 version = self._shard.count(update)
@@ -238,7 +244,7 @@ class Serving:
                 try:
                     await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
                 except PeerLostError:
-                    if event.kind != "left":  # of a leaving, a server that is done already need not know
+                    if event.kind != "left":  # a server that has already finished need not know that a group leaves
                         raise
         self._aggregator.decided.clear()
 
@@ -248,11 +254,11 @@ class Serving:
         nbytes = sum(update.gradient.nbytes for update in updates)
         mine = await self._compute(partial(shard.squares, updates), nbytes)
         norm = math.sqrt(await self._sum.of(mine))
-        factor = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        factor = min(1.0, self._clip_norm / (norm + 1e-6))  # like torch.nn.utils.clip_grad_norm_
         await self._compute(partial(shard.apply, updates, factor), nbytes)
 
     def _answer(self, group: int, piece: int, tag: Tag) -> None:
-        """Send the piece's values as they are now."""
+        """Send the piece's current values."""
         entry = self._shard.entries[piece]
         to = self._configuration.groups[group][entry.piece.position]
         loan = entry.lend(ReadMeta(entry.version, self._shard.last_staleness.get((group, piece), 0)).to_value())
@@ -269,11 +275,11 @@ class Serving:
                 loan.give_back()
 
     def _keep(self, keep: Keep) -> None:
-        """Send off what there is now. Updates that follow do not change it."""
+        """Save the current state in the background. Later updates do not change it."""
         if keep.show:
             self._show(kept_label(keep.step))
         if self._checkpoints is not None:
-            tensors, sidecar = keep_pieces(self._shard.entries, keep.step)
+            tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
     def _show(self, label: str) -> None:

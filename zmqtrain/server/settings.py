@@ -1,4 +1,4 @@
-"""What a model server is told when it is made."""
+"""What a model server gets when it is made."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ServerSettings:
 
     index: int
     workers: tuple[PeerId, ...]
-    """All workers of the run, by rank; the server is done when each has said that it is."""
+    """All workers of the run, by rank; the server ends when all of them have finished."""
     request_s: float = 60.0
     """How long a peer may take to answer a request."""
     barrier_s: float = 600.0
-    """How long to wait for what other servers owe."""
+    """How long to wait for the contributions of other servers."""
 
 
 class ServerCheckpoints(Protocol):
-    """Where a server's part of a checkpoint goes to and comes from."""
+    """Where a server's part of a checkpoint is stored."""
 
     async def save(self, step: int, tensors: dict[str, Tensor], sidecar: dict[str, Value]) -> None: ...
 

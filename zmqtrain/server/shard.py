@@ -1,7 +1,7 @@
 """The part of the model that one server holds: pieces of parameters, their optimizers and versions.
 
-Synchronous arithmetic without I/O. Each piece has an optimizer of its own, so that an update can begin when the piece's gradient is
-there; for optimizers that work element by element that equals one optimizer over the whole model.
+Synchronous arithmetic without I/O. Each piece has an optimizer of its own, so that an update can begin when the piece's gradient
+has arrived; for optimizers that work element by element that equals one optimizer over the whole model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from zmqtrain.arena.arena import Arena
+from zmqtrain.collectives.unreached import Parts
 from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.clip import squares_of
+from zmqtrain.exchange.clip import norm_of, squares_of
 from zmqtrain.exchange.look_ahead import risen
 from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
-from zmqtrain.exchange.unreached import Parts
 from zmqtrain.server.look_ahead import LookAhead
 from zmqtrain.server.shard_entry import Loan
 from zmqtrain.wire.dtypes import torch_dtype
@@ -60,9 +60,9 @@ class TensorEntry:
         rises: Sequence[float] = (),
         starts: Sequence[int] = (),
     ) -> None:
-        """The values lie in ``arena``, if there is one: workers of this host then read them there. ``horizon``: how many updates
-        they look ahead (`LookAhead`). ``rises``: updates in which the rates of the parameter groups rise (`risen`). ``starts``: of
-        the parameters in it, if gradients say which of them nothing has reached."""
+        """The values are in ``arena``, if there is one: workers of this host then read them there. ``horizon``: the number of
+        updates that they look ahead (`LookAhead`). ``rises``: the numbers of updates over which the learning rates of the parameter
+        groups rise (`risen`). ``starts``: those of the parameters in the piece, if gradients mark unreached parameters."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
@@ -76,7 +76,7 @@ class TensorEntry:
         self._rise = rises[parameter_group] if rises else 0.0
         self._parts = Parts(starts, piece.numel, torch_dtype(dtype))
         self._split: list[torch.nn.Parameter] = []
-        """The parameters, from when the optimizer passes over one of them for the first time."""
+        """The parameters; set when the optimizer skips one of them for the first time."""
 
     def memory(self) -> TensorPayload:
         return TensorPayload.of(self.values.detach())
@@ -87,6 +87,9 @@ class TensorEntry:
 
     def squares(self, gradient: Tensor) -> float:
         return squares_of(gradient)
+
+    def norm(self, gradient: Tensor) -> float:
+        return norm_of(gradient)
 
     def lend(self, meta: Value = None) -> Loan:
         loan = Loan(TensorPayload.of(self.values.detach(), meta))
@@ -113,7 +116,7 @@ class TensorEntry:
         self.version += 1
 
     def _give(self, gradient: Tensor, unreached: Sequence[int]) -> None:
-        """Let the optimizer go by the gradient, and pass over what nothing has reached."""
+        """Pass the gradient to the optimizer, without the parameters that no backward has reached."""
         if unreached and not self._split and len(self._parts.starts) > 1:
             self._divide()
         if not self._split:
@@ -142,7 +145,7 @@ class TensorEntry:
         require_known(given, self._base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Values, by how much they are ahead, and optimizer state."""
+        """The values, how far they are ahead, and the optimizer state."""
         result = {"values": self.values.detach().clone()}
         if self._look_ahead.ahead is not None:
             result["ahead"] = self._look_ahead.ahead.clone()
@@ -155,7 +158,7 @@ class TensorEntry:
         return result
 
     def _owners(self) -> dict[str, torch.nn.Parameter]:
-        """Whose state the optimizer keeps, by what a checkpoint calls it."""
+        """The parameters for which the optimizer keeps state, by their names in a checkpoint."""
         if not self._split:
             return {"optimizer": self.values}
         return {f"part.{number}": parameter for number, parameter in enumerate(self._split)}
@@ -165,13 +168,14 @@ class TensorEntry:
         if values is None or values.shape != self.values.shape or values.dtype != self.values.dtype:
             found = "nothing" if values is None else f"{values.dtype}{list(values.shape)}"
             raise CheckpointError(
-                f"the checkpoint has {found} for piece {self.piece.index}, now {self.values.dtype}{list(self.values.shape)}: "
-                "resume with the model, group_size, shards, split_size and bucket_size of the run that wrote it"
+                f"the checkpoint has {found} for piece {self.piece.index}, but here it is "
+                f"{self.values.dtype}{list(self.values.shape)}: resume with the model, group_size, shards, split_size and "
+                "bucket_size of the run that wrote it"
             )
         ahead = tensors.get("ahead")
         if ahead is not None and (ahead.shape != values.shape or ahead.dtype != values.dtype):
             raise CheckpointError(
-                f"the checkpoint has {ahead.dtype}{list(ahead.shape)} as what piece {self.piece.index} is ahead by"
+                f"the checkpoint has {ahead.dtype}{list(ahead.shape)} as the amount by which piece {self.piece.index} is ahead"
             )
         with torch.no_grad():
             self.values.copy_(values)
@@ -188,7 +192,7 @@ class TensorEntry:
         self.version = version
 
     def _own_memory(self) -> None:
-        """Leave the memory to loans that are still out, if any."""
+        """Leave the old memory to pending loans, if there are any, and continue in a copy."""
         self._loans = [loan for loan in self._loans if loan.out]
         if self._loans:
             self.values.data = self.values.detach().clone()
@@ -205,17 +209,17 @@ def _zeros(numel: int, dtype: torch.dtype, arena: Arena | None) -> Tensor:
 
 
 def require_known(given: Mapping[str, Value] | None, base: Mapping[str, Value]) -> None:
-    """Raise `ProtocolError` for hyperparameters that the optimizer configured with ``base`` has not."""
+    """Raise `ProtocolError` for hyperparameters that the optimizer configured with ``base`` does not have."""
     for key, value in (given or {}).items():
         known = base.get(key)
         if key not in base or (isinstance(known, int | float) and not isinstance(value, int | float)):
-            raise ProtocolError(f"{key} = {value!r:.100} is no hyperparameter of this optimizer; those are {base}")
+            raise ProtocolError(f"{key} = {value!r:.100} is not a hyperparameter of this optimizer, which has {base}")
 
 
 class GroupSum:
-    """Implements `zmqtrain.server.shard_entry.Sum`, always in the order of groups, so that it does not depend on who was first.
+    """Implements `zmqtrain.server.shard_entry.Sum`, always in the order of groups, so that the result does not depend on timing.
 
-    A gradient whose predecessors have arrived is added at once and dropped; the others wait.
+    A gradient is added and dropped as soon as all gradients before it have arrived; until then it waits.
     """
 
     __slots__ = ("_expected", "_own", "_total", "_waiting", "count")
@@ -247,5 +251,5 @@ class GroupSum:
             self._total = gradient
         elif self._own:
             self._total.add_(gradient)
-        else:  # the first one is the transport's memory and not ours to write to
+        else:  # the first one is the transport's memory, which must not be written
             self._total, self._own = self._total + gradient, True

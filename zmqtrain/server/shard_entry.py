@@ -1,4 +1,4 @@
-"""The seam between a server and the pieces of the model that it holds: their values, or only their sizes and versions."""
+"""The interface between a server and the pieces of the model that it holds: their values, or only their sizes and versions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zmqtrain.exchange.pieces import Piece
 from zmqtrain.net.endpoint import Sent
 from zmqtrain.wire.payload import Payload, Value
 
-#: What a piece made of a push (a flat tensor, a phantom). Only pieces and sums look inside; others pass it on.
+#: What a piece makes from a push (a flat tensor, a phantom). Only pieces and sums look inside; others pass it on.
 Gradient: TypeAlias = Any
 
 
 class Loan:
-    """A piece's memory on its way to a worker. While it is out, an update goes to a copy: no read is ever torn."""
+    """A piece's memory that is being sent to a worker. Until then an update goes to a copy, so a read never mixes two versions."""
 
     __slots__ = ("_back", "payload", "sent")
 
@@ -35,7 +35,7 @@ class Loan:
 
 
 class ShardEntry(Protocol):
-    """A piece, and its version: the number of updates that it has seen."""
+    """A piece, and its version: the number of its updates."""
 
     piece: Piece
     dtype: str
@@ -51,15 +51,19 @@ class ShardEntry(Protocol):
         ...
 
     def gradient(self, payload: Payload) -> Gradient:
-        """What came, of the piece's own payload type, element type and size. It aliases the payload."""
+        """The gradient in a received payload, which has the piece's payload type, element type and size. It aliases the payload."""
         ...
 
     def squares(self, gradient: Gradient) -> float:
-        """The sum of the gradient's squares, in double precision, so that it hardly depends on how the model is cut."""
+        """The sum of the gradient's squares, in double precision, so that the division of the model hardly matters."""
+        ...
+
+    def norm(self, gradient: Gradient) -> float:
+        """The gradient's norm, to a few digits; infinite or NaN where an element is."""
         ...
 
     def lend(self, meta: Value = None) -> Loan:
-        """The values as they are now, to be sent with ``meta``. Set ``sent`` of the loan, or `Loan.give_back`."""
+        """The current values, to be sent with ``meta``. Set ``sent`` of the loan, or call `Loan.give_back`."""
         ...
 
     def update(self, gradient: Gradient, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
@@ -68,15 +72,15 @@ class ShardEntry(Protocol):
         ...
 
     def check_hyperparameters(self, given: Mapping[str, Value] | None) -> None:
-        """Raise `ProtocolError` for what `update` could not use."""
+        """Raise `ProtocolError` for hyperparameters that `update` could not use."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint keeps, by name, copied."""
+        """Copies of the tensors that a checkpoint keeps, by name."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """What `tensors` gave. Raises `CheckpointError` where it belongs to another cut of the model."""
+        """Restore what `tensors` returned. Raises `CheckpointError` if it belongs to another division of the model."""
         ...
 
 
@@ -84,9 +88,9 @@ class Sum(Protocol):
     """The sum of the groups' gradients of one piece."""
 
     def add(self, group: int, gradient: Gradient) -> None:
-        """Take a gradient, which is only read and must stay as it is until the sum is done."""
+        """Add a gradient, which is only read and must not change until the sum is done."""
         ...
 
     def mean(self) -> Gradient:
-        """The mean over all gradients that came (groups that left and gave none do not count)."""
+        """The mean over all gradients that were added (groups that left without one do not count)."""
         ...

@@ -1,4 +1,4 @@
-"""Who may read when: the staleness policies as one state machine without I/O.
+"""Which group may read when: the staleness policies as one state machine without I/O.
 
 =========  ============================================  ==========================================================
 policy     a group's gradient of step t is applied       the group may read the parameters for step t + 1
@@ -8,7 +8,7 @@ async      when it arrives                               at once
 bound n    when it arrives                               once every group has pushed step t - n
 =========  ============================================  ==========================================================
 
-A machine stands for whatever is pushed at one stroke: a piece, or with snapshots a whole step of a group.
+A machine represents whatever is pushed together: a piece, or with snapshots a whole step of a group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PolicyKind = Literal["sync", "async", "bound"]
 
 
 def staleness_values(counts: Counter[int]) -> dict[str, Any]:
-    """What a server's last event says of staleness. ``counts``: how often a gradient met how many updates by others."""
+    """The staleness values of a server's last event. ``counts``: staleness -> the number of gradients that had it."""
     total = sum(counts.values())
     return {
         "staleness": {str(staleness): count for staleness, count in sorted(counts.items())},
@@ -35,19 +35,19 @@ def staleness_values(counts: Counter[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``bound`` counts steps, and only matters to the kind ``bound``."""
+    """``bound`` is a number of steps, and is used only by the kind ``bound``."""
 
     kind: PolicyKind
     bound: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("sync", "async", "bound") or self.bound < 0:
-            raise ValueError(f"no staleness policy: {self}")
+            raise ValueError(f"invalid staleness policy: {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a push, or a group's leaving, brings about."""
+    """The consequences of a push, or of a group's leaving."""
 
     apply: tuple[int, ...] = ()
     """Groups whose gradients are to be applied now, as one update, in this order."""
@@ -57,26 +57,26 @@ class Decision:
 
 
 class DuplicatePushError(ProtocolError):
-    """A group's gradient of a step came twice."""
+    """A group's gradient of a step arrived twice."""
 
 
 class OutOfOrderPushError(ProtocolError):
-    """A group left out a step."""
+    """A group skipped a step."""
 
 
 class UnknownGroupError(ProtocolError):
-    """No such group, or it has left."""
+    """There is no such group, or it has left."""
 
 
 class StalenessMachine:
-    """Follows how many steps each group has pushed. ``first_step`` is the step of the first push (not 0 after a resume)."""
+    """Tracks how many steps each group has pushed. ``first_step``: the step of the first push (not 0 after a resume)."""
 
     __slots__ = ("_clock", "_policy", "_waiting")
 
     def __init__(self, policy: Policy, groups: Collection[int], first_step: int = 0) -> None:
         self._policy = policy
-        self._clock = dict.fromkeys(sorted(groups), first_step)  # group -> the step it has to push next
-        self._waiting: list[int] = []  # groups that pushed and have no answer yet, in the order of their pushes
+        self._clock = dict.fromkeys(sorted(groups), first_step)  # group -> its next step to push
+        self._waiting: list[int] = []  # groups that have pushed and wait for an answer, in the order of their pushes
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -84,25 +84,25 @@ class StalenessMachine:
         return tuple(self._clock)
 
     def expected(self, group: int) -> int:
-        """The step that the group has to push next. Raises `UnknownGroupError`."""
+        """The next step that the group has to push. Raises `UnknownGroupError`."""
         if group not in self._clock:
-            raise UnknownGroupError(f"there is no group {group} here; groups that train: {list(self._clock)}")
+            raise UnknownGroupError(f"there is no group {group} here; these groups train: {list(self._clock)}")
         return self._clock[group]
 
     def lead(self, group: int) -> int:
-        """Steps that the group has pushed beyond the slowest."""
+        """The number of steps by which the group is ahead of the slowest."""
         return self._clock[group] - min(self._clock.values())
 
     def check(self, group: int, step: int) -> None:
-        """Raise what `pushed` would raise, and change nothing."""
+        """Raise the errors that `pushed` would raise, and change nothing."""
         expected = self.expected(group)
         if step < expected:
-            raise DuplicatePushError(f"group {group} pushed step {step} already; its next step is {expected}")
+            raise DuplicatePushError(f"group {group} has already pushed step {step}; its next step is {expected}")
         if step > expected:
             raise OutOfOrderPushError(f"group {group} pushed step {step}, but its next step is {expected}")
 
     def pushed(self, group: int, step: int) -> Decision:
-        """The group's gradient of ``step`` is here. Raises a `ProtocolError` (and changes nothing) if it may not be."""
+        """The group's gradient of ``step`` has arrived. Raises a `ProtocolError` (and changes nothing) if it is not expected."""
         self.check(group, step)
         self._clock[group] = step + 1
         self._waiting.append(group)
@@ -111,7 +111,7 @@ class StalenessMachine:
         return Decision((group,), self._released(), self._reason(group))
 
     def left(self, group: int) -> Decision:
-        """The group trains no more: others stop waiting for it. A gradient that it pushed and that waits is still applied."""
+        """The group trains no more: others stop waiting for it. Its pending gradient, if any, is still applied."""
         if group not in self._clock:
             return Decision()
         if self._policy.kind == "sync":
@@ -131,7 +131,7 @@ class StalenessMachine:
         together = tuple(sorted(self._waiting))
         self._waiting = []
         answer = tuple((group, self._clock[group]) for group in together if group in self._clock and group != leaving)
-        return Decision(together, answer, "all groups' gradients are there") if together else Decision()
+        return Decision(together, answer, "all groups' gradients have arrived") if together else Decision()
 
     def _released(self) -> tuple[tuple[int, int], ...]:
         ready = [group for group in self._waiting if self._policy.kind == "async" or self.lead(group) <= self._policy.bound]
@@ -142,4 +142,4 @@ class StalenessMachine:
         if group not in self._waiting:
             return "applied on arrival"
         slowest = min(self._clock, key=lambda other: self._clock[other])
-        return f"group {group} is {self.lead(group)} steps ahead of group {slowest}, {self._policy.bound} are allowed"
+        return f"group {group} is {self.lead(group)} steps ahead of group {slowest}; {self._policy.bound} are allowed"

@@ -1,7 +1,7 @@
 """The simulated world: virtual time, modelled hosts and links, faults on a schedule.
 
-In the public interface ``zmqtrain.simulate(topology)`` is a function, `zmqtrain.simulate.run.simulate`. A package's name and a
-function's are one attribute of `zmqtrain`, so this package can be called, and is that function.
+In the public interface ``zmqtrain.simulate(topology)`` is the function `zmqtrain.simulate.run.simulate`. This package and that
+function are the same attribute of `zmqtrain`, so the package can be called, and behaves as the function.
 """
 
 from __future__ import annotations

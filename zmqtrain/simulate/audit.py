@@ -1,9 +1,9 @@
-"""What must hold in every run, whatever goes wrong: checked from what roles state and report.
+"""Properties that must hold in every run, whatever goes wrong: checked against what roles state and report.
 
 - No gradient is applied twice, and each update makes one new version.
-- Groups keep the staleness that the file allows.
-- A run that ends well has trained each step of each worker once, on all its samples, and leaves replicas equal.
-- A run whose faults can be survived ends well. Any other ends too, with an error, and nobody hangs beyond the time-outs.
+- Groups keep within the staleness that the file allows.
+- A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
+- A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import wrong_pieces
 from zmqtrain.wire.payload import Payload
 
-#: Findings beyond this say nothing new.
+#: Further findings would tell nothing new.
 MOST = 20
 
 
 class Auditor:
-    """Hears everything, and gives its `verdict` at the end."""
+    """Gets all facts and reports, and gives its `verdict` at the end."""
 
     def __init__(self, topology: Topology, placement: Placement, clock: Callable[[], float]) -> None:
         self._topology, self._placement, self._clock = topology, placement, clock
@@ -35,29 +35,29 @@ class Auditor:
         self._broken: list[str] = []
         self._applied: set[tuple[PeerId, int, int, int]] = set()  # server, piece, group, step
         self._versions: dict[tuple[PeerId, int], int] = {}
-        self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # steps of each group in each piece of a server
-        self._gone: set[tuple[PeerId, int]] = set()  # server, group: nobody waits for it there
+        self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # the number of steps of each group in each piece of a server
+        self._gone: set[tuple[PeerId, int]] = set()  # server, group: the server no longer waits for the group
         self._steps: Counter[tuple[PeerId, int]] = Counter()
         self._samples: Counter[int] = Counter()
-        self._lost: dict[PeerId, None] = {}  # workers without whom an elastic run went on, for a while at least
+        self._lost: dict[PeerId, None] = {}  # workers without which an elastic run continued, at least for a while
         self._spread: float | None = None
         self._wrong_values: str | None = None
-        self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server has at its end
+        self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
         self._last_s = 0.0
         self._first = 0
         self.stopped_at: int | None = None
-        """The step before which all have stopped, since they were asked to."""
+        """The step before which all workers stopped because they were asked to."""
 
     def goes_on_at(self, step: int) -> None:
         """The run resumes a checkpoint of this step."""
         self._first = step
 
     def note(self, text: str) -> None:
-        """Something was found elsewhere."""
+        """Add a finding made elsewhere."""
         if len(self._broken) < MOST:
             self._broken.append(text)
 
-    # What is heard
+    # What the auditor is told.
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
         """A role states a fact."""
@@ -76,7 +76,7 @@ class Auditor:
         piece, version = int(values["piece"]), int(values["version"])
         known = self._versions.get((server, piece), version - 1 if self._first else 0)
         if version != known + 1:
-            self.note(f"{server} went from version {known} of piece {piece} to {version}")
+            self.note(f"{server} went from version {known} of piece {piece} to version {version}")
         self._versions[server, piece] = version
         counts = self._pushed.setdefault((server, piece), [self._first] * self._placement.groups)
         for group, step, _read in values["reads"]:
@@ -85,7 +85,7 @@ class Auditor:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
             if step != counts[group]:
-                self.note(f"{server} applied step {step} of group {group} to piece {piece} after {counts[group]} of its steps")
+                self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
             counts[group] += 1
         self._check_staleness(server, piece, counts, values)
 
@@ -94,13 +94,13 @@ class Auditor:
         counts = [count for group, count in enumerate(counts) if (server, group) not in self._gone]
         if exchange.policy == "sync":
             if len(set(counts)) > 1:
-                self.note(f"{server} applied piece {piece} for some groups only: {counts} steps, in synchronous training")
-        # A group may push as many steps beyond the slowest as the bound says, and the one that it was let into.
+                self.note(f"{server} has applied piece {piece} for some groups only: {counts} steps, in synchronous training")
+        # A group may be ahead of the slowest by the bound, plus the step that it was allowed to begin.
         elif exchange.policy == "bound" and (ahead := max(counts, default=0) - min(counts, default=0)) > (exchange.bound or 0) + 1:
-            self.note(f"{server} let a group be {ahead} steps of piece {piece} ahead; the bound is {exchange.bound}")
+            self.note(f"{server} let a group be {ahead} steps ahead in piece {piece}; the bound is {exchange.bound}")
 
     def membership_event(self, kind: str, values: Mapping[str, Any]) -> None:
-        """The coordinator notes something."""
+        """The coordinator records an event."""
         self._last_s = max(self._last_s, self._clock())
         peer = str(values.get("peer", ""))
         if kind == "lost" and peer.startswith("agent/"):
@@ -122,10 +122,10 @@ class Auditor:
             elif event.get("kind") == "finish":
                 self._spread = max(self._spread or 0.0, float(values.get("replica_spread") or 0.0))
 
-    # The verdict
+    # The verdict.
 
     def verdict(self, ending: Ending, seconds: float, faults: Sequence[Fault]) -> list[str]:
-        """All that was broken, in words. ``faults``: what was injected."""
+        """All violations, in words. ``faults``: what was injected."""
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
         fatal = [fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic)]
@@ -135,7 +135,7 @@ class Auditor:
         elif not fatal and not preempted and not self._own_fault(ending.error or {}):
             error = ending.error or {}
             what = f"{error.get('type')}: {error.get('message')}"
-            self.note(f"the run ended with status {ending.status} ({what}), though all its faults can be survived")
+            self.note(f"the run ended with status {ending.status} ({what}), although all its faults can be survived")
         self._check_end(seconds, faults)
         return list(self._broken)
 
@@ -151,7 +151,7 @@ class Auditor:
             if missing:
                 self.note(f"{missing} steps of workers are missing")
         if self._lost:
-            return  # the rest holds where all are there
+            return  # the remaining properties hold only if no worker was lost
         if until is not None:
             expected = compute.batch_size * self._placement.groups
             for step in range(self._first, until):
@@ -159,7 +159,7 @@ class Auditor:
                     self.note(f"step {step} was trained on {self._samples[step]} samples, not {expected}")
                     break
         if corrupted:
-            return  # a flipped bit of a tensor is not seen by anybody: that is TCP's to find
+            return  # no role notices a flipped bit of a tensor: TCP's checksum would
         if self._wrong_values is not None:
             self.note(self._wrong_values)
         if job.steps is not None and compute.profile is not None:
@@ -171,18 +171,19 @@ class Auditor:
             self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
 
     def _own_fault(self, error: Mapping[str, Any]) -> bool:
-        """Whether the job itself is at fault: its file, or its task's code, where there is any."""
+        """Whether the job itself is at fault: its file, or its task's code, if it has any."""
         verdict = error.get("verdict")
         return verdict == "topology" or (verdict == "user code" and self._topology.job.task is not None)
 
     def _check_end(self, seconds: float, faults: Sequence[Fault]) -> None:
-        """Whatever happens, somebody gives up and says so within the time-outs."""
+        """Whatever happens, some process gives up within the time-outs, and says so."""
         timeouts = self._timeouts
         last = max([self._last_s, *((fault.at or 0.0) + (fault.lasts or 0.0) for fault in faults)])
         patience = timeouts.barrier_s + timeouts.lost_s + timeouts.join_s + timeouts.grace_s
         if seconds - last > patience:
             self.note(
-                f"the run hung: nothing was heard for {seconds - last:g} s before its end; time-outs add up to {patience:g} s"
+                f"the run hung: no role reported anything for {seconds - last:g} s before its end; time-outs add up to "
+                f"{patience:g} s"
             )
 
     @property

@@ -1,8 +1,8 @@
 """An event loop on virtual time: when nothing is ready, the clock jumps to the next timer.
 
-Nothing here waits for anything real, and everything happens in one order, so a program that takes its time from the loop and its
-randomness from seeds repeats exactly. There are no sockets, pipes or signals in this world, and no threads: what would be handed to
-one (``run_in_executor``) is called at once, and takes no virtual time.
+Nothing here waits for anything real, and everything happens in one order. So a program that takes its time from the loop and its
+randomness from seeds repeats exactly. There are no sockets, pipes, signals or threads in this world: a function that would run in a
+thread (``run_in_executor``) is called at once, and takes no virtual time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 from zmqtrain.errors import DeadlockError, TimeLimitError
 from zmqtrain.simulate.process import PROCESS, Callback, Process
 
-#: Thousands of simulated processes are a heap that is slow to search and holds little garbage in cycles: it is searched seldom.
+#: Thousands of simulated processes are many objects, slow to search, with little cyclic garbage: it is rarely collected.
 GARBAGE = (100_000, 50, 100)
 
-if TYPE_CHECKING:  # what a loop need not have raises NotImplementedError; the types take it for abstract
+if TYPE_CHECKING:  # methods that a loop may leave out raise NotImplementedError; the types consider them abstract
     Loop = asyncio.SelectorEventLoop
 else:
     Loop = asyncio.AbstractEventLoop
@@ -37,7 +37,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulatedWorld:
-    """Implements `zmqtrain.world.World`: the calendar begins with the simulation, and its seed decides all that is random."""
+    """Implements `zmqtrain.world.World`: the calendar begins with the simulation, and its seed determines everything random."""
 
     def __init__(self, seed: int, clock: Callable[[], float]) -> None:
         self.seed = seed
@@ -45,14 +45,14 @@ class SimulatedWorld:
         self._bits = self.random("identity")
 
     def wall_s(self) -> float:
-        """Virtual seconds since the simulation's begin."""
+        """Virtual seconds since the start of the simulation."""
         return self._clock()
 
     def random_bits(self, bits: int) -> int:
         return self._bits.getrandbits(bits)
 
     def random(self, name: str) -> random.Random:
-        """A generator for one purpose. Others, and how often they are used, do not change what it gives."""
+        """A generator for one purpose. Its numbers do not depend on other generators or on their use."""
         return random.Random(f"{self.seed}/{name}")
 
 
@@ -71,7 +71,7 @@ class _Handle:
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._callback, self._args = None, ()  # timers lie in the queue for long; what they would call need not
+        self._callback, self._args = None, ()  # cancelled timers stay in the queue for long; free what they would call
 
     def cancelled(self) -> bool:
         return self._cancelled
@@ -92,14 +92,14 @@ class _Handle:
 
 
 class VirtualLoop(Loop):
-    """A deterministic event loop on virtual time, which begins at 0. Most programs use it by `run_virtual`."""
+    """A deterministic event loop on virtual time, which begins at 0. Most programs use it through `run_virtual`."""
 
     def __init__(self, *, seed: int = 0, limit_s: float = math.inf) -> None:
         self.world = SimulatedWorld(seed, self.time)
         self.limit_s = limit_s
-        """No timer beyond this is waited for: `TimeLimitError`."""
+        """Waiting for a timer beyond this time raises `TimeLimitError`."""
         self.processes: list[Process] = []
-        """Those that a report of what everybody waits for should name."""
+        """The processes that a report of a deadlock should name."""
         self._now = 0.0
         self._ready: deque[_Handle] = deque()
         self._timers: list[tuple[float, int, _Handle]] = []
@@ -112,14 +112,14 @@ class VirtualLoop(Loop):
         self._generators: weakref.WeakSet[AsyncGenerator[Any, Any]] = weakref.WeakSet()
         self._bodies = 0
 
-    # Time and callbacks
+    # Time and callbacks.
 
     def time(self) -> float:
         return self._now
 
     @property
     def callbacks(self) -> int:
-        """How many callbacks have run: a measure of a simulation's size."""
+        """How many callbacks have run, as a measure of a simulation's size."""
         return self._bodies
 
     def call_soon(
@@ -134,7 +134,7 @@ class VirtualLoop(Loop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """For a thread that computes while the loop's own thread waits for it: nothing else may be in this world."""
+        """For a thread that computes while the loop's own thread waits for it; there are no other threads in this world."""
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
@@ -161,10 +161,10 @@ class VirtualLoop(Loop):
         return cast(asyncio.TimerHandle, handle)
 
     def put_back(self, callbacks: Iterable[Callback]) -> None:
-        """Run these next, in their order: a process goes on."""
+        """Run these next, in their order: a process continues."""
         self._ready.extend(cast(Iterable[_Handle], callbacks))
 
-    # Tasks and futures
+    # Tasks and futures.
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -180,11 +180,11 @@ class VirtualLoop(Loop):
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-        """Calls ``func`` now."""
+        """Call ``func`` now."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - handed to the waiter, whatever it is
+        except Exception as error:  # noqa: BLE001 - passed to the waiter
             future.set_exception(error)
         return future
 
@@ -192,7 +192,7 @@ class VirtualLoop(Loop):
 
     def run_forever(self) -> None:
         if self._running:
-            raise RuntimeError("this loop is running already")
+            raise RuntimeError("this loop is already running")
         self._running, self._stopping = True, False
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._generators.add, finalizer=self._close_generator)
@@ -206,7 +206,7 @@ class VirtualLoop(Loop):
             sys.set_asyncgen_hooks(*hooks)
 
     def run_until_complete(self, future: Any) -> Any:
-        """Raises what ``future`` raises, `DeadlockError`, or `TimeLimitError`."""
+        """Raises the error of ``future``, `DeadlockError`, or `TimeLimitError`."""
         ours = not asyncio.isfuture(future)
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         task.add_done_callback(self._stop_for, context=_NO_PROCESS)
@@ -214,7 +214,7 @@ class VirtualLoop(Loop):
             self.run_forever()
         except BaseException:
             if ours and task.done() and not task.cancelled():
-                task.exception()  # whatever it is, the loop's own failure is what is raised
+                task.exception()  # retrieved, since the loop's own failure is raised instead
             raise
         finally:
             task.remove_done_callback(self._stop_for)
@@ -227,7 +227,7 @@ class VirtualLoop(Loop):
         self._stopping = True
 
     def _turn(self) -> None:
-        """Run what is ready; before that, if nothing is, go on to the next timer."""
+        """Run what is ready; if nothing is, advance to the next timer first."""
         if not self._ready:
             self._advance()
         ready = self._ready
@@ -242,7 +242,7 @@ class VirtualLoop(Loop):
                 handle.run()
             except (SystemExit, KeyboardInterrupt):
                 raise
-            except BaseException as error:  # noqa: BLE001 - a callback's error is the exception handler's, as in every loop
+            except BaseException as error:  # noqa: BLE001 - passed to the exception handler, as in every loop
                 self.call_exception_handler({"message": f"an error in {handle!r}", "exception": error, "handle": handle})
 
     def _advance(self) -> None:
@@ -261,7 +261,7 @@ class VirtualLoop(Loop):
                 self._ready.append(handle)
 
     def waiting(self) -> dict[str, list[str]]:
-        """What each process waits for; for tasks of none, under the empty name, where they stand."""
+        """What each process waits for; under an empty name, where tasks of no process wait."""
         result: dict[str, list[str]] = {}
         for process in self.processes:
             if process.tasks:
@@ -272,10 +272,10 @@ class VirtualLoop(Loop):
             result[""] = sorted(place_of(task) for task in others)
         return result
 
-    # The end
+    # The end.
 
     def finish(self) -> None:
-        """Cancel what is left, let it clean up for as long as that goes on, and close. Virtual time may pass."""
+        """Cancel all remaining tasks, let them clean up for as long as that takes, and close. Virtual time may pass."""
         self.limit_s = math.inf
         try:
             for process in self.processes:
@@ -310,7 +310,7 @@ class VirtualLoop(Loop):
         self._ready.clear()
         self._timers.clear()
 
-    # What asyncio asks of a loop
+    # What asyncio requires of a loop.
 
     def is_running(self) -> bool:
         return self._running
@@ -345,8 +345,8 @@ _NO_PROCESS = contextvars.Context()
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: its name, and the innermost of its own lines."""
-    # A task's own stack shows its outermost coroutine only: follow what each awaits, as long as that is ours.
+    """Where a task waits: its name, and its innermost line in our own code."""
+    # A task's own stack shows only its outermost coroutine: follow what each one awaits, as far as these are coroutines.
     place: Any = task.get_coro()
     while (awaited := getattr(place, "cr_await", None)) is not None and getattr(awaited, "cr_frame", None) is not None:
         if "/asyncio/" in awaited.cr_code.co_filename:
@@ -354,14 +354,14 @@ def place_of(task: asyncio.Task[Any]) -> str:
         place = awaited
     frame = getattr(place, "cr_frame", None)
     if frame is None:
-        return f"{task.get_name()}: not begun, or in native code"
+        return f"{task.get_name()}: not started, or in native code"
     return f"{task.get_name()}: {frame.f_code.co_name} at {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0, limit_s: float = math.inf, debug: bool = False) -> T:
     """Run a coroutine to its end on virtual time. The same seed gives the same run.
 
-    Raises what ``main`` raises; `DeadlockError` when nothing is ready and nothing is scheduled; `TimeLimitError` when ``limit_s``
+    Raises the error of ``main``; `DeadlockError` when nothing is ready and nothing is scheduled; `TimeLimitError` when ``limit_s``
     virtual seconds have passed.
     """
     loop = VirtualLoop(seed=seed, limit_s=limit_s)

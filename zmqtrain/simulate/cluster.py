@@ -1,4 +1,4 @@
-"""The simulated machines of one run: their processes, and how fast each computes now."""
+"""The simulated machines of one run: their processes, and their current computing speed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """What faults act upon. Names are roles (``worker/1``), or hosts, which mean all their processes."""
+    """The target of faults. Names are roles (``worker/1``), or hosts, which mean all their processes."""
 
     def __init__(self, network: SimulatedNetwork, placement: Placement, slowdowns: Mapping[str, float] | None = None) -> None:
-        """``slowdowns``: how many times as long each host's modelled devices take, where that is not once."""
+        """``slowdowns``: the factor on the computing time of each host's modelled devices, if it is not 1."""
         self.network = network
         self.placement = placement
         self.processes: dict[PeerId, Process] = {}
@@ -34,37 +34,37 @@ class Cluster:
         return (name,)
 
     def memory(self, host: str) -> HostMemory:
-        """What the processes of this host share."""
+        """The memory that the processes of this host share."""
         if host not in self._memories:
             self._memories[host] = HostMemory(host, self.network)
         return self._memories[host]
 
     def slowdown(self, peer: PeerId) -> float:
-        """How many times as long compute takes there that begins now."""
+        """The factor on the time of computing that begins there now."""
         return self._slow[peer]
 
     def slow_down(self, peer: PeerId, factor: float) -> None:
-        """Make it so many times as slow as it is now (below 1: faster)."""
+        """Multiply that factor by ``factor`` (below 1: faster)."""
         if peer in self._slow:
             self._slow[peer] *= factor
 
     def pause(self, peer: PeerId) -> None:
-        """As SIGSTOP would; nothing if there is no such process."""
+        """Stop the process, as SIGSTOP would; nothing happens if there is none."""
         process = self.processes.get(peer)
         if process is not None and process.tasks and not process.killed:
             self.network.pause(peer)
             process.pause()
 
     def resume(self, peer: PeerId) -> None:
-        """As SIGCONT would."""
+        """Continue the process, as SIGCONT would."""
         process = self.processes.get(peer)
         if process is not None:
             process.resume()
             self.network.resume(peer)
 
     async def kill(self, peer: PeerId, *, silent: bool = False) -> None:
-        """As SIGKILL would: not a word goes out, and connections break. ``silent``: its machine is gone, too, so that they seem to
-        stand until heartbeats tell."""
+        """Kill the process, as SIGKILL would: it sends nothing more, and its connections break. ``silent``: its machine is gone,
+        too, so that connections seem to exist until heartbeats fail."""
         process = self.processes.get(peer)
         if process is not None and process.tasks and not process.killed:
             self.network.kill(peer, silent=silent)

@@ -1,4 +1,4 @@
-"""A connection of the simulated network: two lanes, on each of which one message goes after the other."""
+"""A connection of the simulated network: two lanes, each of which sends one message after another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from zmqtrain.simulate.network import SimulatedNetwork
     from zmqtrain.simulate.transport import SimulatedTransport
 
-#: Payload of an Ethernet frame: a message within it is one packet, and shares nothing.
+#: Payload of an Ethernet frame, in bytes: a message of at most this size is one packet, and does not share bandwidth.
 PACKET_BYTES = 1500
-#: The network's own timers belong to no process, so that they go on while one stands still.
-NOBODY = contextvars.Context()
+#: The network's own timers belong to no process, so they continue while a process is paused.
+NO_PROCESS = contextvars.Context()
 
 
 class Channel(Flow):
-    """One lane of a connection: what is queued goes one after the other."""
+    """One lane of a connection: queued messages are sent one after another."""
 
     __slots__ = ("_active", "_connection", "_lane", "_network", "_timer", "_way", "arrives_at", "queue")
 
@@ -48,7 +48,7 @@ class Channel(Flow):
             self.queue.append((frames, nbytes))
 
     def hold(self) -> None:
-        """Nothing gets through for now; what is half sent will be sent again."""
+        """Let nothing through for now; a half-sent message will be sent again."""
         self._cancel()
         if self._active:
             self._active = False
@@ -56,12 +56,12 @@ class Channel(Flow):
             self._network.rebalance()
 
     def resume(self) -> None:
-        """Go on after `hold`."""
+        """Continue after `hold`."""
         if self.queue:
             self._start()
 
     def clear(self) -> None:
-        """The connection is gone, and what was to go over it."""
+        """The connection is gone, and so are its queued messages."""
         self.queue.clear()
         self.hold()
 
@@ -70,7 +70,7 @@ class Channel(Flow):
         self._cancel()
         at = self.finishes_at
         if at < math.inf:
-            self._timer = self._network.loop.call_at(at, self._through, context=NOBODY)
+            self._timer = self._network.loop.call_at(at, self._through, context=NO_PROCESS)
 
     def _start(self) -> None:
         self._active = True
@@ -114,7 +114,7 @@ class Channel(Flow):
 
 
 class Connection:
-    """From one peer to another. Replaced when it breaks, so that what is in flight on the old one is lost."""
+    """A connection from one peer to another. It is replaced when it breaks, and what is in flight on it is lost."""
 
     __slots__ = ("channels", "destination", "owner", "route", "source", "stalled", "up", "watch")
 
@@ -122,11 +122,11 @@ class Connection:
         self.owner, self.source, self.destination, self.route = owner, owner.peer, destination, route
         self.up = False
         self.stalled = False
-        """It stands, but nothing gets through, or no answers come back."""
+        """Whether it exists but nothing gets through, or no answers come back."""
         self.watch: asyncio.TimerHandle | None = None
         self.channels: tuple[Channel, ...] = ()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is still to leave."""
+        """Whether anything is still to be sent."""
         return any(channel.queue for channel in self.channels)

@@ -1,4 +1,4 @@
-"""A divided model on simulated hosts: each rank's own code without content, its compute and its messages in virtual time."""
+"""A divided model on simulated hosts: each rank runs its own code without content, in virtual time for compute and messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zmqtrain.simulate.lockstep import LockstepThread
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.topology.links import NetworkModel
 
-#: Virtual seconds that a rank waits for another, at the most: slow networks take their time, and nobody is lost here.
+#: The most virtual seconds that a rank waits for another: networks may be slow, and no rank is lost here.
 PATIENCE_S = 1e5
 
 
@@ -30,7 +30,8 @@ def simulate_divided(
     hosts: Sequence[str] | None = None,
     seed: int = 0,
 ) -> list[Tried]:
-    """What each rank found in some steps. ``hosts``: of each rank, by their names in ``network``; by default one each.
+    """Run some steps. Returns each rank's measurements. ``hosts``: each rank's host, by its name in ``network``; by default one per
+    rank.
 
     The same arguments give the same times. Raises `UsageError` as `zmqtrain.parallelize` does.
     """

@@ -1,4 +1,4 @@
-"""Many seeds of one job, each with other interleavings and, if asked for, faults of its own: does anything break?"""
+"""Runs one job with many seeds, each with another order of events and, if asked for, faults of its own, to find violations."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
-#: Where faults come from: the file's schedule, the seed, or nowhere.
+#: Where faults come from: the file's schedule, the seed, or none.
 FaultSource = Literal["file", "random", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one seed has shown."""
+    """The result of one seed."""
 
     seed: int
     status: str
     error: str
-    """What ended the run, if it ended badly: that alone breaks nothing."""
+    """What ended the run, if it ended badly; that alone is no violation."""
     seconds: float
     faults: tuple[str, ...]
     broken: tuple[str, ...]
 
 
 def horizon_of(topology: Topology) -> float:
-    """How long the job takes without faults, in virtual seconds: where random faults should fall."""
+    """How long the job takes without faults, in virtual seconds, which is when random faults should occur."""
     return simulate(topology, options=Options(faults=())).seconds
 
 
@@ -50,7 +50,7 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
 
 
 def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: float) -> Trial:
-    """One run."""
+    """Run the job once with this seed."""
     faults = faults_for(topology, seed, source, horizon_s)
     try:
         result = simulate(topology, seed=seed, options=Options(faults=faults))
@@ -68,7 +68,7 @@ def trial_of(seed: int, result: Result) -> Trial:
 
 
 def explore(topology: Topology, seeds: Sequence[int], *, faults: FaultSource, jobs: int = 1) -> Iterator[Trial]:
-    """Try all seeds, in order, in so many processes at a time."""
+    """Try all seeds, in order, in ``jobs`` processes at a time."""
     horizon_s = horizon_of(topology) if faults == "random" else 0.0
     attempt = partial(try_seed, topology=topology, source=faults, horizon_s=horizon_s)
     if jobs <= 1:
@@ -79,7 +79,7 @@ def explore(topology: Topology, seeds: Sequence[int], *, faults: FaultSource, jo
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
             yield from pool.map(attempt, seeds, chunksize=max(1, min(20, len(seeds) // (4 * jobs))))
-        except BaseException:  # Ctrl-C, or nobody wants to know any more: what runs is not waited for
+        except BaseException:  # Ctrl-C, or the caller stops iterating: running trials are not waited for
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()

@@ -19,41 +19,41 @@ from zmqtrain.topology.timeouts import Timeouts
 
 FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"]
 
-#: What random schedules are made of, and how often: mostly what a run has to survive.
+#: The kinds of random faults, with their weights: mostly those that a run has to survive.
 WEIGHTS: dict[FaultKind, int] = {"drop": 6, "pause": 4, "slow": 4, "partition": 4, "kill": 2, "restart": 1, "corrupt": 1}
-#: At most so many faults in a random schedule: what follows from one should be over, now and then, before the next.
+#: The most faults in a random schedule: sometimes the consequences of one should be over before the next.
 MOST_RANDOM = 4
-#: What goes on after it has come.
+#: Kinds of faults that have a duration.
 _LASTING: frozenset[FaultKind] = frozenset({"pause", "partition", "slow"})
-#: A new process under an old name comes this much later, where nothing else is said.
+#: By default a new process with the old name starts this many seconds later.
 RESTART_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong. Exactly one of ``at`` and ``step`` is given; the functions below make them."""
+    """One fault. Exactly one of ``at`` and ``step`` is given; use the functions below to make one."""
 
     kind: FaultKind
     at: float | None = None
     """Virtual seconds after the run's start."""
     step: int | None = None
-    """When the target begins this step (worker 0, where the target is no worker)."""
+    """When the target begins this step (worker 0, if the target is not a worker)."""
     target: str | None = None
-    """A role, or a host: all its processes."""
+    """A role; or a host, which means all its processes."""
     to: str | None = None
-    """corrupt, drop: only what goes between the target and this role."""
+    """corrupt, drop: only messages between the target and this role."""
     sides: tuple[tuple[str, ...], ...] = ()
-    """partition: sets of hosts that cannot reach each other."""
+    """partition: the sets of hosts that cannot reach each other."""
     one_way: bool = False
     """partition: only what the first side sends is lost."""
     factor: float = 2.0
-    """slow: by how much."""
+    """slow: the factor."""
     lasts: float | None = None
     """Seconds until it is over; ``None``: never (restart: until the new process starts)."""
 
     @property
     def trigger(self) -> str:
-        """The worker whose steps count."""
+        """The worker whose steps are counted."""
         return self.target if self.target is not None and self.target.startswith("worker/") else "worker/0"
 
     def __str__(self) -> str:
@@ -71,7 +71,8 @@ class Fault:
         return " ".join(parts)
 
     def survivable(self, timeouts: Timeouts, *, elastic: bool = False) -> bool:
-        """Whether a run must go on to its end in spite of it. An elastic one survives all losses, as long as anybody is left."""
+        """Whether a run must continue to its end in spite of the fault. An elastic run survives all losses while a worker is
+        left."""
         if self.kind == "corrupt":
             return False
         if elastic:
@@ -79,23 +80,23 @@ class Fault:
         if self.kind in ("kill", "restart"):
             return False
         if self.kind in ("pause", "partition"):
-            # While it lasts nobody may come to believe that somebody is gone, nor give up waiting for an answer.
+            # Until it is over, no process may consider another one lost, or give up waiting for an answer.
             return self.lasts is not None and self.lasts < timeouts.lost_s / 2
         return True
 
 
 def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fault:
-    """The role (or all of a host) dies without a word."""
+    """The role (or all roles of a host) dies without a message."""
     return Fault("kill", at=at, step=step, target=target)
 
 
 def restart(target: str, *, at: float | None = None, step: int | None = None, after: float = RESTART_S) -> Fault:
-    """The role dies, and a new process of its name starts ``after`` so many seconds, knowing nothing."""
+    """The role dies, and a new process with its name, but none of its state, starts ``after`` seconds later."""
     return Fault("restart", at=at, step=step, target=target, lasts=after)
 
 
 def pause(target: str, lasts: float, *, at: float | None = None, step: int | None = None) -> Fault:
-    """The role (or host) stands still for ``lasts`` seconds."""
+    """The role (or host) stops for ``lasts`` seconds, and then continues."""
     return Fault("pause", at=at, step=step, target=target, lasts=lasts)
 
 
@@ -127,7 +128,7 @@ def drop(target: str, to: str | None = None, *, at: float | None = None, step: i
 
 
 def faults_of(topology: Topology) -> tuple[Fault, ...]:
-    """The schedule in the file."""
+    """The schedule in the topology file."""
     return tuple(
         Fault(
             kind=fault.kind,
@@ -145,8 +146,8 @@ def faults_of(topology: Topology) -> tuple[Fault, ...]:
 
 
 def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
-    """What is left of a schedule for a run that begins so many seconds later: what comes still, and what lasts. Of those that go by
-    steps none: they are of another run."""
+    """The rest of a schedule for a run that begins ``seconds`` later: faults that are still to come, and those that are not over.
+    Faults at steps are left out, since they belong to another run."""
     healed = max(
         (fault.at for fault in faults if fault.kind == "heal" and fault.at is not None and fault.at <= seconds), default=-1.0
     )
@@ -164,7 +165,7 @@ def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
 
 
 def random_faults(placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
-    """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` without them."""
+    """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` seconds without them."""
     kinds = list(WEIGHTS)
     hosts = [host for host in placement.hosts if placement.of_host(host)]
     peers = [role.peer for role in placement.roles]
@@ -173,7 +174,7 @@ def random_faults(placement: Placement, timeouts: Timeouts, horizon_s: float, dr
         kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         at = draw.uniform(0, horizon_s)
         target = draw.choice(peers)
-        # From a moment that nobody notices to beyond what they wait.
+        # From too short to be noticed, to longer than the time-outs.
         lasts = draw.choice([0.02, 0.2, 0.4, 1.5]) * timeouts.lost_s * draw.uniform(0.5, 1.0)
         match kind:
             case "kill" | "restart":

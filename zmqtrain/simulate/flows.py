@@ -1,11 +1,11 @@
 """Flows that share resources fairly: a fluid model of a network, without packets. Sans-IO.
 
-A resource carries so many bytes a second: a NIC's sending side, its receiving side, a rack's uplink. A flow uses all
-resources on its way at one rate. Rates are *max-min fair*: no flow could be faster without slowing down one that is no faster.
-That is what TCP's flows come near to, and what each gets who has his own queue everywhere (Bertsekas and Gallager, Data Networks,
+A resource carries a number of bytes per second: a NIC's sending side, its receiving side, a rack's uplink. A flow uses all
+resources on its path at one rate. Rates are *max-min fair*: no flow could be faster without slowing down one that is no faster.
+TCP's flows come close to that, and with a queue for each flow everywhere it is exact (Bertsekas and Gallager, Data Networks,
 section 6.5.2: progressive filling).
 
-Only what a change can reach is computed anew: the flows connected with it by shared resources.
+Only rates that a change can affect are recomputed: those of the flows connected with it by shared resources.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from collections.abc import Iterable, Sequence
 
 
 class Resource:
-    """Something that flows share. ``capacity`` in bytes per second; set it by `FlowTable.resize`."""
+    """Something that flows share. ``capacity`` is in bytes per second."""
 
     __slots__ = ("capacity", "flows", "name", "packets_until")
 
     def __init__(self, name: str, capacity: float) -> None:
         if not capacity > 0:
-            raise ValueError(f"{name} carries {capacity} bytes a second: it must be more than none")
+            raise ValueError(f"{name} carries {capacity} bytes per second; it must be more than 0")
         self.name = name
         self.capacity = capacity
         self.flows: dict[Flow, None] = {}
         self.packets_until = 0.0
-        """When the single packets that it was given are through."""
+        """When the single packets given to it have left."""
 
     def __repr__(self) -> str:
         return f"Resource({self.name}, {self.capacity:g} B/s, {len(self.flows)} flows)"
 
 
 class Flow:
-    """Bytes on their way through resources. Idle until `FlowTable.start`."""
+    """Bytes on a path through resources. Idle until `FlowTable.start`."""
 
     __slots__ = ("path", "rate", "remaining", "since")
 
@@ -48,7 +48,7 @@ class Flow:
 
     @property
     def finishes_at(self) -> float:
-        """When it is through, if no rate changes before."""
+        """When it ends, if no rate changes before."""
         if self.rate == math.inf:
             return self.since
         return self.since + self.remaining / self.rate if self.rate > 0 else math.inf
@@ -58,9 +58,9 @@ class Flow:
 
 
 def slip_through(path: Iterable[Resource], nbytes: float, now: float) -> float:
-    """When a message of a single packet is through that takes its way between the packets of all flows.
+    """When a message of a single packet has left, if it goes between the packets of all flows.
 
-    It costs them nothing worth counting, and need not wait for its share; but such messages wait for each other.
+    It takes no noticeable share from them and need not wait for a share, but such messages wait for each other.
     """
     through = now
     for resource in path:
@@ -70,7 +70,7 @@ def slip_through(path: Iterable[Resource], nbytes: float, now: float) -> float:
 
 
 class FlowTable:
-    """All active flows. Call `balance` after changes, at the moment of the change."""
+    """All active flows. Call `balance` after changes, at the time of the change."""
 
     def __init__(self) -> None:
         self._dirty: dict[Resource, None] = {}
@@ -78,11 +78,11 @@ class FlowTable:
 
     @property
     def unbalanced(self) -> bool:
-        """Whether something has changed since the last `balance`."""
+        """Whether anything has changed since the last `balance`."""
         return bool(self._dirty or self._unlimited)
 
     def start(self, flow: Flow, nbytes: float, now: float) -> None:
-        """The flow has something to carry; its rate is 0 until `balance`."""
+        """The flow has bytes to carry; its rate is 0 until `balance`."""
         flow.remaining, flow.since, flow.rate = nbytes, now, 0.0
         if not flow.path:
             self._unlimited.append(flow)
@@ -91,25 +91,18 @@ class FlowTable:
             self._dirty[resource] = None
 
     def follow(self, flow: Flow, nbytes: float, now: float) -> None:
-        """The flow is through, and has more to carry: nobody's rate changes."""
+        """The flow has finished, and has more to carry: no rate changes."""
         flow.remaining, flow.since = nbytes, now
 
     def stop(self, flow: Flow) -> None:
-        """The flow carries nothing any more, whether it is through or not."""
+        """The flow carries nothing from now on, whether it has finished or not."""
         flow.rate = flow.remaining = 0.0
         for resource in flow.path:
             if resource.flows.pop(flow, 0) is None:
                 self._dirty[resource] = None
 
-    def resize(self, resource: Resource, capacity: float) -> None:
-        """The resource carries more or less from now on."""
-        if not capacity > 0:
-            raise ValueError(f"{resource.name} cannot carry {capacity} bytes a second")
-        resource.capacity = capacity
-        self._dirty[resource] = None
-
     def balance(self, now: float) -> list[Flow]:
-        """Give every flow that a change concerns its fair rate. Returns those whose rate is another one now."""
+        """Give every affected flow its fair rate. Returns the flows whose rate has changed."""
         changed = self._unlimited
         self._unlimited = []
         for flow in changed:
@@ -124,7 +117,7 @@ class FlowTable:
 
 
 def _alone(dirty: Iterable[Resource]) -> Flow | None:
-    """The one flow that a change concerns, if it shares nothing with others: the most frequent case in large networks."""
+    """The only flow that a change affects, if it shares nothing with others: the most frequent case in large networks."""
     only: Flow | None = None
     for resource in dirty:
         if len(resource.flows) > 1:
@@ -155,10 +148,10 @@ def _component(dirty: Iterable[Resource]) -> tuple[list[Flow], list[Resource]]:
 
 
 def _fair(flows: Sequence[Flow], resources: Sequence[Resource]) -> list[tuple[Flow, float]]:
-    """Max-min fair rates: fill all flows alike; whenever a resource is full, its flows stay as they are."""
+    """Max-min fair rates: raise the rates of all flows equally; when a resource is full, its flows keep their rate."""
     left = {resource: resource.capacity for resource in resources}
     count = {resource: len(resource.flows) for resource in resources}
-    # A resource's share only grows while others' flows are settled, so what lies in the heap is never too large.
+    # A resource's share only grows while other resources' flows are settled, so entries in the heap are never too large.
     shares = [(left[resource] / count[resource], number) for number, resource in enumerate(resources)]
     heapq.heapify(shares)
     rates: dict[Flow, float] = {}
@@ -181,7 +174,7 @@ def _fair(flows: Sequence[Flow], resources: Sequence[Resource]) -> list[tuple[Fl
 
 
 def _settle(rates: Iterable[tuple[Flow, float]], now: float) -> list[Flow]:
-    """Take over the new rates. Returns the flows that had another."""
+    """Set the new rates. Returns the flows whose rate has changed."""
     changed = []
     for flow, rate in rates:
         if rate != flow.rate:

@@ -1,4 +1,4 @@
-"""One simulated host: its agent is the one that ships (`zmqtrain.run.agent`); what is simulated is the operating system below."""
+"""One simulated host: it runs the real agent (`zmqtrain.run.agent`); only the operating system below it is simulated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every simulated process of a run is given."""
+    """What every simulated process of a run gets."""
 
     description: RunDescription
     cluster: Cluster
@@ -45,7 +45,7 @@ class Plan:
     """Address of the coordinator's endpoint."""
     task: Task | None = None
     make_device: Callable[[RoleContext], Device] | None = None
-    """Makes the device of a worker that computes for real on virtual time; none: its time alone is modelled."""
+    """Makes the device of a worker that really computes, on virtual time; none: only its time is modelled."""
     audit: Callable[[PeerId, str, Mapping[str, object]], None] | None = None
 
     def environment(self, peer: PeerId) -> RoleEnvironment:
@@ -54,7 +54,7 @@ class Plan:
 
 
 def spawn(cluster: Cluster, peer: PeerId, host: str) -> Process:
-    """A new process of that name. What was under it before is dead."""
+    """Make a new process with this name. A previous process with the name must be dead."""
     process = Process(peer, host)
     cluster.processes[peer] = process
     loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ def spawn(cluster: Cluster, peer: PeerId, host: str) -> Process:
 
 
 class SimulatedRole:
-    """Implements `zmqtrain.run.agent.RoleProcess`: a role as a coroutine in a process of its own."""
+    """Implements `zmqtrain.run.agent.RoleProcess`: a role as a coroutine in a simulated process."""
 
     pid = None
 
@@ -86,16 +86,16 @@ class SimulatedRole:
         if number == signal.SIGKILL:
             self._killing = asyncio.get_running_loop().create_task(self._cluster.kill(self._role.peer), name="kill")
         else:
-            self._life.cancel()  # as the handler of a real role does
+            self._life.cancel()  # as a real role's signal handler does
 
     async def flush(self, timeout_s: float) -> None:
-        """What it logs goes its own way (`zmqtrain.simulate.logs`)."""
+        """Nothing to do: log lines are collected elsewhere (`zmqtrain.simulate.logs`)."""
 
     def report(self) -> Mapping[str, Any] | None:
         return self._report
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _end(self, life: asyncio.Task[None]) -> None:
         code = 0
@@ -110,7 +110,7 @@ class SimulatedRole:
             self._exited.set_result(code)
 
 
-#: The life of a role in a simulated process.
+#: Runs a role in a simulated process.
 Become: TypeAlias = Callable[[RolePlacement, RoleEnvironment, Process], Coroutine[Any, Any, None]]
 
 
@@ -135,7 +135,7 @@ class SimulatedHost:
         self._agent: Agent | None = None
 
     async def run(self) -> None:
-        """The agent's life: join, be the host's agent, and leave nothing behind."""
+        """The agent's life: join, act as the host's agent, and end all its roles."""
         plan, environment = self._plan, self._plan.environment(f"agent/{self._name}")
         endpoint = plan.cluster.network.endpoint(
             environment.peer, self._name, net_settings(environment.timeouts, environment.token)
@@ -145,16 +145,16 @@ class SimulatedHost:
             link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
             processes = SimulatedProcesses(plan.cluster, partial(be_role, plan))
             self._agent = Agent(link, plan.description, environment, processes)
-            with suppress(ConnectivityError):  # the run goes on without this host, or is over: its roles end either way
+            with suppress(ConnectivityError):  # the run continues without this host, or is over: its roles end in either case
                 await self._agent.run()
         finally:
             self._agent = None
             for role in plan.description.placement.of_host(self._name):
-                await plan.cluster.kill(role.peer)  # none of them outlives its agent
+                await plan.cluster.kill(role.peer)  # no role outlives its agent
             await endpoint.close()
 
     def start_again(self, role: RolePlacement) -> bool:
-        """Start a role that has died once more. Returns whether there is an agent here to do so."""
+        """Start a dead role again. Returns whether there is an agent here to do so."""
         process = self._plan.cluster.processes[f"agent/{self._name}"]
         if self._agent is None or process.killed or process.paused:
             return False
@@ -162,7 +162,7 @@ class SimulatedHost:
 
 
 async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment, process: Process) -> None:
-    """A role's life, in its own process."""
+    """Run a role in its own process."""
     timeouts = environment.timeouts
     endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(timeouts, environment.token))
     process.waits = endpoint.waits

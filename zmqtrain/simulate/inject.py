@@ -1,4 +1,4 @@
-"""Makes faults happen, at their times and steps."""
+"""Injects faults at their times and steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zmqtrain.simulate.host import Plan, be_role, spawn
 
 
 class Injector:
-    """Carries out a schedule on a cluster. `run` it as a task; `hear` tells it how far the workers are."""
+    """Carries out a schedule on a cluster. `run` it as a task; `hear` reports the workers' progress."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._cluster = cluster
@@ -23,7 +23,7 @@ class Injector:
         self._plan: Plan | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.done: list[Fault] = []
-        """What has happened so far."""
+        """The faults injected so far."""
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
         """A worker begins a step."""
@@ -35,7 +35,7 @@ class Injector:
             self._begun.put_nowait(fault)
 
     async def run(self, plan: Plan) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         self._plan = plan
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._follow_clock())
@@ -107,8 +107,8 @@ class Injector:
                     heal()
 
     async def _start_again(self, peer: PeerId) -> None:
-        """Another process of the same name: its agent starts it, where the run has a use for it. Otherwise somebody does, as a
-        supervisor of the person's own might; the run says that it has none, and what becomes of it is not the run's failure."""
+        """Start another process with the same name: the agent does it, if the run needs the role. Otherwise it is started from
+        outside, as by a user's own supervisor; the run then rejects it, and its end is no failure of the run."""
         assert self._plan is not None
         try:
             role = self._plan.description.placement.role(peer)

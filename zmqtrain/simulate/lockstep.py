@@ -1,8 +1,8 @@
-"""A thread used as a coroutine: it computes while the event loop stands still, and waits on virtual time.
+"""A thread used like a coroutine: it computes while the event loop stands still, and waits on virtual time.
 
-Torch's forward and backward are plain calls that wait in their middle, at gates. On a real device they run in a thread beside the
-loop. On virtual time exactly one of the two runs at any moment, so that everything happens in one order: the loop's thread hands
-over and waits (for real, which takes no virtual time) until the compute thread is through, or wants to wait itself.
+Torch's forward and backward are ordinary calls that wait at gates in the middle. On a real device they run in a thread beside the
+loop. On virtual time exactly one of the two threads runs at any moment, so everything happens in one order: the loop's thread hands
+over and waits (in real time; no virtual time passes) until the compute thread has finished, or wants to wait itself.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from zmqtrain.parallel.turns import handing_over
+
 T = TypeVar("T")
 _here = threading.local()
 
 
 class Abandoned(BaseException):
-    """Raised in the compute thread when its device is closed in the middle of something."""
+    """Raised in the compute thread if its device is closed while it runs."""
 
 
 class LockstepThread:
     """Calls functions one after another (`zmqtrain.data.background.Background`), on virtual time.
 
-    Make it in the process that it belongs to. What the functions call may use `spend` and the conditions from `condition`.
+    Make it in the process to which it belongs. The functions may use `spend`, and the conditions returned by `condition`.
     """
 
     def __init__(self, name: str, first: Callable[[], None] | None = None) -> None:
@@ -34,14 +36,14 @@ class LockstepThread:
         self._job: tuple[Callable[[], Any], asyncio.Future[Any]] | None = None
         self._outcome: tuple[Any, BaseException | None] = (None, None)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._wants: Callable[[], None] | None = None  # what the loop is to do before the thread goes on; None: it is through
+        self._wants: Callable[[], None] | None = None  # what the loop should do before the thread continues; None: it has finished
         self._closed = False
         # Whatever the functions schedule belongs to this process.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._main, first), name=name, daemon=True)
         self._thread.start()
 
-    # On the loop's thread
+    # On the loop's thread.
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
         outcome: asyncio.Future[T] = self._loop.create_future()
@@ -51,7 +53,7 @@ class LockstepThread:
         return outcome
 
     async def close(self, timeout_s: float) -> None:
-        """What is in the middle of something is abandoned."""
+        """Abandon a running function."""
         if not self._closed:
             self._closed = True
             self._go.release()
@@ -68,7 +70,7 @@ class LockstepThread:
         self.resume()
 
     def resume(self) -> None:
-        """Let the thread run until it waits, or its function is through."""
+        """Let the thread run until it waits, or its function has returned."""
         if self._closed:
             return
         self._wants = None
@@ -88,10 +90,10 @@ class LockstepThread:
                 future.set_exception(error)
         self._next()
 
-    # In the compute thread
+    # In the compute thread.
 
     def spend(self, seconds: float) -> None:
-        """Let so much virtual time pass."""
+        """Let this much virtual time pass."""
 
         def wait() -> None:
             self._loop.call_later(seconds, self.resume)
@@ -100,7 +102,7 @@ class LockstepThread:
             self.hand_over(wait)
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the loop run ``work`` to its end."""
+        """Let the loop run ``work`` to its end. Returns its result."""
         tasks: list[asyncio.Task[T]] = []
 
         def wait() -> None:
@@ -111,14 +113,17 @@ class LockstepThread:
         return tasks[0].result()
 
     def condition(self) -> LockstepCondition:
-        """A condition that this thread can wait at."""
+        """A condition at which this thread can wait."""
         return LockstepCondition(self, self._loop)
 
     def hand_over(self, wants: Callable[[], None]) -> None:
-        """The loop does what is wanted, and lets this thread go on (`resume`) some time later."""
-        self._wants = wants
-        self._back.release()
-        self._go.acquire()
+        """Have the loop call ``wants``, which later lets this thread continue (`resume`)."""
+        # Another rank's thread runs next, and may want the turn in which this one draws random numbers: it would wait for ever,
+        # and the loop with it.
+        with handing_over():
+            self._wants = wants
+            self._back.release()
+            self._go.acquire()
         if self._closed:
             raise Abandoned
 
@@ -135,15 +140,15 @@ class LockstepThread:
                 self._outcome = (self._job[0](), None)
             except Abandoned:
                 return
-            except BaseException as error:  # noqa: BLE001 - handed to the waiter, whatever it is
+            except BaseException as error:  # noqa: BLE001 - passed to the waiter
                 self._outcome = (None, error)
-            if self._closed:  # abandoned, though something made another error of it
+            if self._closed:  # abandoned, although some code turned that into another error
                 return
             self._back.release()
 
 
 def current_lockstep_thread() -> LockstepThread:
-    """The one that calls this."""
+    """The lockstep thread that calls this function."""
     thread: LockstepThread = _here.thread
     return thread
 
@@ -164,7 +169,7 @@ class LockstepCondition:
         return None
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """In the compute thread."""
+        """Called in the compute thread."""
         if predicate():
             return True
         self._predicate = predicate
@@ -177,7 +182,7 @@ class LockstepCondition:
         return predicate()
 
     def notify_all(self) -> None:
-        """In either thread."""
+        """Called in either thread."""
         if self._predicate is not None and not self._checking:
             self._checking = True
             self._loop.call_soon(self._check)

@@ -1,4 +1,4 @@
-"""Log lines of simulated processes: they go where each would have printed them."""
+"""Log lines of simulated processes: they are delivered under the name of the process that wrote them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.process import current_process
 
-#: Takes a line of a process.
+#: Takes a log line of a process.
 Log = Callable[[PeerId, str], None]
 
 
 @contextmanager
 def logs_to(log: Log) -> Iterator[None]:
-    """For a while, hand all log lines of zmqtrain to ``log``, with the name of the process that wrote them."""
+    """A context in which all log lines of zmqtrain go to ``log``, with the name of the process that wrote them."""
     logger = logging.getLogger("zmqtrain")
     handler, before = _Handler(log), logger.propagate
     logger.addHandler(handler)

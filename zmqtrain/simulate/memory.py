@@ -1,8 +1,8 @@
-"""The memory that the processes of a simulated host share: where workers sum gradients, as real ones do in the arena.
+"""The memory that the processes of a simulated host share, in which workers sum gradients, as real ones do in the arena.
 
-The accumulator is the one that ships (`zmqtrain.host.accumulator`), with the words of a real team. What differs lies below it: who
-waits at a word is a task on the virtual loop, and to add up a slice takes as long as the memory needs for the bytes that are read
-and written. All additions of a host that run at once share its memory's rate, which is the planner's.
+The accumulator is the real one (`zmqtrain.host.accumulator`), with the words of a real team. Only what lies below differs: a
+process that waits at a word is a task on the virtual loop, and adding a slice takes the time that the memory needs to read and
+write its bytes. All simultaneous additions on a host share its memory's rate, which is the planner's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.host.team import LOOK_S, Word
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.simulate.connection import NOBODY
+from zmqtrain.simulate.connection import NO_PROCESS
 from zmqtrain.simulate.flows import Flow, Resource
 from zmqtrain.simulate.lockstep import current_lockstep_thread
 from zmqtrain.simulate.network import SimulatedNetwork
@@ -25,36 +25,36 @@ if TYPE_CHECKING:  # it imports torch
     from zmqtrain.host.member import Job
 
 T = TypeVar("T")
-#: A word: of which slot, of which team.
+#: The address of a word: its slot, team and name.
 At: TypeAlias = tuple[int, int, Word]
 
 
 class HostMemory:
-    """Of one host: each process's place in it, and the rate at which it is read and written."""
+    """The memory of one host: each process's place in it, and the rate at which it is read and written."""
 
     def __init__(self, host: str, network: SimulatedNetwork) -> None:
         self._resource = Resource(f"memory of {host}", 1 / MEMORY_BYTE_S)
         self._network, self._loop = network, network.loop
         self._places: dict[int, ProcessMemory] = {}
-        self._waiting: dict[At, dict[asyncio.Future[None], int]] = {}  # who waits there, and for which value
+        self._waiting: dict[At, dict[asyncio.Future[None], int]] = {}  # waiters, with the value for which each waits
 
     def enter(self, peer: PeerId, slot: int) -> ProcessMemory:
-        """The place of a process that begins. Nothing is left of one that had the slot before."""
+        """The place of a process that starts. Nothing is left of a previous process in the slot."""
         place = self._places[slot] = ProcessMemory(self, peer, slot)
         return place
 
     def at(self, slot: int) -> ProcessMemory | None:
-        """Who has this slot, or had it last; None before anybody."""
+        """The process that has this slot, or had it last; None before the first."""
         return self._places.get(slot)
 
     def lose(self, peer: PeerId) -> None:
-        """The process was killed: nothing that it still does has an effect here. Others notice within `LOOK_S`."""
+        """The process was killed: what it still does has no effect here. Others notice within `LOOK_S`."""
         for place in self._places.values():
             if place.peer == peer:
                 place.end()
 
     async def changed(self, at: At, value: int, until: float) -> None:
-        """Sleep until a word is at ``value``, a process has ended, somebody has given up, or the loop's time is ``until``."""
+        """Sleep until a word has ``value``, a process has ended, a process has given up, or the loop's time is ``until``."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.setdefault(at, {})[future] = value
         timer = self._loop.call_at(until, _wake, future)
@@ -65,50 +65,50 @@ class HostMemory:
             self._waiting[at].pop(future, None)
 
     def has_come(self, at: At, value: int) -> None:
-        """A word is at ``value``: wake those who wait for that."""
+        """A word has ``value``: wake those who wait for that."""
         for future, awaited in self._waiting.get(at, {}).items():
             if value >= awaited:
                 _wake(future)
 
     def wake(self) -> None:
-        """Let all who wait look again."""
+        """Let all waiters check again."""
         for waiting in self._waiting.values():
             for future in waiting:
                 _wake(future)
 
     def wake_later(self) -> None:
-        """`wake` when those who wait look whether the others still live."""
-        self._loop.call_later(LOOK_S, self.wake, context=NOBODY)
+        """Call `wake` at the time when waiters check whether the others are alive."""
+        self._loop.call_later(LOOK_S, self.wake, context=NO_PROCESS)
 
     async def move(self, nbytes: int) -> None:
-        """Take the time that it takes to read and write so many bytes, in all."""
+        """Take the time to read and write ``nbytes`` bytes in total."""
         if nbytes:
             await _Work(self._network, self._resource).run(nbytes)
 
 
 class ProcessMemory:
-    """What one process shows the others of its host."""
+    """What one process shows to the others of its host."""
 
     def __init__(self, memory: HostMemory, peer: PeerId, slot: int) -> None:
         self.memory, self.peer, self.slot = memory, peer, slot
         self.ended = False
-        """The process is gone."""
+        """Whether the process has ended."""
         self.buckets: dict[int, Sequence[Payload]] = {}
-        """By the number of the team."""
+        """Keyed by the number of the team."""
         self._words: dict[tuple[int, Word], int] = {}
 
     def get(self, team: int, word: Word) -> int:
-        """What one of its words holds."""
+        """The value of one of its words."""
         return self._words.get((team, word), 0)
 
     def set(self, team: int, word: Word, value: int) -> None:
-        """Write a word, and wake those who wait. A process that is gone writes nothing."""
+        """Write a word, and wake the waiters. A process that has ended writes nothing."""
         if not self.ended:
             self._words[team, word] = value
             self.memory.has_come((self.slot, team, word), value)
 
     def end(self) -> None:
-        """The process is gone."""
+        """The process has ended."""
         if not self.ended:
             self.ended = True
             self.memory.wake_later()
@@ -120,13 +120,14 @@ class SimulatedMember:
     def __init__(
         self, place: ProcessMemory, timeout_s: float, slots: Sequence[int], rank: int, names: Sequence[PeerId], number: int
     ) -> None:
-        """Arguments:
-        place: this process's.
-        timeout_s: how long a wait may last.
-        slots, rank, names, number: as `zmqtrain.host.team.Team` takes them.
+        """
+        Args:
+            place: this process's place.
+            timeout_s: how long a wait may last.
+            slots, rank, names, number: as in `zmqtrain.host.team.Team`.
         """
         if place.slot != slots[rank]:
-            raise ValueError(f"rank {rank} of the team has slot {slots[rank]}, and this process has slot {place.slot}")
+            raise ValueError(f"rank {rank} of the team has slot {slots[rank]}, but this process has slot {place.slot}")
         self._place, self._memory, self._timeout_s = place, place.memory, timeout_s
         self._slots, self._rank, self._names, self._number = tuple(slots), rank, tuple(names), number
         self._loop = asyncio.get_running_loop()
@@ -211,7 +212,7 @@ class SimulatedMember:
         return place is not None and place.get(self._number, word) >= value
 
     def _look(self, what: str) -> None:
-        """As `zmqtrain.host.team.Team.look`."""
+        """Like `zmqtrain.host.team.Team.look`."""
         if self._error is not None:
             raise self._error
         others = [
@@ -228,7 +229,7 @@ class SimulatedMember:
 
 
 class _Work(Flow):
-    """Bytes that are read and written, once."""
+    """A number of bytes to be read and written once."""
 
     __slots__ = ("_done", "_network", "_timer")
 
@@ -239,7 +240,7 @@ class _Work(Flow):
         self._done: asyncio.Future[None] = network.loop.create_future()
 
     async def run(self, nbytes: int) -> None:
-        """Returns when they are through."""
+        """Returns when all bytes have been moved."""
         self._network.flows.start(self, nbytes, self._network.loop.time())
         self._network.rebalance()
         try:
@@ -250,10 +251,10 @@ class _Work(Flow):
     def reschedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._network.loop.call_at(self.finishes_at, self._through, context=NOBODY)
+        self._timer = self._network.loop.call_at(self.finishes_at, self._through, context=NO_PROCESS)
 
     def _through(self) -> None:
-        self._stop()  # at once: a process that stands still keeps nobody else from the memory
+        self._stop()  # at once, so that a paused process keeps no other from the memory
         _wake(self._done)
 
     def _stop(self) -> None:

@@ -1,12 +1,12 @@
-"""The simulated network: endpoints whose messages take the time that NICs, links and racks of the model need.
+"""The simulated network: endpoints whose messages take the time that the model's NICs, links and racks need.
 
 The whole endpoint above the transport is the real one. A message waits in the queue of its connection's lane, takes its fair share
-of every resource on its way (`zmqtrain.simulate.flows`), then travels for the latency. What is modelled of TCP and ZeroMQ:
+of every resource on its path (`zmqtrain.simulate.flows`), and then takes the latency. The following is modelled of TCP and ZeroMQ:
 
 - A connection that breaks loses what is on it; both ends see it, and it comes back after ``reconnect``.
-- What cannot get through for a while is repeated, and only late. After three heartbeats without an answer the connection breaks.
-- A process that dies breaks its connections at once; a machine that dies is silent, which is found out by heartbeats.
-- A connection needs both directions: if one is cut, both fall silent, though what goes the other way still arrives at first.
+- What cannot get through for a while is sent again, and arrives late. After three unanswered heartbeats the connection breaks.
+- The connections of a process that dies break at once; a machine that dies is silent, which heartbeats detect.
+- A connection needs both directions: if one is cut, both fall silent, although messages in the other still arrive at first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.simulate.connection import NOBODY
+from zmqtrain.simulate.connection import NO_PROCESS
 from zmqtrain.simulate.flows import FlowTable, Resource
 from zmqtrain.simulate.transport import SimulatedTransport
 from zmqtrain.topology.links import NetworkModel, Way
 
 
 class SimulatedNetwork:
-    """Connects the endpoints that are made on it, inside one virtual loop."""
+    """Connects the endpoints that are made on it, in one virtual loop."""
 
     def __init__(self, model: NetworkModel, chance: random.Random) -> None:
-        """``chance`` decides about jitter, loss and which bits flip."""
+        """``chance`` decides on jitter, loss and flipped bits."""
         self.model = model
         self.chance = chance
         self.flows = FlowTable()
@@ -36,31 +36,31 @@ class SimulatedNetwork:
         self._transports: dict[PeerId, SimulatedTransport] = {}
         self._resources: dict[tuple[str, ...], Resource] = {}
         self._ways: dict[tuple[str, str], tuple[Way, tuple[Resource, ...]]] = {}
-        self._cut: dict[tuple[str, str], int] = {}  # (from host, to host) -> how many partitions lie between
-        self._absent: dict[PeerId, float] = {}  # peers that answer nothing now (paused): since when
-        self._interest: dict[PeerId, dict[SimulatedTransport, None]] = {}  # who has connected to a peer, ever
+        self._cut: dict[tuple[str, str], int] = {}  # (from host, to host) -> the number of partitions between them
+        self._absent: dict[PeerId, float] = {}  # peers that answer nothing now (paused), and since when
+        self._interest: dict[PeerId, dict[SimulatedTransport, None]] = {}  # peer -> all that have ever connected to it
         self._corrupt: list[tuple[PeerId, PeerId | None]] = []
         self._balancing = False
 
     def endpoint(self, peer: PeerId, host: str, settings: NetSettings | None = None) -> Node:
         """A new endpoint on a host. Peers on one network find each other without `Node.add_peer`.
 
-        Make it in the process that it belongs to: messages are delivered there.
+        Make it in the process to which it belongs: messages are delivered there.
         """
         if peer in self._transports:
-            raise ValueError(f"there is an endpoint {peer} on this network already")
+            raise ValueError(f"this network already has an endpoint {peer}")
         settings = settings or NetSettings()
         return Node(peer, settings, SimulatedTransport(self, peer, host, settings))
 
-    # What may happen to it
+    # What may happen to the network.
 
     def drop_link(self, a: PeerId, b: PeerId) -> None:
         """Break the connections between two peers; they come back after ``reconnect``."""
         self._drop(a, b, self.model.reconnect)
 
     def partition(self, one: Iterable[str], other: Iterable[str], *, one_way: bool = False) -> Callable[[], None]:
-        """Nothing gets from the hosts ``one`` to the hosts ``other``, nor (unless ``one_way``) back, until the function that is
-        returned is called."""
+        """Let nothing through from the hosts ``one`` to the hosts ``other``, nor (unless ``one_way``) back, until the returned
+        function is called."""
         one, other = list(one), list(other)
         ways = [(a, b) for a in one for b in other if a != b]
         if not one_way:
@@ -79,28 +79,28 @@ class SimulatedNetwork:
         return heal
 
     def pause(self, peer: PeerId) -> None:
-        """The peer's process stands still, and answers no heartbeats."""
+        """The peer's process is stopped, and answers no heartbeats."""
         self._absent[peer] = self.loop.time()
         self._review()
 
     def resume(self, peer: PeerId) -> None:
-        """It goes on."""
+        """The peer's process continues."""
         if self._absent.pop(peer, None) is not None:
             self._review()
 
     def kill(self, peer: PeerId, *, silent: bool = False) -> None:
-        """The peer's process vanishes: nothing goes in or out any more. ``silent``: with its machine, so that nobody's connection
-        breaks before heartbeats do. Its name is free again."""
+        """The peer's process vanishes: nothing is sent or received any more. ``silent``: its machine vanishes with it, so that
+        connections break only after heartbeats fail. Its name can be used again."""
         transport = self._transports.get(peer)
         if transport is not None:
             transport.vanish(silent=silent)
         self._absent.pop(peer, None)
 
     def corrupt(self, source: PeerId, target: PeerId | None = None) -> None:
-        """A bit flips in the next message from ``source`` to ``target`` (to anybody)."""
+        """Flip a bit in the next message from ``source`` to ``target`` (None: to any peer)."""
         self._corrupt.append((source, target))
 
-    # For transports
+    # Called by transports.
 
     def join(self, transport: SimulatedTransport) -> None:
         self._transports[transport.peer] = transport
@@ -108,7 +108,7 @@ class SimulatedNetwork:
             other.look_for(transport.peer)
 
     def connects(self, transport: SimulatedTransport, destination: PeerId) -> None:
-        """The transport wants to hear of this peer."""
+        """The transport wants to be told about this peer."""
         self._interest.setdefault(destination, {})[transport] = None
 
     def leave(self, transport: SimulatedTransport, *, silent: bool) -> None:
@@ -124,15 +124,15 @@ class SimulatedNetwork:
         return self._transports.get(peer)
 
     def passes(self, source: str, target: str) -> bool:
-        """Whether anything gets from one host to the other."""
+        """Whether messages get from one host to the other."""
         return (source, target) not in self._cut and not self.way(source, target)[0].down
 
     def answers(self, peer: PeerId) -> bool:
-        """Whether the peer's process is there and running."""
+        """Whether the peer's process exists and is running."""
         return peer in self._transports and peer not in self._absent
 
     def way(self, source: str, target: str) -> tuple[Way, tuple[Resource, ...]]:
-        """The way between two hosts, and what is shared on it."""
+        """The way between two hosts, and the shared resources on it."""
         known = self._ways.get((source, target))
         if known is None:
             way = self.model.between(source, target)
@@ -140,13 +140,13 @@ class SimulatedNetwork:
         return known
 
     def rebalance(self) -> None:
-        """Rates have to be computed anew, once all that happens at this moment has happened."""
+        """Have rates recomputed once everything that happens at this moment has happened."""
         if not self._balancing:
             self._balancing = True
-            self.loop.call_soon(self._balance, context=NOBODY)
+            self.loop.call_soon(self._balance, context=NO_PROCESS)
 
     def flips(self, source: PeerId, target: PeerId) -> bool:
-        """Whether a bit of this message is to flip."""
+        """Whether a bit of this message is to be flipped."""
         for planned in self._corrupt:
             if planned[0] == source and planned[1] in (None, target):
                 self._corrupt.remove(planned)
@@ -154,7 +154,7 @@ class SimulatedNetwork:
         return False
 
     def lose(self, a: PeerId, b: PeerId) -> None:
-        """A message between them was lost, and its connection with it."""
+        """A message between them was lost, and with it the connection."""
         self._drop(a, b, self.model.reconnect)
 
     def _drop(self, a: PeerId, b: PeerId, down_s: float) -> None:
@@ -162,7 +162,7 @@ class SimulatedNetwork:
             transport = self._transports.get(here)
             if transport is not None:
                 transport.cut(there)
-                self.loop.call_later(down_s, transport.look_for, there, context=NOBODY)
+                self.loop.call_later(down_s, transport.look_for, there, context=NO_PROCESS)
 
     def _review(self) -> None:
         for transport in list(self._transports.values()):

@@ -1,4 +1,4 @@
-"""A simulated operating-system process: some tasks, timers and deliveries of the loop that stop and die together."""
+"""A simulated operating-system process: tasks, timers and deliveries of the loop that stop and die together."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How often a killed process is cancelled again where its clean-up waits: nothing that it does has an effect any more.
+#: How many times a killed process is cancelled again if its clean-up waits; nothing that it does has an effect any more.
 MOST_CANCELLATIONS = 50
 
 
 class Callback(Protocol):
-    """Something that the loop is to call, now or later."""
+    """Something that the loop will call, now or later."""
 
     def cancel(self) -> None: ...
 
 
 class Process:
-    """What runs in it belongs to it: tasks and timers inherit it by a context variable.
+    """What runs in it belongs to it: tasks and timers inherit it through a context variable.
 
-    Paused, nothing of it runs, as under SIGSTOP: its timers come due and messages pile up, until it goes on.
+    While it is paused nothing of it runs, as under SIGSTOP: its timers expire and messages queue up until it continues.
     """
 
     def __init__(self, name: str, host: str = "") -> None:
@@ -33,11 +33,11 @@ class Process:
         self.paused = False
         self.killed = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        """Its tasks that are not done, oldest first."""
+        """Its unfinished tasks, oldest first."""
         self.held: deque[Callback] = deque()
-        """What has come due while it is paused."""
+        """Callbacks that have become due while it is paused."""
         self.waits: Callable[[], list[str]] | None = None
-        """Says in words what its endpoint waits for."""
+        """Describes what its endpoint waits for."""
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` as this process. Tasks that it makes and callbacks that it schedules belong to the process."""
@@ -50,7 +50,7 @@ class Process:
         self.paused = True
 
     def resume(self) -> None:
-        """Go on with what came due meanwhile, in its order."""
+        """Continue with what has become due in the meantime, in order."""
         if self.paused:
             self.paused = False
             loop: Any = asyncio.get_running_loop()
@@ -58,7 +58,8 @@ class Process:
             self.held = deque()
 
     async def kill(self) -> None:
-        """End all its tasks. Take it off the network first: the clean-up that a real process would not get must have no effect."""
+        """End all its tasks. Take it off the network first: a real process would not clean up, so its clean-up must have no
+        effect."""
         self.killed = True
         self.resume()
         for _ in range(MOST_CANCELLATIONS):
@@ -77,9 +78,9 @@ _CURRENT: ContextVar[Process | None] = ContextVar("zmqtrain-process", default=No
 
 
 def current_process() -> Process | None:
-    """The process that runs now."""
+    """The process that is running now."""
     return _CURRENT.get()
 
 
-#: For the loop, which looks it up in the contexts of callbacks.
+#: Used by the loop, which looks it up in the contexts of callbacks.
 PROCESS = _CURRENT

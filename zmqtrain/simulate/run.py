@@ -5,8 +5,8 @@
     result = simulate(load_topology("topology.toml"))
     result.ending.status, result.seconds            # "done", virtual seconds
 
-Everything above the transport and the devices is what runs for real. The coordinator is on the first host's network, but
-survives that host.
+Everything above the transport and the devices is the code that runs in real runs. The coordinator is on the first host's network,
+but survives that host.
 """
 
 from __future__ import annotations
@@ -48,47 +48,47 @@ if TYPE_CHECKING:
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.task import Task
 
-#: Hears what a role states for the auditor: who, what, values.
+#: Receives a fact that a role states for the auditor: the peer, the kind and the values.
 AuditListener = Callable[[PeerId, str, Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a simulation is to do beside the topology."""
+    """Options of a simulation, beside the topology."""
 
     faults: Sequence[Fault] | None = None
-    """Instead of the file's."""
+    """In place of the file's."""
     data_path: str | None = None
     task: Task | None = None
-    """Instead of what ``[job] task`` names."""
+    """In place of the task that ``[job] task`` names."""
     checkpoints: Path | None = None
-    """Folder for checkpoints, beside which the run's model is left; without one, nothing is kept."""
+    """Folder for checkpoints; the run's model is left beside it. Without a folder nothing is kept."""
     resume: Path | None = None
     preempt_at_s: float | None = None
-    """When, in virtual seconds, somebody asks the run to stop with a checkpoint."""
+    """The virtual time, in seconds, at which the run is asked to stop with a checkpoint."""
     on_event: EventCallback | None = None
     on_report: ReportCallback | None = None
     on_audit: AuditListener | None = None
     on_checkpoint: OnEvent | None = None
-    """Is told what becomes of checkpoints."""
+    """Called with events about checkpoints."""
     on_begin: Callable[[Callable[[str], None]], None] | None = None
-    """Is given a function that stops the run in good order, and says why."""
+    """Called with a function that stops the run in good order, and takes the reason."""
     debug: bool = False
-    """Run the loop in asyncio's debug mode. It changes nothing that happens."""
+    """Run the loop in asyncio's debug mode, which does not change the simulation."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of a simulated run."""
+    """The result of a simulated run."""
 
     ending: Ending
     seconds: float
-    """Virtual time from the first process's start to the coordinator's last word."""
+    """Virtual time from the first process's start to the end of the coordinator."""
     callbacks: int
     faults: tuple[Fault, ...]
-    """Those that were injected before the run was over, in order."""
+    """The faults that were injected before the run was over, in order."""
     broken: list[str] = field(default_factory=list)
-    """What the auditor found: each a sentence. Empty if all that must hold has held."""
+    """The violations that the auditor found, each a sentence. Empty if everything held."""
 
 
 def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
@@ -99,28 +99,28 @@ def simulate(topology: Topology, *, seed: int | None = None, options: Options | 
     Args:
         topology: the job, from `zmqtrain.load_topology`, with ``[network]``; and with modelled devices (``[compute] device =
             "modelled"``) unless torch is to train in simulated time.
-        seed: of whatever is random, by default the job's.
+        seed: of everything random; by default the job's.
         options: faults, a task, folders, callbacks (`zmqtrain.testing.Options`).
 
     Returns:
-        How the run ended, well or badly, how many virtual seconds it took, and what the auditor found.
+        How the run ended, how many virtual seconds it took, and what the auditor found.
 
     Raises:
         UsageError: the topology cannot be simulated.
-        DeadlockError: nothing can happen any more, and the run has not ended.
+        DeadlockError: the run has not ended, but nothing can happen any more.
         TimeLimitError: it takes longer than ``[simulation] time_limit``.
     """
     options = options or Options()
     seed = topology.job.seed if seed is None else seed
     topology = resolved(topology, seed)
     if topology.compute.profile is not None:
-        Profile.load(topology.compute.profile)  # what is wrong with it is said now, and not by every worker
+        Profile.load(topology.compute.profile)  # so that errors in it are reported now, and not by every worker
     simulation = Simulation(topology, options)
     return run_virtual(simulation.run(), seed=seed, limit_s=topology.simulation.time_limit, debug=options.debug)
 
 
 def resolved(topology: Topology, seed: int) -> Topology:
-    """The topology with this seed, and with the payload that a simulation takes by default."""
+    """The topology with this seed, and with the default payload of simulations."""
     payload = topology.simulation.payload
     if payload is None:
         payload = "real" if topology.trains else "phantom"
@@ -133,7 +133,7 @@ def resolved(topology: Topology, seed: int) -> Topology:
 
 
 class Simulation:
-    """A run, once. `run` it on a virtual loop."""
+    """A single run. `run` it on a virtual loop."""
 
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology, self._options = topology, options
@@ -142,7 +142,7 @@ class Simulation:
         self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
 
     async def run(self) -> Result:
-        """Raises what `simulate` does."""
+        """Raises the errors of `simulate`."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.set_exception_handler(self._unhandled)
@@ -215,18 +215,18 @@ class Simulation:
             return outcome
 
     async def _wait_for_agents(self, cluster: Cluster, agents: Sequence[asyncio.Task[Any]]) -> None:
-        """As the launcher does: they end by themselves, or are ended after the grace time, with their roles."""
+        """Like the launcher: agents end by themselves, or are ended after the grace time, with their roles."""
         patience_s = self._timeouts.grace_s + self._timeouts.lost_s
         _, left = await asyncio.wait(agents, timeout=patience_s)
         for agent in (task.get_name() for task in agents if task in left):
-            if cluster.processes[agent].paused:  # nobody who stands still can end by himself
+            if cluster.processes[agent].paused:  # a paused process cannot end by itself
                 for peer in cluster.peers(agent.removeprefix("agent/")):
                     await cluster.kill(peer)
             else:
                 self._auditor.note(f"{agent} did not end within {patience_s:g} s after the run")
 
     async def _end(self, cluster: Cluster) -> None:
-        """Nothing may be left over that a real machine would have to clean up."""
+        """Nothing may be left running that a real machine would have to clean up."""
         for process in list(cluster.processes.values()):
             process.resume()
             if process.tasks and not process.killed:
@@ -254,12 +254,12 @@ class Simulation:
             self._options.on_report(peer, events)
 
     def _log(self, peer: PeerId, text: str) -> None:
-        """What a real process would print goes into the role's log."""
+        """Put what a real process would print into the role's log."""
         if self._options.on_report is not None:
             self._options.on_report(peer, [{"kind": LOG, "peer": peer, "text": text + "\n", "quiet": True}])
 
     def _unhandled(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody caught is a defect, whatever becomes of the run."""
+        """An error that no code handles is a defect, however the run ends."""
         error = context.get("exception")
         self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
 

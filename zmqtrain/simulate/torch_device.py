@@ -1,6 +1,6 @@
-"""Torch in simulated time: the arithmetic is real, the time that it takes is a profile's.
+"""Torch in simulated time: the arithmetic is real, but a profile says how long it takes.
 
-Data is fetched, and servers update, in no time.
+Fetching data, and the servers' updates, take no time.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Receiver
-from zmqtrain.simulate.connection import NOBODY, Channel, Connection
+from zmqtrain.simulate.connection import NO_PROCESS, Channel, Connection
 
 if TYPE_CHECKING:
     from zmqtrain.simulate.network import SimulatedNetwork
 
-#: ZeroMQ gives a connection up after so many heartbeats without an answer (`zmqtrain.net.zeromq` sets it so).
+#: ZeroMQ drops a connection after this many heartbeats without an answer (`zmqtrain.net.zeromq` configures it so).
 HEARTBEATS = 3
 _SCHEME = "simulated://"
 
@@ -26,12 +26,12 @@ class SimulatedTransport:
     def __init__(self, network: SimulatedNetwork, peer: PeerId, host: str, settings: NetSettings) -> None:
         self.peer, self.host = peer, host
         self.context = contextvars.copy_context()
-        """The process that messages are delivered in."""
+        """The process in which messages are delivered."""
         self._network = network
         self._patience_s = HEARTBEATS * settings.heartbeat_s
         self._farewell_s = settings.farewell_s
         self._connections: dict[PeerId, Connection] = {}
-        self._ending: dict[Connection, None] = {}  # no longer in use, but something is still to leave
+        self._ending: dict[Connection, None] = {}  # no longer in use, but not everything has been sent
         self._all_left: asyncio.Future[None] | None = None
         self._last_word_at = 0.0
         self._receiver: Receiver | None = None
@@ -61,7 +61,7 @@ class SimulatedTransport:
             return
         self._last_word_at = max([self._last_word_at, *(channel.arrives_at for channel in connection.channels)])
         if connection.busy and not connection.stalled:
-            self._ending[connection] = None  # what was just handed over, a farewell for instance
+            self._ending[connection] = None  # for what was just handed over, such as a farewell
         else:
             self._unwatch(connection)
 
@@ -93,7 +93,7 @@ class SimulatedTransport:
             self._ending.update(dict.fromkeys(leaving))
             self._all_left = loop.create_future()
             await asyncio.wait([self._all_left], timeout=self._farewell_s)
-        # The others see this end go when the last message has come.
+        # The others see this end go after the last message has arrived.
         last = max([self._last_word_at, *(channel.arrives_at for channel in channels)])
         await asyncio.sleep(max(0.0, last - loop.time()))
         self.vanish()
@@ -107,7 +107,7 @@ class SimulatedTransport:
                 self._all_left.set_result(None)
 
     def vanish(self, *, silent: bool = False) -> None:
-        """Nothing goes in or out any more."""
+        """Send and receive nothing from now on."""
         self._receiver = None
         for connection in [*self._connections.values(), *self._ending]:
             self._close(connection)
@@ -116,7 +116,7 @@ class SimulatedTransport:
         self._network.leave(self, silent=silent)
 
     def look_for(self, destination: PeerId) -> None:
-        """The destination may be there now, and a way to it."""
+        """The destination, and a path to it, may exist now."""
         network = self._network
         target = network.find(destination)
         if target is None:
@@ -157,7 +157,7 @@ class SimulatedTransport:
                 connection.stalled = True
                 for channel in connection.channels:
                     channel.hold()
-                connection.watch = self._loop.call_later(self._patience_s, self.cut, connection.destination, context=NOBODY)
+                connection.watch = self._loop.call_later(self._patience_s, self.cut, connection.destination, context=NO_PROCESS)
 
     def _to(self, destination: PeerId) -> list[tuple[PeerId, Connection]]:
         """The connections to a destination: nearly always one, under the peer's own name."""
@@ -191,13 +191,13 @@ class SimulatedTransport:
             self._receiver.on_link_down(peer)
 
     def arrive(self, connection: Connection, lane: int, frames: Frames) -> None:
-        """A message has come."""
+        """A message has arrived."""
         if connection.up and self._receiver is not None:
             self._receiver.on_message(lane, connection.route, frames)
 
 
 def _flip(frames: list[bytes | memoryview], chance: random.Random) -> list[bytes | memoryview]:
-    """One bit of one frame is another."""
+    """Flip one bit of one frame."""
     full = [number for number, frame in enumerate(frames) if len(frame)]
     if not full:
         return frames
@@ -210,5 +210,5 @@ def _flip(frames: list[bytes | memoryview], chance: random.Random) -> list[bytes
 
 def _peer_at(address: str) -> PeerId:
     if not address.startswith(_SCHEME) or len(address) == len(_SCHEME):
-        raise ValueError(f"{address!r} is no address of a simulated network: '{_SCHEME}PEER' is")
+        raise ValueError(f"{address!r} is not an address of a simulated network, which has the form '{_SCHEME}PEER'")
     return address[len(_SCHEME) :]

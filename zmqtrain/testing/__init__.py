@@ -9,7 +9,7 @@
         assert result.ending.status == "done" and not result.broken
 
     @virtual_time(seed=3)
-    async def test_my_protocol():                       # a second of it takes no second
+    async def test_my_protocol():                       # a second of it takes no real time
         network = SimulatedNetwork(NetworkModel(bandwidth=1e9, way=Way(latency=1e-3)), random.Random(3))
         a, b = network.endpoint("a", "alpha"), network.endpoint("b", "beta")
         ...

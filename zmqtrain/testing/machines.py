@@ -1,5 +1,5 @@
-"""Machines to log in to, on this one: network namespaces behind NICs of a given speed, with an sshd in each, and keys for nothing
-else. For root."""
+"""Test machines for ssh on this machine: network namespaces behind NICs of a given speed, with an sshd in each, and keys that are
+used for nothing else. Needs root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import zmqtrain
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 
 PACKAGE_ROOT = Path(zmqtrain.__file__).parent.parent
-#: sshd runs as root and looks nobody up.
+#: sshd runs as root and uses no account data.
 _CONFIGURATION = """
 Port 22
 ListenAddress 0.0.0.0
@@ -36,10 +36,10 @@ MaxStartups 50
 
 
 class Machines:
-    """So many machines: ``start()``, and ``close()`` in any case. Their namespaces are somebody else's."""
+    """Several machines. Call ``start()``, and ``close()`` in any case. The caller owns their namespaces."""
 
     def __init__(self, namespaces: Namespaces, names: Sequence[str], folder: Path) -> None:
-        """``folder``: for keys, logs and what runs keep on the machines, which share this one's disk."""
+        """``folder``: for keys, logs and what runs keep on the machines, which share this machine's disk."""
         self.names, self.folder = list(names), folder
         self.namespaces = namespaces
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
@@ -57,11 +57,11 @@ class Machines:
 
     @property
     def state(self) -> Path:
-        """Where runs have their folders."""
+        """The folder for the state of runs."""
         return self.folder / "state"
 
     def login(self, host: str | None = None) -> str:
-        """``ssh`` of a host. ``host``: where to log in, where that is not its address."""
+        """The ``ssh`` table of a host. ``host``: the address for logging in, if it is not the host's own."""
         options = {"IdentityFile": str(self.key), "IdentitiesOnly": "yes", "UserKnownHostsFile": str(self.known_hosts)}
         there = "" if host is None else f"host = {json.dumps(host)}, "
         return f"{{ {there}options = {_inline(options)} }}"
@@ -89,7 +89,7 @@ class Machines:
         shutil.copy(self.folder / "key.pub", self.folder / "authorized_keys")
         self.know({name: self.address(name) for name in self.names})
         (self.folder / "sshd_config").write_text(_CONFIGURATION.format(folder=self.folder))
-        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd locks up what has not logged in yet
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd confines unauthenticated connections there
         for name in self.names:
             self.start_server(name)
 
@@ -108,7 +108,7 @@ class Machines:
             self._servers[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
     def break_connections(self, name: str) -> int:
-        """Kill the server's processes for those who have logged in, not the server. How many there were."""
+        """Kill the server's processes for open connections, but not the server. Returns their number."""
         children = psutil.Process(self._servers[name].pid).children()
         for child in children:
             child.kill()
@@ -129,16 +129,16 @@ M = TypeVar("M", bound=Machines)
 
 
 def missing() -> str | None:
-    """Why there can be no machines here; ``None``: they can be tried."""
+    """Why there can be no such machines here; ``None``: they may work."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     if sshd() is None or shutil.which("ssh-keygen") is None:
-        return "there is no sshd here (package openssh-server)"
+        return "sshd is not installed (package openssh-server)"
     return None
 
 
 def sshd() -> str | None:
-    """Where the server's program is."""
+    """The path of the server's program."""
     return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
@@ -146,7 +146,7 @@ def sshd() -> str | None:
 def machines(
     count: int, folder: Path, rate: float | None = None, *, kind: Callable[[Namespaces, Sequence[str], Path], M]
 ) -> Iterator[M]:
-    """So many machines, ``m1`` and so on, whose NICs carry ``rate`` payload bytes a second, each run by a ``kind`` of
+    """Several machines, named ``m1`` and so on, whose NICs carry ``rate`` payload bytes per second, each run by a ``kind`` of
     `Machines`. Raises `NoNamespacesError`."""
     why = missing()
     if why is not None:

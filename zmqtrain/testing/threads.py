@@ -1,4 +1,4 @@
-"""Divided layers in one process: each rank a thread, the network a table, and every message counted."""
+"""Divided layers in one process: each rank is a thread, the network a table, and every message is counted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
+from zmqtrain.parallel.turns import handing_over
 
 T = TypeVar("T")
-#: A test in which a rank waits longer is one that would hang.
+#: A rank that waits longer than this, in seconds, would hang.
 TIMEOUT_S = 20.0
 
 
@@ -29,14 +30,14 @@ class Traffic:
     nbytes: Counter[Label] = field(default_factory=Counter)
 
     def count(self, label: Label, nbytes: int, messages: int = 1) -> None:
-        """Something was sent."""
+        """Count something that was sent."""
         if nbytes:
             self.messages[label] += messages
             self.nbytes[label] += nbytes
 
 
 class ThreadWorld:
-    """The ranks of one process. ``traffic[rank]`` counts what each has sent: what the collectives of real endpoints would."""
+    """The ranks of one process. ``traffic[rank]`` counts what each has sent: the same as with the collectives of real endpoints."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,14 +48,14 @@ class ThreadWorld:
         self._boxes: defaultdict[tuple[Any, ...], deque[Tensor]] = defaultdict(deque)
 
     def post(self, key: tuple[Any, ...], tensor: Tensor) -> None:
-        """A message: the receiver's own copy, as if it had crossed a network."""
+        """Send a message: the receiver gets its own copy, as if it had crossed a network."""
         with self._arrived:
             self._boxes[key].append(tensor.detach().clone())
             self._arrived.notify_all()
 
     def take(self, key: tuple[Any, ...], source: int, label: Label) -> Tensor:
         """The next message with this key."""
-        with self._arrived:
+        with handing_over(), self._arrived:
             if not self._arrived.wait_for(lambda: self._boxes.get(key) or self.failed is not None, TIMEOUT_S):
                 raise PeerTimeoutError(f"rank {source}", str(label), TIMEOUT_S)
             if not self._boxes.get(key):
@@ -62,7 +63,7 @@ class ThreadWorld:
             return self._boxes[key].popleft()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """A rank has ended with an error: nobody waits for it."""
+        """A rank has ended with an error: end all waits for it."""
         with self._arrived:
             if self.failed is None:
                 self.failed, self.failed_rank = error, rank
@@ -122,9 +123,11 @@ class ThreadCommunicator:
 
     def all_gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]], label: Label) -> Pending:
         if tuple(part.shape) != tuple(shapes[self.rank]):
-            raise ProtocolError(f"{label}: this rank's part has shape {tuple(part.shape)}, all others expect {shapes[self.rank]}")
+            raise ProtocolError(
+                f"{label}: this rank's part has shape {tuple(part.shape)}, but all others expect {shapes[self.rank]}"
+            )
         operation = self._begin(label, [part] * self.size)
-        for hop in range(self.size - 1):  # a ring sends on every part but that of the next member
+        for hop in range(self.size - 1):  # a ring sends on every part except that of the next member
             shape = shapes[(self.rank - hop) % self.size]
             self._count(label, math.prod(shape) * part.element_size())
 
@@ -165,7 +168,7 @@ class ThreadCommunicator:
         for source, shape in enumerate(shapes):
             tensor = self._world.take((*self._key(source, self.rank, label), operation), self._members[source], label)
             if tuple(tensor.shape) != tuple(shape):
-                raise ProtocolError(f"{label}: member {source} sent shape {tuple(tensor.shape)} where {tuple(shape)} was due")
+                raise ProtocolError(f"{label}: member {source} sent shape {tuple(tensor.shape)}, but {tuple(shape)} was expected")
             found.append(tensor)
         return found
 
@@ -176,7 +179,7 @@ class ThreadCommunicator:
         tensor = self._world.take(key, self._members[expected.source], label)
         if tuple(tensor.shape) != tuple(expected.shape) or tensor.dtype != expected.dtype:
             raise ProtocolError(
-                f"{label}: member {expected.source} sent {tuple(tensor.shape)} {tensor.dtype} where {expected} was due"
+                f"{label}: member {expected.source} sent {tuple(tensor.shape)} {tensor.dtype}, but {expected} was expected"
             )
         return tensor
 
@@ -195,7 +198,8 @@ def _sum(tensors: list[Tensor]) -> Tensor:
 
 
 def run_ranks(size: int, function: Callable[[ThreadFabric], T]) -> tuple[list[T], ThreadWorld]:
-    """``function(fabric)`` on ``size`` ranks, each in a thread of its own. Returns their results in order of ranks, and the world.
+    """Call ``function(fabric)`` on ``size`` ranks, each in a thread of its own. Returns the results in order of ranks, and the
+    world.
 
     Raises the error of the rank that failed first.
     """

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def virtual_time(*, seed: int = 0, limit_s: float = math.inf) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
     """A decorator: run the coroutine function on virtual time (`run_virtual`), as a plain function that any test runner calls.
 
-    A wait that would hang fails at once with `zmqtrain.errors.DeadlockError`, which says who waits for what.
+    A wait that would hang fails at once with `zmqtrain.errors.DeadlockError`, which says which process waits for what.
     """
 
     def decorate(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:

@@ -1,4 +1,4 @@
-"""``[exchange.averaging]``: how groups that train alone come together again."""
+"""``[exchange.averaging]``: how groups that train independently combine their models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zmqtrain.topology.section import MOST, Section
 
 
 class Averaging(Section):
-    """What happens every `every` steps, with ``kind = "averaging"``."""
+    """How groups average their models every `every` steps, with ``kind = "averaging"``."""
 
     method: Literal["average", "elastic", "outer"] = Field(
         default="average",

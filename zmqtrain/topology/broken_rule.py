@@ -1,4 +1,4 @@
-"""A rule between fields that a topology breaks, as the modules of rules report it."""
+"""A broken rule between fields of a topology, as the rules modules report it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """``message`` is about the field ``path``; ``involves`` are all fields it follows from, ``path`` among them."""
+    """``message`` is about the field ``path``; ``involves`` lists all fields that the rule depends on, including ``path``."""
 
     path: Path
     message: str
     involves: tuple[Path, ...]
     suggestion: str | None = None
-    """What may have been meant."""
+    """The word that the user may have meant."""
 
 
 def rule(message: str, path: Path, *others: Path, suggestion: str | None = None) -> BrokenRule:
-    """A broken rule about ``path`` that follows from it and from ``others``."""
+    """A broken rule about ``path`` that depends on ``path`` and ``others``."""
     return BrokenRule(path, message, (path, *others), suggestion)

@@ -1,4 +1,4 @@
-"""What a person may not have meant, though a run can do it: machines that would be idle, exchanges with nobody. Pure."""
+"""Warnings about jobs that can run but are probably not what the user meant: idle machines, exchanges without a peer. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Host, Topology
 
-#: Hosts or devices that a caution lists before it says how many more there are.
+#: A warning lists at most this many hosts or devices, and then says how many more there are.
 MOST_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """Something that is worth a warning before a run."""
+    """A warning that is shown before a run."""
 
     name: str
-    """What it is about: ``idle`` or ``exchange``."""
+    """The subject: ``idle`` or ``exchange``."""
     what: str
     remedy: str
 
@@ -26,7 +26,7 @@ class Caution:
 
 
 def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[Caution, ...]:
-    """All that is worth a warning, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
+    """All warnings, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
     host."""
     if topology.hosts_open:
         return ()
@@ -40,19 +40,19 @@ def _hosts(topology: Topology, placement: Placement) -> Iterator[Caution]:
         yield Caution(
             "idle",
             f"{_listed(idle)} would be idle: {_roles(placement)} on {busy} of {len(topology.hosts)} hosts",
-            "raise [compute] groups or group_size, or leave both out (then each host has a worker), or leave the hosts out",
+            "raise [compute] groups or group_size, or remove both (then each host gets a worker), or remove the idle hosts",
         )
 
 
 def _devices(topology: Topology, placement: Placement, gpus: int) -> Iterator[Caution]:
     if topology.compute.device not in ("auto", "cuda"):
         return
-    remedy = "raise [compute] groups or group_size to use them, or leave both out (then each device has a worker)"
+    remedy = "raise [compute] groups or group_size to use them, or remove both (then each device gets a worker)"
     idle = [f"{device} of {host.name}" for host in topology.hosts for device in _unused(host, placement)]
     if idle:
         full = [host.name for host in topology.hosts if len(placement.of_host(host.name)) >= host.slots < len(host.devices)]
         if full:
-            remedy = f"raise slots of {_listed(full)}: a worker on a device takes one"
+            remedy = f"raise slots of {_listed(full)}: each worker on a device takes a slot"
         yield Caution("idle", f"{_listed(idle)} would be idle", remedy)
     (host, *more) = topology.hosts
     workers = sum(role.kind == "worker" for role in placement.of_host(host.name))
@@ -67,20 +67,20 @@ def _unused(host: Host, placement: Placement) -> Sequence[str]:
 
 
 def _slots(topology: Topology, placement: Placement) -> Iterator[Caution]:
-    """Where processors compute: half of them, or more, have nothing to do."""
+    """Warn if half of the processors, or more, would be idle. Devices are not looked at here."""
     compute = topology.compute
     if compute.device == "modelled" or any(host.slots == 0 for host in topology.hosts):
         return
     hosts = [host for host in topology.hosts if placement.of_host(host.name)]
     if compute.device != "cpu" and (compute.device == "cuda" or any(host.devices for host in hosts)):
-        return  # their devices count
+        return  # what counts is whether their devices are busy
     slots, used = sum(host.slots for host in hosts), 0
     for host in hosts:
         roles = placement.of_host(host.name)
         threads = sum(role.threads for role in roles if role.kind == "worker") // compute.pipeline
         used += min(host.slots, threads + sum(role.threads for role in roles if role.kind != "worker"))
     if 2 * used <= slots:
-        remedy = f"leave [compute] threads = {compute.threads} out, or raise it" if compute.threads else "add workers"
+        remedy = f"remove [compute] threads = {compute.threads}, or raise it" if compute.threads else "add workers"
         yield Caution("idle", f"{slots - used} of {slots} slots would be idle", remedy)
 
 
@@ -90,13 +90,13 @@ def _alone(topology: Topology) -> Iterator[Caution]:
         doing = "gossip" if kind == "gossip" else "average"
         yield Caution(
             "exchange",
-            f'one group has nobody to {doing} with: kind = "{kind}" does nothing here',
-            "raise [compute] groups, or leave [exchange] kind out",
+            f'there is no other group to {doing} with: kind = "{kind}" does nothing here',
+            "raise [compute] groups, or remove [exchange] kind",
         )
 
 
 def counted(count: int, what: str) -> str:
-    """So many of them, in words."""
+    """A number with its noun, like ``1 worker`` or ``3 workers``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

@@ -9,13 +9,13 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema,
 
 from zmqtrain.topology.section import ByteSize, Section
 
-#: A grid, like ``2x4``.
+#: A grid, such as ``2x4``.
 GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
 
 
 def _not_auto(value: Any) -> Any:
     if value == "auto":
-        raise ValueError('is a number: with groups = "auto", all workers together')
+        raise ValueError('must be a number, because with groups = "auto" it is the number of all workers together')
     return value
 
 
@@ -23,24 +23,24 @@ def _parts(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(float(weight) if isinstance(weight, int) and not isinstance(weight, bool) else weight for weight in value)
     if value not in ("even", "measured"):
-        raise ValueError('are no parts: write "even", "measured", or weights like [2, 1]')
+        raise ValueError('must be "even", "measured", or a list of weights like [2, 1]')
     return value
 
 
 def _grid(value: Any) -> Any:
     if isinstance(value, str) and value != "auto" and re.match(GRID, value) is None:
-        raise ValueError('is no grid: write "PRxPC", like "1x2", or "auto"')
+        raise ValueError('is not a grid: write "PRxPC", like "1x2", or "auto"')
     return value
 
 
 def rows_and_columns(grid: str) -> tuple[int, int]:
-    """Pr and Pc."""
+    """The numbers Pr and Pc of a grid written like ``2x4``."""
     rows, columns = grid.split("x")
     return int(rows), int(columns)
 
 
 class Noise(Section):
-    """How a modelled device's times vary, drawn anew for each step of each worker, from the job's seed."""
+    """How a modelled device's times vary. They are drawn from the job's seed for each step of each worker."""
 
     kind: Literal["constant", "normal", "exponential"] = Field(
         default="constant", description="The distribution; its mean is the profile's time."
@@ -53,7 +53,7 @@ class Noise(Section):
 
 
 class Compute(Section):
-    """Workers, groups and the step."""
+    """The workers, their groups, and how a step is computed."""
 
     groups: Annotated[int, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]})] = Field(
         default=1,
@@ -170,15 +170,15 @@ class Compute(Section):
 
     @property
     def rows(self) -> int:
-        """Pr, the workers that divide the model among them. (``auto`` is decided before a run.)"""
+        """Pr, the number of workers that divide the model among them. (``auto`` is resolved before a run.)"""
         return 1 if self.grid in (None, "auto") else rows_and_columns(self.grid)[0]
 
     @property
     def columns(self) -> int:
-        """Pc, the workers that divide the batch among them."""
+        """Pc, the number of workers that divide the batch among them."""
         return self.group_size // self.rows
 
     @property
     def workers(self) -> int:
-        """Workers of all groups."""
+        """The number of workers of all groups together."""
         return self.groups * self.group_size

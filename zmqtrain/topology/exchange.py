@@ -12,7 +12,7 @@ from zmqtrain.topology.section import MOST, ByteSize, Section
 
 
 class Bound(Section):
-    """Stale synchronous parallel: no group is ever more than ``bound`` steps ahead of the slowest."""
+    """Stale synchronous parallel: no group ever gets more than ``bound`` steps ahead of the slowest."""
 
     bound: int = Field(ge=0, le=2**31, description="Steps that a group may be ahead of the slowest; 0 keeps them in step.")
 
@@ -20,7 +20,7 @@ class Bound(Section):
 def _staleness(value: Any) -> Any:
     if isinstance(value, Bound | dict) or value in ("async", "sync"):
         return value
-    raise ValueError('is no staleness: write "async", "sync" or { bound = 4 }')
+    raise ValueError('must be "async", "sync" or a bound like { bound = 4 }')
 
 
 class ExchangeSection(Section):
@@ -90,21 +90,21 @@ class ExchangeSection(Section):
 
     @property
     def split_bytes(self) -> int:
-        """The largest piece in bytes."""
+        """The size of the largest piece, in bytes."""
         return self.split_size
 
     def every_steps(self, groups: int) -> int:
-        """Steps from one exchange to the next, among so many groups."""
+        """Steps from one exchange to the next with ``groups`` groups."""
         return max(1, (groups - 1).bit_length()) if self.every == "log p" else self.every
 
     @property
     def policy(self) -> Literal["async", "sync", "bound"]:
-        """The staleness policy's name."""
+        """The name of the staleness policy."""
         return "bound" if isinstance(self.staleness, Bound) else self.staleness
 
     @property
     def bound(self) -> int | None:
-        """How many steps a group may be ahead of the slowest; ``None`` where nothing limits it, 0 for ``sync``."""
+        """How many steps a group may be ahead of the slowest; ``None``: no limit; 0 for ``sync``."""
         if isinstance(self.staleness, Bound):
             return self.staleness.bound
         return 0 if self.staleness == "sync" else None

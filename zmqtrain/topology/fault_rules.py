@@ -1,4 +1,4 @@
-"""What must hold in ``[[faults]]`` and ``[simulation]``, beside what each field says of itself."""
+"""The rules of ``[[faults]]`` and ``[simulation]`` that involve several fields."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from zmqtrain.topology.simulation import Fault
 
 _EXAMPLES = {
-    "target": 'say what it happens to, like target = "worker/1" or a host\'s name',
-    "lasts": 'say how long, like lasts = "2 s"',
-    "sides": 'say which hosts cannot reach each other, like sides = [["alpha"], ["beta", "gamma"]]',
+    "target": 'give the role or host that it happens to, like target = "worker/1" or a host\'s name',
+    "lasts": 'give its duration, like lasts = "2 s"',
+    "sides": 'give the hosts that cannot reach each other, like sides = [["alpha"], ["beta", "gamma"]]',
 }
 _ROLE = re.compile(r"(worker|server|fc)/(0|[1-9][0-9]{0,8})")
 
@@ -44,7 +44,7 @@ def simulation_rules(topology: Topology) -> Iterator[BrokenRule]:
     if payload in ("phantom", "small") and device != "modelled":
         yield rule(
             f'"{payload}" is for modelled devices, but [compute] device is "{device}": set device = "modelled" and a profile, '
-            "or leave payload out",
+            "or remove payload",
             ("simulation", "payload"),
             ("compute", "device"),
         )
@@ -52,12 +52,12 @@ def simulation_rules(topology: Topology) -> Iterator[BrokenRule]:
 
 def _when(topology: Topology, fault: Fault, path: Path) -> Iterator[BrokenRule]:
     if (fault.at is None) == (fault.step is None):
-        both = "has both at and step: keep one" if fault.at is not None else "has no time: give at (virtual time) or step"
-        yield rule(both, path, (*path, "at"), (*path, "step"))
+        times = "both at and step: remove one of them" if fault.at is not None else "no time: give either at (virtual time) or step"
+        yield rule(f"has {times}", path, (*path, "at"), (*path, "step"))
     limit = topology.simulation.time_limit
     if fault.at is not None and fault.at >= limit:
         yield rule(
-            f"never comes: the run is given up after {format_duration(limit)} ([simulation] time_limit)",
+            f"is too late: the run is stopped after {format_duration(limit)} ([simulation] time_limit)",
             (*path, "at"),
             ("simulation", "time_limit"),
         )
@@ -71,7 +71,7 @@ def _fields(fault: Fault, path: Path) -> Iterator[BrokenRule]:
         if name not in fault.meaningful and getattr(fault, name) != type(fault).model_fields[name].default:
             kinds = [kind for kind in NEEDED if name in NEEDED[kind] or name in ALLOWED.get(kind, ())]
             yield rule(
-                f'says nothing about a fault of kind = "{fault.kind}": leave it out ({name} is for {", ".join(kinds)})',
+                f'has no effect on a fault of kind = "{fault.kind}": remove it ({name} is for {", ".join(kinds)})',
                 (*path, name),
                 (*path, "kind"),
             )
@@ -80,7 +80,7 @@ def _fields(fault: Fault, path: Path) -> Iterator[BrokenRule]:
 def _target(topology: Topology, target: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
     if target not in known.names and not _is_role(topology, target):
         yield rule(
-            f"is no role and no host of this job ({_roles(topology)})",
+            f"is neither a role nor a host of this job ({_roles(topology)})",
             (*path, "target"),
             *_SHAPE,
             suggestion=known.suggest(target, _first_roles(topology)),
@@ -89,16 +89,17 @@ def _target(topology: Topology, target: str, known: KnownHosts, path: Path) -> I
 
 def _other_end(topology: Topology, target: str | None, to: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
     if not _is_role(topology, to):
-        host = " but a host: name one of its roles" if to in known.names else f" of this job ({_roles(topology)})"
+        roles = _roles(topology)
+        what = "a host, not a role: name one of the roles on it" if to in known.names else f"not a role of this job ({roles})"
         suggestion = None if to in known.names else known.suggest(to, _first_roles(topology))
-        yield rule(f"is no role{host}", (*path, "to"), *_SHAPE, suggestion=suggestion)
+        yield rule(f"is {what}", (*path, "to"), *_SHAPE, suggestion=suggestion)
     elif to == target:
-        yield rule("is the target itself: name another role, or leave it out for all", (*path, "to"), (*path, "target"))
+        yield rule("is the target itself: name another role, or remove it to mean all roles", (*path, "to"), (*path, "target"))
 
 
 def _sides(fault: Fault, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
     if len(fault.sides) == 1:
-        yield rule("is one side only: name the hosts on the other, too", (*path, "sides"))
+        yield rule("has only one side: name the hosts on the other side, too", (*path, "sides"))
     side_of: dict[str, int] = {}
     for number, side in enumerate(fault.sides):
         if not side:
@@ -112,12 +113,12 @@ def _sides(fault: Fault, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
             twice = next((name for name in names if name in side_of), None)
             if twice is not None:
                 where = "this side" if side_of[twice] == number else f"side {side_of[twice]}"
-                yield rule(f"{twice} is on {where} already: a host is on one side", here, (*path, "sides"))
+                yield rule(f"{twice} is on {where} already: a host can be on one side only", here, (*path, "sides"))
             for name in names:
                 side_of.setdefault(name, number)
 
 
-#: What a job's roles follow from.
+#: The fields that determine a job's roles.
 _SHAPE: tuple[Path, ...] = (
     ("hosts",),
     ("compute", "groups"),
@@ -134,7 +135,7 @@ def _is_role(topology: Topology, text: str) -> bool:
 
 
 def _numbers(topology: Topology) -> tuple[tuple[str, int], ...]:
-    """How many roles there are of each kind."""
+    """The number of roles of each kind."""
     return ("worker", topology.compute.workers), ("server", topology.servers), ("fc", topology.fc_servers)
 
 
@@ -144,5 +145,5 @@ def _roles(topology: Topology) -> str:
 
 
 def _first_roles(topology: Topology) -> list[str]:
-    """Enough of them to find what a slip of the pen meant."""
+    """Enough of the roles to find the one that a typing mistake meant."""
     return [f"{kind}/{number}" for kind, total in _numbers(topology) for number in range(min(total, 64))]

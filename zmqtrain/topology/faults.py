@@ -1,4 +1,4 @@
-"""Faults of a topology file: found in pydantic's errors, worded for people, each with its path, line and value."""
+"""The errors of a topology file: taken from pydantic's errors and worded for users, each with its path, line and value."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _QUOTED = re.compile(r"'([^']*)'")
 _LONGEST_VALUE = 60
 
 _TYPES = {
-    "string_type": "must be a text in quotes",
+    "string_type": "must be a string in quotes",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
-    "dict_type": "must be a table",
-    "model_type": "must be a table",
-    "tuple_type": "must be an array",
+    "dict_type": "must be a table, like [name] or { key = value }",
+    "model_type": "must be a table, like [name] or { key = value }",
+    "tuple_type": "must be an array, like [1, 2]",
     "missing": "is missing",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong."""
+class FileFault:
+    """One error in a topology file."""
 
     file: str
     path: str
@@ -43,7 +43,7 @@ class Fault:
     line: int | None
     message: str
     value: str | None = None
-    """The offending value as it stands in the file, shortened."""
+    """The wrong value as it is written in the file, shortened."""
     suggestion: str | None = None
 
     def __str__(self) -> str:
@@ -54,17 +54,17 @@ class Fault:
         return f"{place}: {path}{self.message}{hint}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for ``--json``."""
+        """The fault as a dictionary of plain values, for ``--json``."""
         return asdict(self)
 
 
 class TopologyFaultsError(TopologyError):
-    """All faults of a file; ``faults`` holds them as data."""
+    """All errors of a topology file; ``faults`` holds them as data."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[FileFault]) -> None:
         self.faults = tuple(faults)
         count = len(self.faults)
-        head = "the topology file has a fault:" if count == 1 else f"the topology file has {count} faults:"
+        head = "the topology file has an error:" if count == 1 else f"the topology file has {count} errors:"
         super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))
 
 
@@ -77,16 +77,16 @@ def dotted(path: Path) -> str:
 
 
 def show(value: object) -> str:
-    """A value as it would stand in the file, shortened."""
+    """A value as it would be written in the file, shortened."""
     try:
         text = write_value(value)
     except (TypeError, ValueError):  # no TOML value (not read from a file), or an integer of thousands of digits
-        text = f"(a long {type(value).__name__})"
+        text = f"(a very long {type(value).__name__})"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def clean_path(location: tuple[int | str, ...], document: Mapping[str, Any]) -> Path:
-    """pydantic's location without what it adds for unions: only steps that exist in the document, and a last one that may not."""
+    """pydantic's location without the steps that it adds for unions: all steps but the last exist in the document."""
     node: Any = document
     path: Path = ()
     for number, part in enumerate(location):
@@ -106,21 +106,21 @@ def _has(node: Any, part: int | str) -> bool:
 
 def faults_of(
     error: ValidationError, document: Mapping[str, Any], file: str, lines: Mapping[Path, int]
-) -> list[tuple[Fault, BrokenRule | None]]:
-    """Every fault in pydantic's error; a broken rule comes with the rule."""
-    found: list[tuple[Fault, BrokenRule | None]] = []
+) -> list[tuple[FileFault, BrokenRule | None]]:
+    """All faults in a pydantic error, each with the broken rule that it comes from, if any."""
+    found: list[tuple[FileFault, BrokenRule | None]] = []
     for detail in error.errors(include_url=False):
         if detail["type"] == RULES_ERROR:
             for rule in detail["ctx"]["rules"]:
                 value = _value_at(document, rule.path)
                 found.append(
-                    (Fault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value, rule.suggestion), rule)
+                    (FileFault(file, dotted(rule.path), line_of(lines, rule.path), rule.message, value, rule.suggestion), rule)
                 )
             continue
         path = clean_path(detail["loc"], document)
         message, suggestion = _worded(detail, path)
         value = None if detail["type"] in ("missing", "extra_forbidden") else show(detail["input"])
-        found.append((Fault(file, dotted(path), line_of(lines, path), message, value, suggestion), None))
+        found.append((FileFault(file, dotted(path), line_of(lines, path), message, value, suggestion), None))
     return found
 
 
@@ -134,7 +134,7 @@ def _value_at(document: Any, path: Path) -> str | None:
 
 
 def _worded(detail: ErrorDetails, path: Path) -> tuple[str, str | None]:
-    """What to tell about one of pydantic's errors, and the word that may have been meant."""
+    """The message for one of pydantic's errors, and the word that the user may have meant."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = fields_at(path[:-1])
@@ -147,7 +147,8 @@ def _worded(detail: ErrorDetails, path: Path) -> tuple[str, str | None]:
     if kind in _TYPES:
         return _TYPES[kind], None
     if kind == "string_pattern_mismatch":
-        return "must be a short name: letters, digits, '.', '_', '-'" if path[-1:] == ("name",) else "must have no blanks", None
+        allowed_in = "be a name made of letters, digits, '.', '_' and '-'" if path[-1:] == ("name",) else "not contain spaces"
+        return f"must {allowed_in}", None
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return message, None
 

@@ -1,6 +1,6 @@
 """Find the function that ``[job] task`` names without importing anything: an import would load torch, and run the user's code.
 
-Answers "is it there" only; `zmqtrain.train.task` imports and calls it.
+This only checks that the function exists; `zmqtrain.train.task` imports and calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_FUNCTION = "task"
 
 @dataclass(frozen=True, slots=True)
 class TaskPlace:
-    """Where the task's function stands."""
+    """Where the task's function is defined."""
 
     file: Path
     function: str
@@ -29,8 +29,8 @@ class TaskPlace:
 def find_task(task: str, folders: Sequence[str | Path] = (".",)) -> TaskPlace:
     """The file and function that ``task`` names.
 
-    Relative files, and modules before the installed ones, are looked for in ``folders``.
-    Raises `UsageError` saying what is missing, and what there is instead.
+    Relative files are looked for in ``folders``, and so are modules, before the installed ones.
+    Raises `UsageError`, which says what is missing and what exists instead.
     """
     source, _, function = task.partition(":")
     function = function or DEFAULT_FUNCTION
@@ -67,11 +67,11 @@ def _module(task: str, name: str, folders: Sequence[str | Path]) -> Path:
         if spec is None:
             missing = ".".join(parts[: number + 1])
             raise UsageError(
-                f"[job] task = {task!r}: there is no module {missing}; install it, or add its folder to [job] python_path"
+                f"[job] task = {task!r}: there is no module {missing}. Install it, or add its folder to [job] python_path"
             )
         where = list(spec.submodule_search_locations or ())
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UsageError(f"[job] task = {task!r}: {name} is no Python source file")
+        raise UsageError(f"[job] task = {task!r}: {name} is not a Python source file")
     return Path(spec.origin)
 
 

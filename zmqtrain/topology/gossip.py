@@ -1,4 +1,4 @@
-"""``[exchange.gossip]``: what peers exchange, and with whom."""
+"""``[exchange.gossip]``: what groups exchange, and with which other groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``[[hosts]]``: the machines, and how much may compute on each at once."""
+"""``[[hosts]]``: the machines, and how many workers may compute on each at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def _devices(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if not _DEVICE.fullmatch(value):
-            raise ValueError(f'holds {value!r}, which is no device: write "cuda:0", "cuda:1", ... or "cpu"')
+            raise ValueError(f'contains {value!r}, which is not a device: write "cuda:0", "cuda:1", ... or "cpu"')
     return values
 
 
@@ -45,27 +45,27 @@ def _bind(value: str) -> str:
         try:
             ip_address(value)
         except ValueError:
-            raise ValueError('is no IP address: write one of the host\'s own, or "0.0.0.0" or "::" for all') from None
+            raise ValueError('is not an IP address: write an address of the host, or "0.0.0.0" or "::" for all') from None
     return value
 
 
 def _path(value: str) -> str:
     if not value or value.startswith("-") or not value.isprintable():
-        raise ValueError("is no path")
+        raise ValueError("is not a path")
     return value
 
 
 def _variables(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise ValueError(f"holds {name!r}, which is no name of an environment variable")
+            raise ValueError(f"contains {name!r}, which cannot be the name of an environment variable")
         if name.startswith("ZMQTRAIN_"):
-            raise ValueError(f"holds {name}, which zmqtrain sets itself")
+            raise ValueError(f"contains {name}, which zmqtrain sets itself: remove it")
     return values
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or all of a range, is one that every machine has for itself. Looks no name up."""
+    """Whether an address, or every address of a range, is a loopback address. Names are not looked up."""
     try:
         return ip_address(ranges.last(address)).is_loopback
     except ValueError:
@@ -128,17 +128,17 @@ class Host(Section):
 
     @property
     def local(self) -> bool:
-        """Whether the address is this machine's own."""
+        """Whether the address belongs to this machine."""
         return self.address in LOCAL_ADDRESSES
 
     @property
     def count(self) -> int:
-        """How many hosts these are."""
+        """The number of hosts that this entry stands for."""
         return ranges.count(self.name)
 
     @property
     def addresses(self) -> int:
-        """How many addresses they have: as many, or one."""
+        """The number of addresses: one for each host, or one for all."""
         return ranges.count(self.address)
 
     @property
@@ -148,12 +148,12 @@ class Host(Section):
             return self.bind
         try:
             ip_address(self.address)
-        except ValueError:  # a name; here it may mean something else than elsewhere, or both families
+        except ValueError:  # a name: it may resolve to another address here than elsewhere, or to addresses of both families
             return "::"
         return self.address
 
     def expanded(self) -> tuple[Host, ...]:
-        """The hosts that a range stands for."""
+        """The single hosts that a range stands for."""
         if self.count == 1 and "[" not in self.name + self.address + (self.bind or "") + (self.ssh.host or ""):
             return (self,)
         names = ranges.expand(self.name)
@@ -177,7 +177,7 @@ Hosts = Annotated[tuple[Host, ...], BeforeValidator(_tuple)]
 
 
 def gathered(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The same hosts, with ranges for those in a row that differ by a number only: what `Host.expanded` takes apart."""
+    """The same hosts, with neighbours that differ only by a number written as a range: the inverse of `Host.expanded`."""
     entries: list[Host] = []
     start = 0
     for end in range(1, len(hosts) + 1):
@@ -188,7 +188,7 @@ def gathered(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def _continues(firsts: Sequence[Host], host: Host, places: int) -> bool:
-    """Whether ``host`` stands so many places behind the first of a range; the first two show how its addresses go."""
+    """Whether ``host`` is ``places`` places after the first host of a range; the first two show how its addresses are numbered."""
     first = firsts[0]
     one_address = (host if places == 1 else firsts[1]).address == first.address
     address = first.address if one_address else ranges.ahead(first.address, places)

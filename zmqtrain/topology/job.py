@@ -17,27 +17,27 @@ NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 
 def _task(value: str) -> str:
     if not _TASK.fullmatch(value):
-        raise ValueError('is no task: write "package.module:function" or "path/to/file.py:function"')
+        raise ValueError('is not a task: write "package.module:function" or "path/to/file.py:function"')
     return value
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     for key, item in value.items():
         if not is_plain(item):
-            raise ValueError(f"cannot pass {key} to the task: use texts, numbers, booleans, arrays and tables")
+            raise ValueError(f"cannot pass {key} to the task: use strings, numbers, booleans, arrays and tables")
     return value
 
 
 def _ports(value: str) -> str:
     first, mark, last = value.partition("-")
     if not (mark and first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 65536):
-        raise ValueError('is no range of ports: write it like "29400-29500"')
+        raise ValueError('is not a range of ports: write it like "29400-29500"')
     return value
 
 
 def _steps_or_time(value: int | str) -> int | str:
     if isinstance(value, int) and not 0 <= value <= MOST:
-        raise ValueError(f"must be from 0 to {MOST} steps")
+        raise ValueError(f"must be between 0 and {MOST} steps")
     return value
 
 
@@ -59,7 +59,7 @@ class Until(Section):
 
 
 class Job(Section):
-    """What is trained, and for how long."""
+    """What to train, and for how long."""
 
     name: str = Field(
         default="job",
@@ -142,7 +142,7 @@ class Job(Section):
 
     @property
     def port_range(self) -> tuple[int, int] | None:
-        """The first and the last port that processes may listen at; ``None``: any."""
+        """The first and the last port that processes may listen on; ``None``: any port."""
         if self.ports is None:
             return None
         first, _, last = self.ports.partition("-")
@@ -150,12 +150,12 @@ class Job(Section):
 
     @property
     def checkpoint_steps(self) -> int:
-        """Steps between checkpoints; 0 where there are none, or a time is between them."""
+        """Steps between checkpoints; 0 if there are none, or if they are set by time."""
         return self.checkpoint_every if isinstance(self.checkpoint_every, int) else 0
 
     @property
     def checkpoint_s(self) -> float | None:
-        """Seconds between checkpoints, if a time is between them."""
+        """Seconds between checkpoints, if they are set by time; otherwise ``None``."""
         return seconds_of(self.checkpoint_every)
 
     @property

@@ -1,4 +1,4 @@
-"""``[engine.kubernetes]``: what the pods of a run are."""
+"""``[engine.kubernetes]``: the pods of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zmqtrain.topology import units
 from zmqtrain.topology.section import Section, Written
 
 _NAME = r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"
-#: Of a pod.
+#: Limits for a pod's memory.
 PodMemory = Annotated[
     int, BeforeValidator(units.size(2**20, 2**50)), PlainSerializer(units.format_size), Written(("16 GiB", "800 MiB"))
 ]
 
 
 class KubernetesSection(Section):
-    """What the pods of a run are: `zmqtrain render kubernetes FILE` writes their manifest."""
+    """The pods of a run: `zmqtrain render kubernetes FILE` writes their manifest."""
 
     image: str | None = Field(
         default=None,
@@ -25,7 +25,9 @@ class KubernetesSection(Section):
         description="The container image, with zmqtrain, torch and the task. Required for Kubernetes.",
     )
     namespace: str | None = Field(
-        default=None, pattern=_NAME, description="Namespace of the run. Default: that of whoever applies the manifest."
+        default=None,
+        pattern=_NAME,
+        description="Namespace of the run. Default: the current namespace when the manifest is applied.",
     )
     folder: str = Field(
         default="/workspace",
@@ -42,7 +44,7 @@ class KubernetesSection(Section):
         default=3,
         ge=0,
         le=1000,
-        description="How many times the whole run is restarted after a failure that another attempt may cure.",
+        description="How many times the whole run is restarted after a failure that may be temporary.",
     )
     memory: PodMemory | None = Field(default=None, description="Memory of each pod except the launcher's. Default: no limit.")
     shared_memory: PodMemory = Field(

@@ -1,4 +1,4 @@
-"""The network's figures as the topology file gives them, and what they say about the way from one host to another."""
+"""The network's figures as the topology file gives them, and what follows for the link from one host to another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zmqtrain.topology.network import names_in
 from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 
-#: Seconds to read or write a byte of a host's memory: as sums of 100 MB in shared memory were measured, 20 GB/s for all of the
+#: Seconds to read or write a byte of a host's memory: sums of 100 MB in shared memory were measured at 20 GB/s for all of the
 #: host's processes together. The planner and the simulation both go by it.
 MEMORY_BYTE_S = 1 / 20e9
 
@@ -21,7 +21,7 @@ class HostLink:
     bandwidth: float | None
     """bit/s, in each direction; ``None``: no limit."""
     latency: float = 0.0
-    """s, added to what it sends and gets."""
+    """s, added to every message that it sends or receives."""
     rack: str | None = None
 
 
@@ -36,7 +36,7 @@ class RackLink:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From one host to another, one way."""
+    """The link from one host to another, one way."""
 
     latency: float
     """s"""
@@ -44,17 +44,17 @@ class Way:
     """s, the mean of what is added."""
     loss: float = 0.0
     bandwidth: float | None = None
-    """bit/s of this way alone, beside what its ends allow."""
+    """bit/s of this link alone; the NICs at its ends limit it as well."""
     down: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
-    """All of it. Hosts that are not named have ``bandwidth`` and no rack."""
+    """The whole network. Hosts that are not named have ``bandwidth`` and no rack."""
 
     bandwidth: float | None = None
     way: Way = Way(0.0)
-    """What holds between hosts where ``ways`` says nothing."""
+    """The figures of links that are not in ``ways``."""
     reconnect: float = 0.05
     local_bandwidth: float | None = None
     local_latency: float = 0.0
@@ -63,11 +63,11 @@ class NetworkModel:
     ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
 
     def host(self, name: str) -> HostLink:
-        """The host's connection."""
+        """The connection of the host ``name``."""
         return self.hosts.get(name) or HostLink(self.bandwidth)
 
     def between(self, source: str, target: str) -> Way:
-        """The way from ``source`` to ``target``, with all latencies on it added up."""
+        """The link from ``source`` to ``target``, with the latencies of both hosts and racks added up."""
         if source == target:
             return Way(self.local_latency)
         way = self.ways.get((source, target), self.way)

@@ -1,4 +1,4 @@
-"""Read a topology file. Whatever is wrong with it comes out as one `TopologyError` that lists all faults."""
+"""Read a topology file. Everything that is wrong with it is reported in one `TopologyError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path
-from zmqtrain.topology.faults import Fault, TopologyFaultsError, clean_path, faults_of
+from zmqtrain.topology.faults import FileFault, TopologyFaultsError, clean_path, faults_of
 from zmqtrain.topology.schema import RULES_ERROR, Topology
 from zmqtrain.topology.toml_lines import find_lines
 
@@ -24,25 +24,25 @@ _LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
 def load_topology(path: str | FilePath) -> Topology:
     """The topology in a file, with all defaults filled in; ``[job] name`` defaults to the file's name.
 
-    Raises `TopologyError` with every fault, its path, line and value, and what may have been meant (``faults`` as data).
+    Raises `TopologyError` with all faults: path, line and value of each, and what the user may have meant (``faults`` as data).
     """
     file = FilePath(path)
     return parse_topology(_read(file), file=str(path), name=file.stem)
 
 
 def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> Topology:
-    """The topology in a text; ``file`` stands in faults, ``name`` is the job's default name. Raises as `load_topology`."""
+    """The topology in a text; ``file`` is the name used in faults, ``name`` the job's default name. Raises like `load_topology`."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         match = _LINE.search(str(error))
         line = int(match[1]) if match else max(1, text.count("\n") + (not text.endswith("\n")))
         message = _LINE.sub("", str(error)).replace("(at end of document)", "at the end of the file").strip()
-        raise TopologyFaultsError([Fault(file, "", line, f"is no valid TOML: {message}")]) from error
+        raise TopologyFaultsError([FileFault(file, "", line, f"is not valid TOML: {message}")]) from error
     except ValueError as error:  # an integer of thousands of digits
-        raise TopologyFaultsError([Fault(file, "", None, f"is no valid TOML: {error}")]) from error
+        raise TopologyFaultsError([FileFault(file, "", None, f"is not valid TOML: {error}")]) from error
     except RecursionError as error:
-        raise TopologyFaultsError([Fault(file, "", None, "is nested too deeply")]) from error
+        raise TopologyFaultsError([FileFault(file, "", None, "cannot be read: its tables are nested too deeply")]) from error
     job = document.get("job")
     if isinstance(job, dict):
         job.setdefault("name", job_name(name))
@@ -53,7 +53,7 @@ def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> T
 
 
 def job_name(stem: str) -> str:
-    """A file's name as a job's name."""
+    """The job name for a file of this name."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:64]
     return name or "job"
 
@@ -61,19 +61,21 @@ def job_name(stem: str) -> str:
 def _read(file: FilePath) -> str:
     try:
         if file.stat().st_size > LARGEST_FILE:
-            raise TopologyFaultsError([Fault(str(file), "", None, f"is larger than {LARGEST_FILE} bytes: no topology file")])
+            raise TopologyFaultsError(
+                [FileFault(str(file), "", None, f"is larger than {LARGEST_FILE} bytes, so it cannot be a topology file")]
+            )
         return file.read_bytes().decode()
     except FileNotFoundError as error:
-        raise TopologyFaultsError([Fault(str(file), "", None, "does not exist: give the path of a topology file")]) from error
+        raise TopologyFaultsError([FileFault(str(file), "", None, "does not exist: give the path of a topology file")]) from error
     except UnicodeDecodeError as error:
         line = file.read_bytes()[: error.start].count(b"\n") + 1
-        raise TopologyFaultsError([Fault(str(file), "", line, "is not UTF-8 text: this is no topology file")]) from error
+        raise TopologyFaultsError([FileFault(str(file), "", line, "is not UTF-8 text, so it cannot be a topology file")]) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise TopologyFaultsError([Fault(str(file), "", None, f"cannot be read: {error}")]) from error
+        raise TopologyFaultsError([FileFault(str(file), "", None, f"cannot be read: {error}")]) from error
 
 
-def _all_faults(error: ValidationError, document: dict[str, Any], file: str, text: str) -> list[Fault]:
-    """Faults of fields, and also broken rules between fields that are sound: pydantic checks rules only where all fields are."""
+def _all_faults(error: ValidationError, document: dict[str, Any], file: str, text: str) -> list[FileFault]:
+    """The faults of single fields, and the broken rules among valid fields: pydantic checks rules only if all fields are valid."""
     lines = find_lines(text)
     faults = [fault for fault, _ in faults_of(error, document, file, lines)]
     bad = [clean_path(detail["loc"], document) for detail in error.errors(include_url=False) if detail["type"] != RULES_ERROR]
@@ -84,8 +86,8 @@ def _all_faults(error: ValidationError, document: dict[str, Any], file: str, tex
 
 def _faults_of_rest(
     document: dict[str, Any], bad: list[Path], file: str, lines: dict[Path, int]
-) -> list[tuple[Fault, BrokenRule | None]]:
-    """The broken rules of the document without its unsound fields."""
+) -> list[tuple[FileFault, BrokenRule | None]]:
+    """The broken rules of the document without its invalid fields."""
     rest = copy.deepcopy(document)
     rest.setdefault("job", {})
     for path in sorted(set(bad), key=lambda path: tuple(map(str, path)), reverse=True):
@@ -108,5 +110,7 @@ def _remove(document: Any, path: Path) -> None:
 
 
 def _touches(rule: BrokenRule | None, bad: list[Path]) -> bool:
-    """Whether a rule involves a field that is unsound itself (or lies in an unsound table): its value was not the file's."""
+    """Whether a rule involves a field that is itself invalid (or lies in an invalid table), and so did not have the file's
+    value.
+    """
     return rule is not None and any(one[: len(path)] == path or path[: len(one)] == one for one in rule.involves for path in bad)

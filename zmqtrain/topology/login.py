@@ -11,13 +11,13 @@ from zmqtrain.topology import ranges
 from zmqtrain.topology.section import Section
 
 _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9]*")
-#: What ssh does on the other side is not for the file to say, and two of its options have keys of their own.
+#: Options that the file may not set: those for what ssh runs on the other side, and two that have keys of their own.
 _OURS = {"batchmode", "remotecommand", "requesttty", "sessiontype", "stdinnull", "forkafterauthentication", "port", "user"}
 
 
 def _word(value: str) -> str:
     if value.startswith("-") or not value or len(value) > 1000 or any(character.isspace() for character in value):
-        raise ValueError("must be one word, which does not begin with '-'")
+        raise ValueError("must be one word that does not begin with '-'")
     return value
 
 
@@ -29,14 +29,14 @@ def _host(value: str) -> str:
 def _options(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not _OPTION.fullmatch(name) or "\n" in value:
-            raise ValueError(f"holds {name!r}, which is no option of ssh: see man ssh_config")
+            raise ValueError(f"contains {name!r}, which is not an option of ssh: see man ssh_config")
         if name.lower() in _OURS:
-            raise ValueError(f"holds {name}, which is not for this place: user and port have keys of their own")
+            raise ValueError(f"contains {name}, which cannot be set here: user and port have keys of their own")
     return values
 
 
 class SshLogin(Section):
-    """How to log in to a host. What is left out is as ``ssh`` itself has it."""
+    """How to log in to a host. Anything left out has the default of ``ssh`` itself."""
 
     host: Annotated[str, AfterValidator(_host)] | None = Field(
         default=None,

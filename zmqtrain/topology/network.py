@@ -19,13 +19,13 @@ def _name(value: str) -> str:
     return value
 
 
-#: A host of the file, or a range of them.
+#: A host of the file, or a range of hosts.
 HostName = Annotated[str, AfterValidator(_name)]
 HostNames = Annotated[tuple[HostName, ...], BeforeValidator(_tuple)]
 
 
 class NetworkHost(Section):
-    """What is different about one host, or a range of them."""
+    """Settings of one host, or a range of hosts, that differ from the rest."""
 
     name: HostName = Field(min_length=1, description="A host of the file, or a range of hosts.")
     bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of the host's NIC, instead of `[network] bandwidth`.")
@@ -50,7 +50,7 @@ class Rack(Section):
 
 
 class LinkRule(Section):
-    """What is different about the way from some hosts to others. One way; of two rules for one way the later wins."""
+    """Settings of the link from some hosts to others. One way; if two rules apply to the same link, the later one wins."""
 
     source: HostName = Field(alias="from", min_length=1, description="Where messages come from: a host, a range, or `*`.")
     target: HostName = Field(alias="to", min_length=1, description="Where messages go: a host, a range, or `*`.")
@@ -58,7 +58,7 @@ class LinkRule(Section):
     bandwidth: Bandwidth | None = Field(default=None, description="Bandwidth of this link alone, shared by all its traffic.")
     jitter: Latency | None = Field(default=None, description="Jitter of this link, instead of `[network] jitter`.")
     loss: float | None = Field(default=None, ge=0, le=0.5, description="Loss of this link, instead of `[network] loss`.")
-    down: bool = Field(default=False, description="Nothing gets through.")
+    down: bool = Field(default=False, description="No message gets through.")
 
 
 class Network(Section):
@@ -98,10 +98,10 @@ class Network(Section):
     )
 
     def slowdowns(self) -> dict[str, float]:
-        """How many times as long modelled devices take, by host; hosts that are not named here take once as long."""
+        """How many times as long modelled devices take, by host; for hosts that are not named here, the factor is 1."""
         return {name: rule.slowdown for rule in self.hosts for name in expand(rule.name)}
 
 
 def names_in(text: str, hosts: Iterable[str]) -> tuple[str, ...]:
-    """The hosts that a name, a range or ``*`` stands for; ``hosts`` are all of the file, in order."""
+    """The hosts that a name, a range or ``*`` stands for; ``hosts``: all hosts of the file, in order."""
     return tuple(hosts) if text == ANY else expand(text)

@@ -1,4 +1,4 @@
-"""What must hold in ``[network]``, beside what each field says of itself."""
+"""The rules of ``[network]`` that involve several fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def network_rules(network: Network, known: KnownHosts) -> Iterator[BrokenRule]:
-    """All rules that the network breaks."""
+    """All rules of ``[network]`` that the file breaks."""
     yield from _hosts(network, known)
     yield from _racks(network, known)
     yield from _links(network, known)
@@ -32,7 +32,7 @@ def _hosts(network: Network, known: KnownHosts) -> Iterator[BrokenRule]:
         twice = next((name for name in names if name in seen), None)
         if twice is not None:
             yield rule(
-                f"{twice} is in network.hosts[{seen[twice]}] already: say all about a host in one place",
+                f"{twice} is in network.hosts[{seen[twice]}] already: put all settings of a host in one entry",
                 path,
                 ("network", "hosts", seen[twice], "name"),
             )
@@ -46,7 +46,7 @@ def _racks(network: Network, known: KnownHosts) -> Iterator[BrokenRule]:
     for index, rack in enumerate(network.racks):
         if rack.name in named:
             yield rule(
-                f"rack {named[rack.name]} has the same name: give each its own",
+                f"rack {named[rack.name]} has the same name: give each rack a name of its own",
                 ("network", "racks", index, "name"),
                 ("network", "racks", named[rack.name], "name"),
             )
@@ -59,9 +59,9 @@ def _racks(network: Network, known: KnownHosts) -> Iterator[BrokenRule]:
             names = expand(text)
             twice = next((name for name in names if name in rack_of), None)
             if twice is not None:
-                where = "named twice in this rack" if rack_of[twice] == index else f"in rack {network.racks[rack_of[twice]].name}"
+                where = "twice in this rack" if rack_of[twice] == index else f"in rack {network.racks[rack_of[twice]].name}"
                 yield rule(
-                    f"{twice} is {where} already: a host has one uplink",
+                    f"{twice} is {where} already: a host can be in one rack only",
                     path,
                     ("network", "racks", rack_of[twice], "hosts"),
                 )
@@ -76,10 +76,10 @@ def _links(network: Network, known: KnownHosts) -> Iterator[BrokenRule]:
             if text != ANY:
                 yield from known.broken(text, (*path, key))
         if link.source == link.target == ANY:
-            yield rule("is every way there is: set it in [network] itself", path)
+            yield rule("means all links: set these values in [network] itself", path)
         elif link.source == link.target and len(expand(link.source)) == 1:
             yield rule(
-                "is the host that messages come from: processes of one host have local_latency and local_bandwidth",
+                "is also the host that messages come from: for processes of one host, set local_latency and local_bandwidth",
                 (*path, "to"),
                 (*path, "from"),
             )

@@ -1,6 +1,6 @@
-"""Which role runs where: a pure function of the topology.
+"""Which role runs on which host: a pure function of the topology.
 
-Workers are spread over all hosts: on free devices first, then on hosts that have nobody yet, then evenly by slots. Where there are
+Workers are spread over all hosts: on free devices first, then on hosts without a worker, then evenly by slots. Where there are
 at least as many groups as hosts, the workers of a group are together on one host as long as one has room; fewer groups are spread,
 too, each over as few hosts as that leaves. The groups of a pipeline are on the same ones. Model servers go round the hosts in turn,
 those without workers first. Servers take no slot: they wait for the network most of the time. The FC server computes, so it goes
@@ -20,13 +20,13 @@ from zmqtrain.topology.schema import Host, Topology
 
 T = TypeVar("T")
 RoleKind = Literal["worker", "server", "fc"]
-#: Hosts that an error lists before it says how many more there are.
+#: An error lists at most this many hosts, and then says how many more there are.
 MOST_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """One process of the run and its place."""
+    """One process of the run: its role, and where it runs."""
 
     kind: RoleKind
     index: int
@@ -34,21 +34,23 @@ class RolePlacement:
     peer: str
     host: str
     local_rank: int
-    """Number among the processes of its kind on its host."""
+    """The process's number among those of its kind on its host."""
     threads: int
     device: str
-    """``cpu``, ``cuda:N``, ``modelled``, or ``auto``: the worker takes CUDA device ``local_rank`` (modulo their number) if any."""
+    """``cpu``, ``cuda:N``, ``modelled``, or ``auto``: the worker takes CUDA device ``local_rank`` (modulo their number), if the
+    host has any.
+    """
     group: int
-    """The worker's group; -1 for others."""
+    """The worker's group; -1 for servers."""
     position: int
-    """The worker's place in its group; -1 for others."""
+    """The worker's position in its group; -1 for servers."""
     slot: int = 0
     """Number of the worker's slot on its host; the groups of a pipeline have the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Where to find a role; made when first asked for."""
+    """Look-up tables for roles, made at the first look-up."""
 
     by_peer: Mapping[str, RolePlacement]
     by_host: Mapping[str, tuple[RolePlacement, ...]]
@@ -67,7 +69,7 @@ class Placement:
 
     roles: tuple[RolePlacement, ...]
     hosts: tuple[str, ...]
-    """Names of all hosts, in the file's order, also of those without a role."""
+    """Names of all hosts in the file's order, including those without a role."""
     groups: int
     group_size: int
     servers: int
@@ -76,34 +78,34 @@ class Placement:
 
     @property
     def workers(self) -> tuple[RolePlacement, ...]:
-        """By rank."""
+        """The workers, by rank."""
         return self.roles[: self.world_size]
 
     @property
     def server_roles(self) -> tuple[RolePlacement, ...]:
-        """By number."""
+        """The model servers, by number."""
         return self.roles[self.world_size : self.world_size + self.servers]
 
     @property
     def fc_roles(self) -> tuple[RolePlacement, ...]:
-        """FC servers, by number."""
+        """The FC servers, by number."""
         return self.roles[self.world_size + self.servers :]
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return self.groups * self.group_size
 
     def group_members(self, group: int) -> tuple[str, ...]:
-        """The peers of a group's workers, by position."""
+        """The peer ids of a group's workers, by position."""
         return tuple(role.peer for role in self.roles[group * self.group_size : (group + 1) * self.group_size])
 
     def of_host(self, name: str) -> tuple[RolePlacement, ...]:
-        """The roles on one host."""
+        """The roles on the host ``name``."""
         return self._indexed().by_host.get(name, ())
 
     def role(self, peer: str) -> RolePlacement:
-        """The role of this peer. Raises ``KeyError``."""
+        """The role of ``peer``. Raises ``KeyError`` if there is none."""
         return self._indexed().by_peer[peer]
 
     def _indexed(self) -> _Index:
@@ -113,7 +115,7 @@ class Placement:
         return self._index
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; `from_dict` gives an equal placement."""
+        """The placement as plain values; `from_dict` restores it."""
         return {
             "roles": [asdict(role) for role in self.roles],
             "hosts": list(self.hosts),
@@ -125,7 +127,7 @@ class Placement:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Placement:
-        """The placement that `to_dict` was called on."""
+        """The placement that `to_dict` wrote."""
         return cls(
             roles=tuple(RolePlacement(**role) for role in values["roles"]),
             hosts=tuple(values["hosts"]),
@@ -139,7 +141,7 @@ class Placement:
 def place(topology: Topology) -> Placement:
     """Put every role on a host.
 
-    Raises `PlacementError` where there are more workers than slots and the file does not allow it.
+    Raises `PlacementError` if there are more workers than slots and the file does not allow it.
     """
     compute = topology.compute
     sharing = _hosts_of_workers(topology)
@@ -165,7 +167,7 @@ def place(topology: Topology) -> Placement:
             )
         )
         taken[name] += 1
-    # From the last host backwards, those without workers first: groups begin with the first hosts, so there is more room.
+    # From the last host backwards, hosts without workers first: groups begin with the first hosts, so the last have more room.
     order = [host for busy in (False, True) for host in reversed(topology.hosts) if (taken[host.name] > 0) is busy]
     roles.extend(_server(index, order) for index in range(topology.servers))
     roles.extend(_fc_servers(topology, taken))
@@ -180,15 +182,16 @@ def place(topology: Topology) -> Placement:
 
 
 def place_before(topology: Topology) -> Placement:
-    """The same groups and roles on hosts of which is not known yet how much may compute there: not where they will be, but which
-    there are."""
+    """The job's groups and roles while the hosts' slots are not known yet: which roles there will be, but not where they will
+    run.
+    """
     hosts = tuple(host.model_copy(update={"slots": max(1, host.slots)}) for host in topology.hosts)
     job = topology.job.model_copy(update={"oversubscribe": True})
     return place(topology.model_copy(update={"hosts": hosts, "job": job}))
 
 
 def _slots(hosts: Sequence[str]) -> list[int]:
-    """The slot of each on its host, in their order."""
+    """The slot number of each worker on its host, in the order of ``hosts``."""
     taken = Counter[str]()
     found = []
     for host in hosts:
@@ -198,18 +201,18 @@ def _slots(hosts: Sequence[str]) -> list[int]:
 
 
 def _repeated(of_slots: Sequence[T], size: int, pipeline: int) -> list[T]:
-    """What each rank has, where ``pipeline`` groups of ``size`` have what is listed once for all of them."""
+    """One value for each rank, where ``of_slots`` lists each value once for ``pipeline`` groups of ``size`` workers."""
     sets = [of_slots[start : start + size] for start in range(0, len(of_slots), size)]
     return [each for one in sets for _ in range(pipeline) for each in one]
 
 
 def _hosts_of_workers(topology: Topology) -> list[str]:
-    """The host of each rank; of a pipeline's groups, those of the first."""
+    """The host of each rank; for the groups of a pipeline, only those of the first."""
     size, groups = topology.compute.group_size, topology.compute.groups // topology.compute.pipeline
     workers = groups * size
     unknown = next((host.name for host in topology.hosts if host.slots == 0), None)
     if unknown is not None:
-        raise PlacementError(f"how much may compute on {unknown} is known to a launch only, which asks it: give it slots")
+        raise PlacementError(f"the number of processors of {unknown} is found out only at launch: give the host slots")
     slots = sum(host.slots for host in topology.hosts)
     if workers > slots and not topology.job.oversubscribe:
         raise PlacementError(_too_many(topology, slots))
@@ -227,9 +230,11 @@ def _hosts_of_workers(topology: Topology) -> list[str]:
 
 
 def _spread(topology: Topology, room: Sequence[int], count: int, size: int) -> list[int]:
-    """The hosts, by number, of so many units of ``size`` workers, each unit on one: as far as there is ``room``, which is of units.
+    """Place up to ``count`` units of ``size`` workers, each unit on one host; ``room`` is the number of units that each host can
+    take.
 
-    First a free device, then a host that has nobody, then the most slots a worker; of equal ones the first in the file."""
+    Returns the host numbers. Free devices come first, then hosts without a worker, then hosts with the most slots per worker;
+    ties go to the first host in the file."""
     devices = [0 if topology.compute.device in ("cpu", "modelled") else len(host.devices) for host in topology.hosts]
 
     def key(number: int, units: int) -> tuple[int, float, int, int]:
@@ -250,7 +255,9 @@ def _spread(topology: Topology, room: Sequence[int], count: int, size: int) -> l
 
 
 def _together(room: Sequence[int], groups: int, size: int) -> list[int]:
-    """The hosts, by number, of the workers of groups: each takes the emptiest whole, then the next, so as few as can be."""
+    """The host numbers of the workers of ``groups`` groups: each group fills the emptiest host, then the next, to be on few
+    hosts.
+    """
     free = [(-count, number) for number, count in enumerate(room) if count]
     heapify(free)
     found: list[int] = []
@@ -280,7 +287,9 @@ def _server(index: int, hosts: Sequence[Host]) -> RolePlacement:
 
 
 def _fc_servers(topology: Topology, workers: Mapping[str, int]) -> list[RolePlacement]:
-    """Each on the host with the most slots left, of equal ones the last, and with those slots for threads. ``workers``: on each."""
+    """Each FC server goes on the host with the most slots left (ties: the last host) and gets those slots as threads.
+
+    ``workers``: the number of workers on each host."""
     compute = topology.compute
     workers = {name: count // compute.pipeline for name, count in workers.items()}
     hosts: list[Host] = []
@@ -304,7 +313,7 @@ def _too_many(topology: Topology, slots: int) -> str:
     if len(topology.hosts) > MOST_LISTED:
         each += f", and {len(topology.hosts) - MOST_LISTED} more hosts"
     return (
-        f"{compute.groups} groups of {compute.group_size} are {compute.workers} workers, but there are {slots} slots ({each}). "
-        "Three ways out: raise slots of a host or add [[hosts]]; lower [compute] groups or group_size; "
-        "or set oversubscribe = true in [job], and workers share the processors"
+        f"{compute.workers} workers ({compute.groups} groups of {compute.group_size}) do not fit into {slots} slots ({each}). "
+        "Either raise slots of a host or add [[hosts]]; or lower [compute] groups or group_size; or set oversubscribe = true in "
+        "[job] to let workers share processors"
     )

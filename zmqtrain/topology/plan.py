@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from zmqtrain.topology import units
 from zmqtrain.topology.section import Section, Written, _tuple
 
-#: What a process may need: from one MiB to 16 TiB.
+#: The memory limit of a process: from one MiB to 16 TiB.
 Memory = Annotated[
     int, BeforeValidator(units.size(2**20, 2**44)), PlainSerializer(units.format_size), Written(("16 GiB", "800 MB"))
 ]
@@ -20,12 +20,12 @@ def _overlap(value: Any) -> Any:
     if value in ("none", "perfect"):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError('must be "none", "perfect", or a share from 0 to 1')
+        raise ValueError('must be "none", "perfect", or a number from 0 to 1')
     return float(value)
 
 
 class PlanSection(Section):
-    """How plans are priced and compared."""
+    """How the planner prices and compares plans."""
 
     layers: str | None = Field(
         default=None,
@@ -70,7 +70,7 @@ class PlanSection(Section):
 
     @property
     def overlap_share(self) -> float:
-        """The share of compute time that hides communication."""
+        """The share of the compute time that hides communication, from 0 to 1."""
         if isinstance(self.overlap, float):
             return self.overlap
         return 1.0 if self.overlap == "perfect" else 0.0

@@ -1,14 +1,14 @@
-"""Ranges of names: ``node[01-16]`` is as many hosts, ``10.0.0.[1-16]`` as many addresses."""
+"""Ranges of names: ``node[01-16]`` stands for 16 hosts, ``10.0.0.[1-16]`` for 16 addresses."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-#: More hosts than any file needs, and few enough that a slip of the pen does not fill the memory.
+#: More hosts than any file needs, and few enough that a typing mistake does not fill the memory.
 MOST_HOSTS = 65_536
 
-#: Of a number in a range.
+#: The most digits of a number in a range.
 MOST_DIGITS = 9
 
 _RANGE = re.compile(r"([^\[\]]*)\[([0-9]{1,9})-([0-9]{1,9})\]([^\[\]]*)")
@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"(.*?)([0-9]{1,9})([^0-9\[\]]*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What stands before the number, the first and the last number, its least digits, and what stands behind."""
+    """A parsed range: the text before the number, the first and last number, the minimal number of digits, and the text after
+    it.
+    """
 
     head: str
     first: int
@@ -35,27 +37,27 @@ class _Range:
 def expand(text: str) -> tuple[str, ...]:
     """All names of a range, in order, with zeros in front where the range has them; a plain name alone.
 
-    Raises ``ValueError``, saying what is allowed, for brackets that are no range, for several ranges, and for one that runs
-    backwards, pads its two ends differently or is longer than `MOST_HOSTS`.
+    Raises ``ValueError``, saying what is allowed, for brackets that do not contain a range, for several ranges, and for a range
+    that runs backwards, pads its two ends differently or is longer than `MOST_HOSTS`.
     """
     found = _read(text)
     return (text,) if found is None else tuple(map(found.name, range(found.first, found.last + 1)))
 
 
 def count(text: str) -> int:
-    """How many names `expand` gives, without making them. Raises as it does."""
+    """The number of names that `expand` gives, without making them. Raises like `expand`."""
     found = _read(text)
     return 1 if found is None else len(found)
 
 
 def last(text: str) -> str:
-    """The last, and longest, name that `expand` gives. Raises as it does."""
+    """The last, and longest, name that `expand` gives. Raises like `expand`."""
     found = _read(text)
     return text if found is None else found.name(found.last)
 
 
 def ahead(name: str, places: int) -> str | None:
-    """The name that stands so many places behind ``name`` in a range that begins with it; ``None`` where it can begin none."""
+    """The name ``places`` places after ``name`` in a range that begins with it; ``None`` if no range can begin with it."""
     parts = _parts(name)
     if parts is None:
         return None
@@ -67,7 +69,7 @@ def ahead(name: str, places: int) -> str | None:
 
 
 def between(first: str, last: str) -> str:
-    """The range from one name to another that is `ahead` of it."""
+    """The range from ``first`` to ``last``, which is `ahead` of it."""
     low, high = _parts(first), _parts(last)
     assert low is not None
     assert high is not None
@@ -75,7 +77,7 @@ def between(first: str, last: str) -> str:
 
 
 def _parts(name: str) -> tuple[str, str, str] | None:
-    """What stands before a name's last number, the number's digits, and what stands behind."""
+    """The text before a name's last number, the digits of the number, and the text after it."""
     match = _NUMBER.fullmatch(name)
     return None if match is None else (match[1], match[2], match[3])
 
@@ -89,16 +91,14 @@ def _read(text: str) -> _Range | None:
         return None
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ValueError('is no range of names: write one like "node[01-16]"')
+        raise ValueError('is not a range of names: write one like "node[01-16]"')
     head, low, high, tail = match.groups()
     found = _Range(head, int(low), int(high), len(low), tail)
     if found.last < found.first:
         raise ValueError(f"is a range that runs backwards: write {head}[{high}-{low}]{tail}")
     if len(found) > MOST_HOSTS:
-        raise ValueError(f"is a range of {len(found):,} names: there may be {MOST_HOSTS:,}")
+        raise ValueError(f"is a range of {len(found):,} names, but at most {MOST_HOSTS:,} are allowed")
     if len(low) != len(high) and (_padded(low) or _padded(high)):
         digits = max(len(low), len(high))
-        raise ValueError(
-            f"is a range with zeros in front of one end only: write {head}[{low.zfill(digits)}-{high.zfill(digits)}]{tail}"
-        )
+        raise ValueError(f"has leading zeros at one end only: write {head}[{low.zfill(digits)}-{high.zfill(digits)}]{tail}")
     return found

@@ -1,4 +1,4 @@
-"""``[engine.ray]``: what a run asks a Ray cluster for."""
+"""``[engine.ray]``: what a run requests from a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zmqtrain.topology.section import Section
 
 
 class RaySection(Section):
-    """What a run asks a Ray cluster for. Each host is a bundle of a placement group: `slots` processors, and a GPU for each of its
-    `devices`."""
+    """What a run requests from a Ray cluster. Each host is a bundle of a placement group: `slots` processors, and a GPU for each
+    of its `devices`."""
 
     address: str | None = Field(
         default=None,

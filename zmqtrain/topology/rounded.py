@@ -1,4 +1,4 @@
-"""Quantities for people to read: three digits, and the unit that suits them. `units` writes those that must read back the same."""
+"""Quantities rounded for display: three digits and a suitable unit. `units` writes those that must read back exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RATES = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), (
 
 
 def rounded_time(seconds: float) -> str:
-    """Like ``"1.23 ms"``; nothing is ``"0"``."""
+    """Like ``"1.23 ms"``; zero is ``"0"``."""
     return _rounded(seconds, _TIMES) if seconds else "0"
 
 
@@ -25,7 +25,7 @@ def rounded_rate(bits_per_s: float) -> str:
 
 
 def _rounded(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """In the largest unit of which there is one, after rounding; else in the smallest."""
+    """``value`` in the largest unit in which it is at least 1 after rounding, or else in the smallest."""
     if value < 0:
         return f"-{_rounded(-value, units)}"
     name, factor = next(((name, factor) for name, factor in units if value >= 0.9995 * factor), units[-1])

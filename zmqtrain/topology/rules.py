@@ -1,4 +1,4 @@
-"""What must hold between fields of the topology, as a pure function: all broken rules at once, each with the fields it involves."""
+"""The rules between fields of the topology, as a pure function: all broken rules at once, each with the fields that it involves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
 
 
-#: Engines that go by the file's addresses.
+#: Engines that use the addresses in the file.
 _NAMED_MACHINES = ("ssh",)
 
 
 def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
-    """All rules that the topology breaks. ``entries`` are the hosts as the file has them, ranges and all: faults are of these."""
+    """All rules that the topology breaks. ``entries``: the hosts as the file lists them, with ranges; faults name these entries."""
     broken = [
         *_length(topology),
         *_elastic(topology),
@@ -40,7 +40,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_device(topology),
     ]
     broken += simulation_rules(topology)
-    if topology.hosts:  # else there are too many to look into
+    if topology.hosts:  # empty if there are too many to check
         known = KnownHosts(host.name for host in topology.hosts)
         broken += [*network_rules(topology.network, known), *fault_rules(topology, known)]
     return broken
@@ -51,7 +51,7 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
     if len(given) > 1:
         names = " and ".join(given)
         paths: list[Path] = [("job", name) for name in given]
-        yield rule(f"{names} are both given: keep exactly one of steps, epochs and until", paths[-1], *paths[:-1])
+        yield rule(f"{names} are both given: keep only one of steps, epochs and until", paths[-1], *paths[:-1])
     if topology.job.until is not None and topology.job.eval_every == 0:
         yield rule(
             "until needs evaluations: set eval_every to the number of steps between them", ("job", "until"), ("job", "eval_every")
@@ -62,14 +62,15 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     job, exchange = topology.job, topology.exchange
     if job.elastic and (exchange.kind != "gossip" or topology.compute.group_size > 1):
         yield rule(
-            'an elastic run needs kind = "gossip" and groups of one worker: with others all have to wait for the one that is lost',
+            'an elastic run needs kind = "gossip" and groups of one worker; with any other exchange all workers '
+            "would wait for the lost one",
             ("job", "elastic"),
             ("exchange", "kind"),
             ("compute", "group_size"),
         )
     if job.restarts and not topology.elastic:
         yield rule(
-            "restarts is for elastic runs (gossip among groups of one worker): elsewhere a lost worker ends the run",
+            "restarts is for elastic runs (gossip among groups of one worker); in any other run a lost worker ends the run",
             ("job", "restarts"),
             ("job", "elastic"),
             ("exchange", "kind"),
@@ -83,67 +84,77 @@ def _data(topology: Topology) -> Iterator[BrokenRule]:
     modelled = topology.compute.device == "modelled" and topology.job.task is None
     if data.shuffle == "ring" and data.ring == "tensors" and modelled and data.sample_size is None:
         yield rule(
-            'samples of modelled devices travel as sizes: say how much one takes, like sample_size = "3 KiB"',
+            'the size of a sample is missing, because modelled devices have no real samples: set it, like sample_size = "3 KiB"',
             ("data", "sample_size"),
             ("data", "ring"),
         )
     if data.sample_size is not None and data.ring != "tensors":
-        yield rule('sample_size is for ring = "tensors"', ("data", "sample_size"), ("data", "ring"))
+        yield rule(
+            f'sample_size is for ring = "tensors", but ring is "{data.ring}": remove sample_size',
+            ("data", "sample_size"),
+            ("data", "ring"),
+        )
 
 
 def _hosts(entries: Sequence[Host], *, found: bool) -> Iterator[BrokenRule]:
-    """``found``: what the file leaves out of a host shows when it is there."""
+    """``found``: whether the hosts have joined, so that values missing in the file are known."""
     seen: dict[str, int] = {}
     total = 0
     for index, host in enumerate(entries):
         total += host.count
         if total > MOST_HOSTS:
-            yield rule(f"too many: here they are {total:,} in all, and there may be {MOST_HOSTS:,}", ("hosts", index, "name"))
+            yield rule(
+                f"too many hosts: up to this entry there are {total:,}, but at most {MOST_HOSTS:,} are allowed",
+                ("hosts", index, "name"),
+            )
             return
         names = [one.name for one in host.expanded()]
         twice = next((name for name in names if name in seen), None)
         if twice is not None:
-            what = f"host {seen[twice]} has the same name" if host.name == entries[seen[twice]].name else f"{twice} is in both"
-            yield rule(f"{what}: give each its own", ("hosts", index, "name"))
+            first = f"hosts[{seen[twice]}]"
+            what = f"{first} has the same name" if host.name == entries[seen[twice]].name else f"{twice} is in {first}, too"
+            yield rule(f"{what}: give each host a name of its own", ("hosts", index, "name"))
         for name in names:
             seen.setdefault(name, index)
         if host.addresses not in (1, host.count):
             yield rule(
-                f"{host.addresses} addresses for {host.count} hosts: give as many of both, or one address for all",
+                f"{host.addresses} addresses for {host.count} hosts: give one address for each host, or a single one for all",
                 ("hosts", index, "address"),
                 ("hosts", index, "name"),
             )
         if host.slots == 0 and not found:
             yield rule(
-                f"slots is missing: say how many workers may compute on {host.name} at once ({host.address} is another machine)",
+                f"slots is missing: set how many workers may compute on {host.name} at the same time ({host.address} is another "
+                "machine)",
                 ("hosts", index, "slots"),
                 ("hosts", index, "address"),
             )
 
 
 def _machines(topology: Topology, entries: Sequence[Host]) -> Iterator[BrokenRule]:
-    """What must hold where hosts are machines, rather than process sets on this one."""
+    """The rules for hosts that are machines, not sets of processes on this machine."""
     for index, host in enumerate(entries):
         for field, text in (("bind", host.bind), ("ssh", host.ssh.host)):
             if text is not None and count(text) not in (1, host.count):
                 yield rule(
-                    f"{count(text)} addresses for {host.count} hosts: give as many of both, or one for all",
+                    f"{count(text)} addresses for {host.count} hosts: give one address for each host, or a single one for all",
                     ("hosts", index, field),
                     ("hosts", index, "name"),
                 )
     if topology.engine.kind not in _NAMED_MACHINES:
         return
     if topology.engine.kind == "slurm":
-        return  # where hosts are, the allocation says
+        return  # the addresses come from the allocation
     if "hosts" not in topology.model_fields_set:
-        yield rule(f'kind = "{topology.engine.kind}" needs machines: name them in [[hosts]]', ("engine", "kind"), ("hosts",))
+        yield rule(f'kind = "{topology.engine.kind}" needs machines: list them in [[hosts]]', ("engine", "kind"), ("hosts",))
     if len(topology.hosts) < 2:
         return
     for index, host in enumerate(entries):
         for field, text in (("address", host.address), ("bind", host.bind)):
             if text is not None and is_loopback(text):
                 yield rule(
-                    f"{text} means each host itself, where no other reaches it: give its address on the network that hosts share",
+                    f"{text} is a loopback address, which other hosts cannot reach: give the host's address on the network that "
+                    f"the hosts share",
                     ("hosts", index, field),
                     ("engine", "kind"),
                 )
@@ -154,9 +165,10 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
     least = compute.group_size * compute.accumulate
     if compute.batch_size < least:
         parts = f" in {compute.accumulate} micro-batches each" if compute.accumulate > 1 else ""
-        why = " (the file says nothing of groups, so all hosts are one)" if topology.hosts_decide else ""
+        why = " (the file does not mention groups, so all hosts form one group)" if topology.hosts_decide else ""
         yield rule(
-            f"a batch smaller than the group: {compute.group_size} workers{parts} need at least {least} samples a step{why}",
+            f"the batch is too small for the group: {compute.group_size} workers{parts} need at least {least} samples per "
+            f"step{why}",
             ("compute", "batch_size"),
             ("compute", "group_size"),
             ("compute", "accumulate"),
@@ -167,13 +179,14 @@ def _pipeline(topology: Topology) -> Iterator[BrokenRule]:
     pipeline, path = topology.compute.pipeline, ("compute", "pipeline")
     if pipeline > 1 and not topology.exchange.merged_fc:
         yield rule(
-            "groups share slots only where an FC server computes for them: set merged_fc = true, or leave pipeline out",
+            "groups can share slots only if an FC server computes for them: set merged_fc = true, or remove pipeline",
             path,
             ("exchange", "merged_fc"),
         )
     if topology.compute.groups % pipeline:
         yield rule(
-            f"{topology.compute.groups} groups cannot share slots {pipeline} by {pipeline}: make groups a multiple of it",
+            f"{topology.compute.groups} groups cannot be divided into sets of {pipeline} that share slots: make groups a "
+            f"multiple of {pipeline}",
             path,
             ("compute", "groups"),
         )
@@ -188,8 +201,8 @@ def _precision(topology: Topology) -> Iterator[BrokenRule]:
     ):
         if apart:
             yield rule(
-                f"float16 needs losses scaled by what overflows, which no worker knows alone with {what}: "
-                'set precision = "bfloat16", or leave it out',
+                f"float16 scales losses by whether gradients overflow, which a worker alone cannot tell with {what}: "
+                'set precision = "bfloat16", or remove it',
                 ("compute", "precision"),
                 path,
             )
@@ -202,20 +215,19 @@ def _parts(topology: Topology) -> Iterator[BrokenRule]:
     path: Path = ("compute", "parts")
     if compute.parts != "measured" and len(compute.parts) not in (compute.group_size, compute.workers):
         yield rule(
-            f"{len(compute.parts)} weights: give one for each of a group's {compute.group_size} workers"
-            + (f", or for each of all {compute.workers}" if compute.groups > 1 else ""),
+            f"there are {len(compute.parts)} weights: give one for each of the {compute.group_size} workers of a group"
+            + (f", or one for each of all {compute.workers} workers" if compute.groups > 1 else ""),
             path,
             ("compute", "group_size"),
         )
     if topology.data.shuffle == "ring":
         yield rule(
-            "the batches of the sample ring pass from worker to worker as they are, in even parts: "
-            'leave parts out, or set shuffle = "global"',
+            'the sample ring passes batches on unchanged and in equal parts: remove parts, or set shuffle = "global"',
             ("data", "shuffle"),
             path,
         )
     if topology.divided or compute.grid == "auto":
-        yield rule("workers that divide a model have the same samples: leave parts out, or the grid", path, ("compute", "grid"))
+        yield rule("workers that divide a model process the same samples: remove parts, or the grid", path, ("compute", "grid"))
 
 
 def _grid(topology: Topology) -> Iterator[BrokenRule]:
@@ -223,8 +235,8 @@ def _grid(topology: Topology) -> Iterator[BrokenRule]:
     places = math.prod(rows_and_columns(compute.grid)) if compute.grid not in (None, "auto") else compute.group_size
     if places != compute.group_size:
         yield rule(
-            f"this grid has {places} places, and group_size is {compute.group_size}: write 1x{compute.group_size} or another grid "
-            "of so many, or leave it out",
+            f"this grid is for {places} workers, but group_size is {compute.group_size}: write 1x{compute.group_size} or another "
+            f"grid of that size, or remove it",
             ("compute", "grid"),
             ("compute", "group_size"),
         )
@@ -236,32 +248,32 @@ def _grid(topology: Topology) -> Iterator[BrokenRule]:
                 ("compute", "grid"),
             )
     if parallel.plan and parallel.layers:
-        yield rule("plan and layers are both given: keep one", ("parallel", "layers"), ("parallel", "plan"))
+        yield rule("plan and layers are both given: keep only one of them", ("parallel", "layers"), ("parallel", "plan"))
     if other := sorted(parallel.sizes() - {compute.group_size}):
         yield rule(
-            f"a layer's grid has {other[0]} places, and group_size is {compute.group_size}",
+            f"the grid of a layer is for {other[0]} workers, but group_size is {compute.group_size}: change one of them",
             ("parallel", "layers"),
             ("compute", "group_size"),
         )
+    for each in parallel.layers:
+        if each.strips != "height" and each.choice != "domain":
+            yield rule(f"layer {each.layer!r}: strips are for the choice domain: remove them", ("parallel", "layers"))
+        elif "x" in each.strips and math.prod(rows_and_columns(each.strips)) != (rows := rows_and_columns(each.grid)[0]):
+            yield rule(
+                f"layer {each.layer!r}: strips {each.strips} must divide an image into as many parts as its grid has rows, {rows}",
+                ("parallel", "layers"),
+            )
     if compute.grid == "auto" or topology.divided:
         yield from _divided(topology)
 
 
 def _divided(topology: Topology) -> Iterator[BrokenRule]:
-    """What a divided model cannot be combined with."""
+    """The settings that a divided model cannot be combined with."""
     path: Path = ("compute", "grid")
-    if topology.data.shuffle == "ring":
-        yield rule('a divided model needs shuffle = "global" or "none": the sample ring knows no rows', ("data", "shuffle"), path)
-    if topology.optimizer.clip_norm and topology.exchange.kind != "model_server":
+    if topology.compute.device == "modelled" and not topology.trains:
         yield rule(
-            'the gradients of a divided model are clipped by model servers only: set kind = "model_server", or leave clip_norm out',
-            ("optimizer", "clip_norm"),
-            ("exchange", "kind"),
-            path,
-        )
-    if topology.compute.device == "modelled":
-        yield rule(
-            "modelled devices do not compute divided models: set another device; `zmqtrain plan` predicts what they would take",
+            "a profile does not say what the parts of a divided model do, which only its own code shows: set [job] task and "
+            '[simulation] payload = "real" (`zmqtrain plan` predicts times without that)',
             ("compute", "device"),
             path,
         )
@@ -275,21 +287,21 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(
-                    f'{name} is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or leave {name} out',
+                    f'{name} is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or remove {name}',
                     ("exchange", name),
                     ("exchange", "kind"),
                     ("compute", "groups"),
                 )
     if exchange.kind not in ("averaging", "allreduce") and exchange.every != 1:
         yield rule(
-            f'every is for averaging and allreduce, but kind is "{exchange.kind}": set kind, or leave every out',
+            f'every is for averaging and allreduce, but kind is "{exchange.kind}": set kind, or remove every',
             ("exchange", "every"),
             ("exchange", "kind"),
             ("compute", "groups"),
         )
     if exchange.compression != "topk" and "compression_ratio" in given and exchange.compression_ratio != 0.01:
         yield rule(
-            f'compression_ratio is for topk, but compression is "{exchange.compression}"',
+            f'compression_ratio is for topk, but compression is "{exchange.compression}": remove compression_ratio',
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
         )
@@ -303,22 +315,22 @@ def _merged_fc(topology: Topology) -> Iterator[BrokenRule]:
     if not exchange.merged_fc:
         for name in ("split", "fc_servers"):
             if getattr(exchange, name) != type(exchange).model_fields[name].default:
-                yield rule(f"{name} is for merged_fc = true: set that, or leave {name} out", ("exchange", name), path)
+                yield rule(f"{name} is for merged_fc = true: set that, or remove {name}", ("exchange", name), path)
         return
     if exchange.kind != "model_server":
         yield rule(
-            f'merged_fc is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or leave merged_fc out',
+            f'merged_fc is for model servers, but kind is "{exchange.kind}": set kind = "model_server", or remove merged_fc',
             path,
             ("exchange", "kind"),
         )
     if topology.optimizer.clip_norm:
         yield rule(
-            "clip_norm needs the gradients of all layers, but those of the FC server take effect at once: leave one of the two out",
+            "clip_norm needs the gradients of all layers, but the FC server applies its own at once: remove clip_norm or merged_fc",
             ("optimizer", "clip_norm"),
             path,
         )
     if topology.divided:
-        yield rule("merged_fc is for groups that divide the batch alone: leave [compute] grid out", path, ("compute", "grid"))
+        yield rule("merged_fc is for groups that divide only the batch: remove [compute] grid", path, ("compute", "grid"))
 
 
 def _averaging(topology: Topology) -> Iterator[BrokenRule]:
@@ -328,7 +340,8 @@ def _averaging(topology: Topology) -> Iterator[BrokenRule]:
     if exchange.kind != "averaging":
         if changed:
             yield rule(
-                f'averaging is for kind = "averaging", but kind is "{exchange.kind}": set kind, or leave [exchange.averaging] out',
+                f'averaging is for kind = "averaging", but kind is "{exchange.kind}": set kind = "averaging", or '
+                "remove [exchange.averaging]",
                 ("exchange", "averaging"),
                 ("exchange", "kind"),
             )
@@ -337,26 +350,27 @@ def _averaging(topology: Topology) -> Iterator[BrokenRule]:
     for name in changed:
         if of.get(name, averaging.method) != averaging.method:
             yield rule(
-                f'{name} is for method = "{of[name]}", but method is "{averaging.method}"',
+                f'{name} is for method = "{of[name]}", but method is "{averaging.method}": remove {name}',
                 ("exchange", "averaging", name),
                 ("exchange", "averaging", "method"),
             )
     every = exchange.every_steps(topology.compute.groups)
     if averaging.fragments > every:
         yield rule(
-            f"{averaging.fragments} fragments cannot take turns within {every} steps: raise every",
+            f"{averaging.fragments} fragments do not fit into {every} steps: raise every, or lower fragments",
             ("exchange", "averaging", "fragments"),
             ("exchange", "every"),
         )
     if averaging.overlap_steps >= every:
         yield rule(
-            f"a fragment would be under way for {averaging.overlap_steps} steps, but it begins anew after {every}: raise every",
+            f"the exchange of a fragment would take {averaging.overlap_steps} steps, but the next one begins after {every}: "
+            f"raise every, or lower overlap_steps",
             ("exchange", "averaging", "overlap_steps"),
             ("exchange", "every"),
         )
     if "mix" in changed and not averaging.overlap_steps:
         yield rule(
-            "mix is for exchanges that steps go on beside: set overlap_steps",
+            "mix is for exchanges that overlap with steps: set overlap_steps, or remove mix",
             ("exchange", "averaging", "mix"),
             ("exchange", "averaging", "overlap_steps"),
         )
@@ -368,7 +382,7 @@ def _gossip(topology: Topology) -> Iterator[BrokenRule]:
     if exchange.kind != "gossip":
         if gossip != type(gossip)():
             yield rule(
-                f'gossip is for kind = "gossip", but kind is "{exchange.kind}": set kind, or leave [exchange.gossip] out',
+                f'gossip is for kind = "gossip", but kind is "{exchange.kind}": set kind = "gossip", or remove [exchange.gossip]',
                 ("exchange", "gossip"),
                 ("exchange", "kind"),
             )
@@ -381,7 +395,7 @@ def _gossip(topology: Topology) -> Iterator[BrokenRule]:
         )
     if not gossip.balanced and gossip.topology != "random":
         yield rule(
-            f'balanced = false is for random partners, but topology is "{gossip.topology}"',
+            f'balanced = false is for random partners, but topology is "{gossip.topology}": remove balanced',
             ("exchange", "gossip", "balanced"),
             ("exchange", "gossip", "topology"),
         )
@@ -397,19 +411,19 @@ def _device(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     if compute.profile is not None and compute.device != "modelled":
         yield rule(
-            f'profile is for modelled devices, but device is "{compute.device}": set device = "modelled", or leave profile out',
+            f'profile is for modelled devices, but device is "{compute.device}": set device = "modelled", or remove profile',
             ("compute", "profile"),
             ("compute", "device"),
         )
     if compute.device == "modelled" and compute.profile is None:
         yield rule(
-            'device = "modelled" needs profile, a JSON file with layer times or the name of a shipped one, like "resnet50"',
+            'device = "modelled" needs profile: a JSON file with layer times, or the name of a shipped profile like "resnet50"',
             ("compute", "device"),
             ("compute", "profile"),
         )
     if compute.noise.kind != "normal" and compute.noise.spread != type(compute.noise).model_fields["spread"].default:
         yield rule(
-            f'spread is for normal noise, but kind is "{compute.noise.kind}": set kind = "normal", or leave spread out',
+            f'spread is for normal noise, but kind is "{compute.noise.kind}": set kind = "normal", or remove spread',
             ("compute", "noise", "spread"),
             ("compute", "noise", "kind"),
         )

@@ -36,7 +36,7 @@ RULES_ERROR = "broken_rules"
 class Topology(Section):
     """A job: what is trained, on which machines, in which shape. Immutable, and complete: every default is filled in.
 
-    Made by `zmqtrain.load_topology` of a file, or by `from_dict`. docs/topology.md says what each field means.
+    `zmqtrain.load_topology` makes one from a file, and `from_dict` from plain values. docs/topology.md says what each field means.
     """
 
     job: Job = Field(description="What is trained, and for how long.")
@@ -83,7 +83,7 @@ class Topology(Section):
     def _hosts_by_default(self) -> Host:
         if self.engine.kind not in ("slurm", "ray"):
             return Host(name="localhost")
-        # Stand for nodes until they are there.
+        # These stand for the nodes until the nodes are known.
         asked = self.engine.slurm if self.engine.kind == "slurm" else self.engine.ray
         each = max(1, asked.gpus) if by_hosts(self.compute) else -(-self.compute.workers // asked.nodes)
         name = f"node[1-{asked.nodes}]"
@@ -93,61 +93,63 @@ class Topology(Section):
 
     @property
     def hosts_open(self) -> bool:
-        """Whether it shows only when the run begins which hosts there are; `hosts` stand for them."""
+        """Whether the hosts become known only when the run begins; until then `hosts` stand for them."""
         return self.engine.gathers and "hosts" not in self.model_fields_set
 
     @property
     def hosts_decide(self) -> bool:
-        """Whether other hosts would mean another number of workers (`with_hosts`)."""
+        """Whether the number of workers follows from the hosts (see `with_hosts`)."""
         return by_hosts(self.compute)
 
     def with_hosts(self, hosts: Sequence[Host]) -> Topology:
-        """The job on these hosts, with as many workers as they mean where the file leaves that to them.
+        """The job on these hosts; if the file leaves the number of workers open, it follows from the hosts.
 
-        Raises pydantic's ``ValidationError`` where a rule does not hold there."""
+        Raises pydantic's ``ValidationError`` if a rule is broken on these hosts."""
         return Topology.from_dict(
             {**self.to_open_dict(), "hosts": [host.model_dump(mode="json", exclude_none=True) for host in hosts]}
         )
 
     @property
     def servers(self) -> int:
-        """How many model servers the job has."""
+        """The number of model servers of the job."""
         return self.exchange.shards if self.exchange.kind == "model_server" else 0
 
     @property
     def fc_servers(self) -> int:
-        """How many processes compute the fully connected layers for the workers."""
+        """The number of FC servers, which compute the fully connected layers for the workers."""
         return self.exchange.fc_servers if self.exchange.merged_fc else 0
 
     @property
     def trains(self) -> bool:
-        """Whether torch computes, rather than that only the time of it passes."""
+        """Whether torch computes the steps; otherwise only their modelled time passes."""
         if self.job.task is None:
             return False
         return self.compute.device != "modelled" or self.simulation.payload == "real"
 
     @property
     def elastic(self) -> bool:
-        """Whether the run goes on without workers that are lost."""
+        """Whether the run carries on without workers that are lost."""
         can = self.exchange.kind == "gossip" and self.compute.group_size == 1
         return can if self.job.elastic is None else self.job.elastic
 
     @property
     def divided(self) -> bool:
-        """Whether the workers of a group have parts of the model, or compute as one in another way."""
+        """Whether the workers of a group divide the model, or the images, among them."""
         return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
 
     def encrypted(self, *, emulated: bool = False) -> bool:
-        """Whether connections between the run's processes are encrypted. ``emulated``: all hosts are put on this machine."""
+        """Whether connections between the run's processes are encrypted. ``emulated``: all hosts run on this machine."""
         wanted = self.job.transport_encryption
         return wanted == "required" or (wanted == "auto" and not emulated and not all(host.local for host in self.hosts))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values (texts, numbers, lists, tables), without what is not set; `from_dict` gives an equal topology."""
+        """The topology as plain values (strings, numbers, lists, dictionaries), without fields that are ``None``. `from_dict`
+        restores it.
+        """
         return self.model_dump(mode="json", exclude_none=True, by_alias=True)
 
     def to_open_dict(self) -> dict[str, Any]:
-        """As `to_dict`, but without what hosts decide and the file leaves to them, and without the hosts where it names none."""
+        """Like `to_dict`, but without the values that follow from the hosts, and without hosts if the file names none."""
         values = self.to_dict()
         if self.hosts_decide:
             given = self.compute.model_fields_set
@@ -158,13 +160,13 @@ class Topology(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Topology:
-        """The topology of plain values, in the structure of a file: what `to_dict` returned, or what a program has made up.
+        """The topology from plain values with the structure of a file, as `to_dict` returns them or as a program makes them.
 
         Raises `pydantic.ValidationError`, a `ValueError`, with all faults."""
         return cls.model_validate(values)
 
     def to_toml(self) -> str:
-        """The complete topology as a file that loads to an equal one. Hosts that differ by a number only are written as a range."""
+        """The complete topology as a file that loads to an equal one. Hosts that differ only by a number are written as a range."""
         from zmqtrain.topology.toml_writer import write_toml
 
         values = {**self.to_dict(), "hosts": [host.model_dump(mode="json") for host in gathered(self.hosts)]}

@@ -1,4 +1,4 @@
-"""What all sections of the topology file share: strict, frozen, no unknown keys; and the field types made of units."""
+"""What all sections of the topology file share: strict, frozen, no unknown keys; and the field types for quantities with units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from zmqtrain.topology import units
 
-#: More steps, epochs or the like than any run will see, and few enough for every format that carries them.
+#: More steps, epochs and the like than any run needs, and few enough for every format that carries them.
 MOST = 2**48
 
 
@@ -39,7 +39,7 @@ def _tuple(value: object) -> object:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is made of what can be written down: texts, numbers, booleans, arrays and tables."""
+    """Whether a value consists of strings, numbers, booleans, arrays and tables only."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, list):
@@ -49,14 +49,14 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, str | bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
-#: A tuple, written as an array.
+#: A tuple, which is written as an array.
 Texts = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
 
-#: A time that a person waits: from a tenth of a second to a day.
+#: A time that a user waits: from a tenth of a second to a day.
 Timeout = Annotated[
     float, BeforeValidator(units.duration(0.1, 86_400)), PlainSerializer(units.format_duration), Written(("60 s", "2 min"))
 ]
-#: A network delay: from nothing to ten seconds.
+#: A network delay: from zero to ten seconds.
 Latency = Annotated[
     float, BeforeValidator(units.duration(0, 10)), PlainSerializer(units.format_duration), Written(("200 us", "1 ms"))
 ]
@@ -64,17 +64,17 @@ Latency = Annotated[
 Bandwidth = Annotated[
     float, BeforeValidator(units.rate(1e3, 1e13)), PlainSerializer(units.format_rate), Written(("1 Gbit/s", "100 Mbit/s"))
 ]
-#: How many bytes of a tensor travel together.
+#: A number of bytes of a tensor that travel together.
 ByteSize = Annotated[int, BeforeValidator(units.size(64, 2**32)), PlainSerializer(units.format_size), Written(("4 MiB", "512 KiB"))]
 
 
 def _every(value: object) -> object:
-    """Steps as they are, times checked."""
+    """A number of steps unchanged, or a time after a check."""
     if isinstance(value, str):
         _PERIOD(value)
         return " ".join(value.split())
     if isinstance(value, float | bool):
-        raise ValueError('takes whole steps, like 500, or a time, like "10 min"')
+        raise ValueError('must be a whole number of steps, like 500, or a time, like "10 min"')
     return value
 
 
@@ -94,17 +94,17 @@ Every = Annotated[int | str, BeforeValidator(_every), WrittenEvery()]
 
 
 def seconds_of(every: int | str) -> float | None:
-    """The time that an `Every` says; ``None`` where it says steps."""
+    """The time of an `Every` in seconds; ``None`` if it is a number of steps."""
     return _PERIOD(every) if isinstance(every, str) else None
 
 
 def not_yet(what: str, instead: str) -> PydanticCustomError:
-    """The fault of asking for what a later release brings."""
-    return PydanticCustomError("not_in_this_release", f"{what} is not in this release: {instead}")
+    """The error for a value that a later release will support."""
+    return PydanticCustomError("not_in_this_release", f"{what} is not supported in this release: {instead}")
 
 
 def later(choices: dict[str, str]) -> BeforeValidator:
-    """Refuse the values that are ``choices``' keys, saying what to use instead, rather than calling them unknown."""
+    """A validator that refuses the keys of ``choices`` and says what to use instead, rather than calling them unknown."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and value in choices:

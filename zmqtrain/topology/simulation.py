@@ -1,4 +1,4 @@
-"""``[simulation]`` and ``[[faults]]``: what a simulated world adds to a job."""
+"""``[simulation]`` and ``[[faults]]``: what a simulated run needs besides the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VirtualTime = Annotated[
 ]
 
 
-#: Which of a fault's fields say something about which kind: first those that must be given, then those that may be.
+#: Which fields each kind of fault takes: first those that must be given, then those that may be.
 NEEDED: dict[str, tuple[str, ...]] = {
     "kill": ("target",),
     "restart": ("target",),
@@ -42,7 +42,7 @@ def _sides(value: Any) -> Any:
 
 
 class Fault(Section):
-    """Something that goes wrong in a simulated run."""
+    """A fault that is injected into a simulated run."""
 
     at: VirtualTime | None = Field(default=None, description="When: virtual time since the start of the run.")
     step: int | None = Field(
@@ -52,8 +52,8 @@ class Fault(Section):
         description="Or the step that the target is about to begin (worker 0's, if the target is not a worker).",
     )
     kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"] = Field(
-        description="kill: the target dies without a word. restart: it dies, and a new process takes its name. pause: it stands "
-        "still for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
+        description="kill: the target dies without notice. restart: it dies, and a new process takes its name. pause: "
+        "it stops for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
         "modelled compute takes `factor` times as long. corrupt: a bit of the next message flips. drop: connections "
         "break, lose what is in flight, and come back."
     )
@@ -76,7 +76,7 @@ class Fault(Section):
 
     @property
     def meaningful(self) -> tuple[str, ...]:
-        """Which of its `DETAILS` say something about a fault of this kind."""
+        """The fields of `DETAILS` that apply to a fault of this kind."""
         return (*NEEDED[self.kind], *ALLOWED.get(self.kind, ()))
 
     @model_serializer(mode="wrap")

@@ -1,4 +1,4 @@
-"""``slurm`` in ``[engine]``: what a job asks Slurm for."""
+"""``slurm`` in ``[engine]``: what a job requests from Slurm."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zmqtrain.topology import units
 from zmqtrain.topology.section import Section, Written
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-#: What the batch script says itself, or has a key of its own.
+#: Options that the batch script sets itself, or that have a key of their own.
 _OURS = {
     "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time", "partition", "account",
     "output", "error", "open-mode", "requeue", "no-requeue", "signal", "chdir", "wrap", "parsable", "array", "export",
 }  # fmt: skip
 
-#: How long a job may run: from a minute, Slurm's own unit, to a year.
+#: The time limit of a job: from a minute, Slurm's own unit, to a year.
 WallTime = Annotated[
     float, BeforeValidator(units.duration(60, 366 * 86_400)), PlainSerializer(units.format_duration), Written(("4 h", "90 min"))
 ]
-#: Of a node.
+#: The memory of a node.
 Memory = Annotated[
     int, BeforeValidator(units.size(2**20, 2**50)), PlainSerializer(units.format_size), Written(("64 GiB", "8000 MiB"))
 ]
@@ -29,21 +29,23 @@ Memory = Annotated[
 
 def _word(value: str) -> str:
     if value.startswith("-") or not value.isprintable() or any(character.isspace() for character in value):
-        raise ValueError("must be one word, which does not begin with '-'")
+        raise ValueError("must be one word that does not begin with '-'")
     return value
 
 
 def _options(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not _OPTION.fullmatch(name) or not value.isprintable():
-            raise ValueError(f'holds {name!r}, which is no option of sbatch: write its long name, like {{ constraint = "ib" }}')
+            raise ValueError(
+                f'contains {name!r}, which is not an option of sbatch: write its long name, like {{ constraint = "ib" }}}}'
+            )
         if name in _OURS:
-            raise ValueError(f"holds {name}, which the batch script says itself, or which has a key of its own")
+            raise ValueError(f"contains {name}, which zmqtrain sets itself, or which has a key of its own in this section")
     return values
 
 
 class SlurmSection(Section):
-    """What a job asks Slurm for. An allocation that is there already is taken as it is."""
+    """What a job requests from Slurm. Inside an existing allocation these settings are not used."""
 
     nodes: int = Field(
         default=1, ge=1, le=65_536, description="Number of nodes. If the file has `[[hosts]]`, their number is used instead."

@@ -1,4 +1,4 @@
-"""Did you mean ...?"""
+"""Suggestions for misspelt words: "did you mean ...?"."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 import re
 from collections.abc import Iterable
 
-#: What people call CUDA devices. It is no slip for "cpu", though one letter away.
+#: Common names for CUDA devices. "gpu" is not a typing mistake for "cpu", though one letter away.
 _GPU = re.compile(r"gpus?(:\d+)?|nvidia")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str | None:
-    """The known word that means what was given, or is nearest to it, if one is near."""
+    """The word of ``known`` that ``given`` probably means; ``None`` if none is similar."""
     by_lower: dict[str, str] = {}
     for word in known:
         other = by_lower.setdefault(word.lower(), word)
-        if other != word:  # they differ in case alone: the nearer one as it is written
+        if other != word:  # the words differ only in case: take the closer one as it is written
             by_lower[word.lower()] = max(other, word, key=lambda each: difflib.SequenceMatcher(None, given, each).ratio())
     if _GPU.fullmatch(given.lower().strip()):
         if "cuda" in by_lower:
@@ -24,7 +24,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(given.lower().strip(), by_lower, n=1, cutoff=0.6)
     if near:
         return by_lower[near[0]]
-    # A word that a known one begins with, or that begins with a known one: "async" for "asynchronous".
+    # One word is the beginning of the other, like "async" and "asynchronous".
     word = given.lower()
     starts = [known for lower, known in by_lower.items() if len(word) >= 3 and (lower.startswith(word) or word.startswith(lower))]
     return starts[0] if len(starts) == 1 else None

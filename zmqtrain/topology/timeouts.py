@@ -1,6 +1,6 @@
 """The time-outs: all of them from the one number in the topology file.
 
-A shorter one gives way before a longer one, so that the error a person sees names the cause: a host that went away is *lost*
+A shorter time-out expires before a longer one, so that the error a user sees names the cause: a host that went away is *lost*
 before the request that waits for it times out, and a request gives up before the barrier that contains it.
 """
 
@@ -20,13 +20,13 @@ class TimeoutRow:
 
 _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
-    "flush_s": "an endpoint that closes sends what is still queued",
-    "grace_s": "roles end by themselves after being told to stop; then they are killed",
-    "connect_s": "a machine answers that is looked at before the run",
-    "lost_s": "silence of a host's agent, or of a link, after which it counts as lost",
+    "flush_s": "an endpoint that closes sends the messages that are still queued",
+    "grace_s": "roles that were told to stop end by themselves; after this time they are killed",
+    "connect_s": "a machine answers the check before the run",
+    "lost_s": "a host's agent, or a link, is silent; after this time it counts as lost",
     "request_s": "a peer answers a request",
-    "join_s": "all roles have started and joined; a peer greets for the first time",
-    "barrier_s": "all members reach a barrier (the others may evaluate, or write a checkpoint, meanwhile)",
+    "join_s": "all roles start and join; a peer connects for the first time",
+    "barrier_s": "all members reach a barrier (others may be evaluating or writing a checkpoint meanwhile)",
 }
 
 
@@ -58,7 +58,7 @@ class Timeouts:
         )
 
     def rows(self) -> list[TimeoutRow]:
-        """What ``zmqtrain check`` prints."""
+        """The table that ``zmqtrain check`` prints."""
         return [
             TimeoutRow(field.name.removesuffix("_s"), getattr(self, field.name), _PURPOSES[field.name]) for field in fields(self)
         ]

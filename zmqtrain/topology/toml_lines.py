@@ -1,7 +1,7 @@
 """Find the line of a key or table in the text of a TOML file, for error messages.
 
-``tomllib`` gives values without places. The text has been accepted by it (or is at least nearly TOML), so a light scanner that
-knows headers, keys, strings and brackets is enough; what it does not know it skips, and a fault then names the nearest line.
+``tomllib`` gives values without places. The text has been accepted by it (or is at least nearly TOML), so a simple scanner that
+knows headers, keys, strings and brackets is enough. It skips anything else, and a fault then names the nearest line that it found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Scanner:
         return self.text[self.at : self.at + 1]
 
     def skip_blank(self, *, newlines: bool) -> None:
-        """Over spaces and comments, and over line ends where wanted."""
+        """Skip spaces and comments, and line ends if ``newlines``."""
         while self.at < len(self.text):
             if self.peek() in (" ", "\t", "\r") or (newlines and self.peek() == "\n"):
                 self.move()
@@ -35,12 +35,12 @@ class _Scanner:
                 return
 
     def skip_line(self) -> None:
-        """To the end of the line, not over it."""
+        """Skip to the end of the line, but not past it."""
         end = self.text.find("\n", self.at)
         self.move((len(self.text) if end < 0 else end) - self.at)
 
     def string(self) -> str:
-        """Over a string of any of TOML's four kinds; its raw content."""
+        """Skip a string of any of TOML's four kinds and return its raw content."""
         quote = self.peek()
         mark = quote * 3 if self.text.startswith(quote * 3, self.at) else quote
         self.move(len(mark))
@@ -56,7 +56,7 @@ class _Scanner:
         return content
 
     def key(self) -> list[str]:
-        """A dotted key."""
+        """Read a dotted key and return its parts."""
         parts: list[str] = []
         while True:
             self.skip_blank(newlines=False)
@@ -96,12 +96,12 @@ def find_lines(text: str) -> dict[Path, int]:
         else:
             _pair(scanner, table, lines)
             scanner.skip_line()
-        if scanner.at == before:  # nothing we know; never stand still
+        if scanner.at == before:  # unknown: always move on
             scanner.move()
 
 
 def _inside(parts: list[str], counts: Mapping[Path, int]) -> Path:
-    """A header's path: inside an array of tables it means the last table of the array."""
+    """A header's path: inside an array of tables it refers to the last table of the array."""
     path: Path = ()
     for number, part in enumerate(parts):
         path = (*path, part)
@@ -136,7 +136,7 @@ def _value(scanner: _Scanner, path: Path, lines: dict[Path, int]) -> None:
 
 
 def _sequence(scanner: _Scanner, path: Path, lines: dict[Path, int], close: str) -> None:
-    """An array or an inline table."""
+    """Read an array or an inline table, and note the lines of what is in it."""
     scanner.move()
     number = 0
     while True:

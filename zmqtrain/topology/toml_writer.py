@@ -1,4 +1,5 @@
-"""Write plain values as TOML: just what a resolved topology is made of (texts, numbers, booleans, lists and tables of these)."""
+"""Write plain values as TOML: only the types that a resolved topology consists of (strings, numbers, booleans, lists and tables of
+these)."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ def _text(text: str) -> str:
 
 
 def write_value(value: Any) -> str:
-    """One value as it stands behind a key. Raises ``TypeError`` for what TOML has no word for."""
+    """One value as it is written after a key. Raises ``TypeError`` for a type that TOML does not have."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return repr(value)  # also inf and nan, which TOML writes alike
+        return repr(value)  # also inf and nan, which TOML writes like Python
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):
@@ -65,4 +66,4 @@ def write_value(value: Any) -> str:
         return "[" + ", ".join(write_value(item) for item in value) + "]"
     if hasattr(value, "isoformat"):  # TOML's own dates and times, which may stand in [job] args
         return str(value.isoformat())
-    raise TypeError(f"TOML has no {type(value).__name__}")
+    raise TypeError(f"TOML has no type for {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""Quantities as people write them: ``"60 s"``, ``"4 MiB"``, ``"1 Gbit/s"``; read to plain numbers and written back.
+"""Quantities as users write them: ``"60 s"``, ``"4 MiB"``, ``"1 Gbit/s"``; read to plain numbers and written back.
 
-Every reader takes a bare number too, in the base unit (seconds, bytes, bits per second), and raises ``ValueError`` with what is
-allowed. Numbers are read exactly where a unit is a power of two, so that writing and reading again gives the same value.
+Every reader takes a bare number too, in the base unit (seconds, bytes, bits per second), and raises ``ValueError``, which says
+what is allowed. Numbers are read exactly where a unit is a power of two, so that writing and reading again gives the same value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATES = {
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: pydantic hashes validators, and tables are not hashable
 class Quantity:
-    """A kind of quantity, its units and the range that makes sense for one setting. Calling it reads a value."""
+    """A kind of quantity, with its units and the range that is allowed for one setting. Calling it reads a value."""
 
     noun: str
     units: Mapping[str, float]
@@ -36,7 +36,7 @@ class Quantity:
     write: Callable[[float], str]
 
     def __call__(self, value: object) -> float:
-        """The value in the base unit. Raises ``ValueError`` saying what is allowed."""
+        """The value in the base unit. Raises ``ValueError``, which says what is allowed."""
         number = self._read(value)
         if not self.low <= number <= self.high:
             raise ValueError(f"is out of range: give a {self.noun} from {self.write(self.low)} to {self.write(self.high)}")
@@ -45,16 +45,16 @@ class Quantity:
     def _read(self, value: object) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"is no {self.noun}: write it like {self.example!r}")
+                raise ValueError(f"is not a {self.noun}: write it like {self.example!r}")
             return _as_float(value)
         if not isinstance(value, str):
-            raise ValueError(f"is no {self.noun}: write it like {self.example!r}")
+            raise ValueError(f"is not a {self.noun}: write it like {self.example!r}")
         match = _QUANTITY.fullmatch(value)
         if match is None:
-            raise ValueError(f"is no {self.noun}: write it like {self.example!r}")
+            raise ValueError(f"is not a {self.noun}: write it like {self.example!r}")
         unit = match[2]
         if unit is None:
-            raise ValueError(f"has no unit: write it like {self.example!r}, in one of {', '.join(self.units)}")
+            raise ValueError(f"has no unit: write it like {self.example!r}, with one of {', '.join(self.units)}")
         if unit not in self.units:
             raise ValueError(f"has the unknown unit {unit!r}: use one of {', '.join(self.units)}")
         return _times(_as_float(match[1]), self.units[unit])
@@ -68,12 +68,12 @@ def _as_float(value: int | float | str) -> float:
 
 
 def _times(number: float, unit: float) -> float:
-    """So many of a unit; by division for parts of a second, so that 200 us is the number nearest to 0.0002."""
+    """``number`` times a unit; parts of a second are divided by, so that 200 us is the float nearest to 0.0002."""
     return number * unit if unit >= 1 else number / round(1 / unit)
 
 
 def _scaled(value: float, units: Mapping[str, float], names: tuple[str, ...], fallback: str) -> str:
-    """``value`` in the first of ``names`` in which it is a short whole number and reads back to the same value."""
+    """``value`` in the first unit of ``names`` in which it is a short whole number and reads back as the same value."""
     for name in names:
         number = value / units[name]
         if number >= 1 and number == int(number) and int(number) * units[name] == value:
@@ -117,7 +117,7 @@ def size(low: int, high: int) -> Callable[[object], int]:
     def read(value: object) -> int:
         number = quantity(value)
         if number != int(number):
-            raise ValueError("is no whole number of bytes")
+            raise ValueError("is not a whole number of bytes")
         return int(number)
 
     return read

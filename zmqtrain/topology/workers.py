@@ -1,4 +1,4 @@
-"""How many workers there are, and in which groups, where the file says nothing of it: everybody's machines are used. Pure."""
+"""How many workers there are, and in which groups, if the file does not say: all hosts are used. Pure."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from zmqtrain.topology.hosts import Host
     from zmqtrain.topology.schema import Topology
 
-#: What of ``[compute]`` follows from the hosts, where the file leaves it out.
+#: The fields of ``[compute]`` that follow from the hosts if the file leaves them out.
 BY_HOSTS = ("groups", "group_size", "parts")
-#: Exchanges among groups that have no group to themselves: one group would have nobody to exchange with.
+#: Exchanges that need several groups: a single group would have no peer to exchange with.
 _AMONG_GROUPS = ("gossip", "averaging")
 
 
 def by_hosts(compute: Compute) -> bool:
-    """Whether the hosts decide how many workers there are: the file says neither ``groups`` nor ``group_size``, or leaves the
+    """Whether the hosts decide how many workers there are: the file gives neither ``groups`` nor ``group_size``, or leaves the
     number of groups to the tuner."""
     given = compute.model_fields_set
     return "group_size" not in given and ("groups" not in given or compute.auto_groups)
 
 
 def workers_of(host: Host, device: str) -> int:
-    """Workers on a host: one for each of its devices, as far as it has slots; without any one, which has all its processors."""
+    """The number of workers on a host: one for each device, up to its slots; or one with all processors if it has no devices."""
     if device == "cpu" or not host.devices:
         return 1
     return min(len(host.devices), host.slots) if host.slots else len(host.devices)
 
 
 def completed(topology: Topology, gpus: int) -> Compute:
-    """``[compute]`` with what the file leaves to the hosts: a worker on each device, or else host. All are one synchronous group,
-    but with an exchange that is among groups each is one by itself. ``gpus``: of this machine, which count where it is the one
-    host."""
+    """``[compute]`` completed with what follows from the hosts: one worker on each device, or on each host without devices. All
+    workers form one synchronous group; with an exchange among groups, each worker is a group of its own. ``gpus``: the number
+    of GPUs of this machine, used if this machine is the only host."""
     compute, hosts = topology.compute, topology.hosts
     counts = [workers_of(host, compute.device) for host in hosts]
     if len(hosts) == 1 and hosts[0].local and not hosts[0].devices and compute.device in ("auto", "cuda") and gpus > 1:
@@ -48,13 +48,12 @@ def completed(topology: Topology, gpus: int) -> Compute:
     if not update:
         return compute
     found = compute.model_copy(update=update)
-    found.model_fields_set.difference_update(update)  # so that other hosts decide anew
+    found.model_fields_set.difference_update(update)  # so that it is decided again if the hosts change
     return found
 
 
 def _parts(topology: Topology, counts: Sequence[int]) -> tuple[float, ...] | Literal["measured"] | None:
-    """How the batch is divided where unequal hosts compute it together: by slots, or as measured where some have devices and others
-    do not; ``None``: in even parts."""
+    """How unequal hosts divide the batch: in proportion to slots, or as measured if only some have devices; ``None``: equally."""
     compute, slots = topology.compute, [host.slots for host in topology.hosts]
     if "parts" in compute.model_fields_set or compute.auto_groups or topology.data.shuffle == "ring":
         return None

@@ -17,7 +17,7 @@ def _momentum(value: Any) -> Any:
     if value in ("auto", "task"):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError('is no momentum: write "auto", "task", or a number from 0 to below 1')
+        raise ValueError('is not a momentum: write "auto", "task", or a number from 0 to below 1')
     return float(value)
 
 
@@ -49,7 +49,8 @@ class Optimizer(Section):
         default="auto",
         description="auto: model servers whose groups do not wait for each other publish the parameters where the momentum will "
         "have taken them by the time a gradient arrives, so that stale gradients do no harm; with `momentum = "
-        '"auto"` they adapt momentum and learning rate to it, and raise the rate over the first updates of a run. '
+        '"auto"` they adapt momentum and learning rate to it, and limit how fast gradients grow (SGD) or raise the rate '
+        "over the first updates of a run (Adam, RMSprop). "
         "Without momentum there is nothing to look ahead to, "
         "but the task's learning rate is still adapted (SGD's is divided by the number of groups). none: none of "
         "this.",
@@ -58,11 +59,11 @@ class Optimizer(Section):
 
     @property
     def explicit_momentum(self) -> float | None:
-        """What replaces the task's; none: it keeps its own."""
+        """The momentum that replaces the task's; ``None`` if the task keeps its own."""
         return self.momentum if isinstance(self.momentum, float) else None
 
     def lr_factor(self, groups: int) -> float:
-        """By what learning rates are multiplied among so many groups."""
+        """The factor for the task's learning rates with ``groups`` groups."""
         return {"none": 1.0, "sqrt": math.sqrt(groups), "linear": float(groups)}[self.scale_lr]
 
 
@@ -90,11 +91,11 @@ class Data(Section):
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if not is_plain(value):
-            raise ValueError(f"holds {name}, which is no text, number, boolean, array or table of such")
+            raise ValueError(f"contains {name}, which is not a string, number, boolean, array or table")
     return values
 
 
-#: Engines whose hosts are known when the run begins only: they come by themselves, or somebody gives them.
+#: Engines whose hosts become known only when the run begins: they join by themselves, or a cluster provides them.
 GATHERING = ("environment", "kubernetes", "ray")
 
 
@@ -145,7 +146,7 @@ class EngineSection(Section):
 
     @property
     def gathers(self) -> bool:
-        """Whether the hosts become known when the run begins only."""
+        """Whether the hosts become known only when the run begins."""
         return self.kind in GATHERING
 
 

@@ -1,4 +1,4 @@
-"""The end of training: wait for everybody, however far behind, as long as they get on."""
+"""The end of training: a worker waits until all others have trained, however far behind they are, as long as they make progress."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from zmqtrain.wire.payload import Value
 
 
 class AllTrained:
-    """A worker's side."""
+    """One worker's side of that wait."""
 
     def __init__(self, context: RoleContext, step: Callable[[], int]) -> None:
-        """``step()``: how many steps this worker has trained."""
+        """``step()`` returns how many steps this worker has trained."""
         self._context, self._step = context, step
         context.endpoint.serve("step", self._on_step)
 
     async def wait(self, members: Members, *, alike: bool) -> int:
-        """Wait until all workers have called this. Returns how many steps each has trained: where they are not ``alike``, the most.
+        """Wait until all workers have called this.
 
-        Asynchronous groups may be behind by more than any time-out, so its end is no error where another group has made steps
-        since it was asked last. Raises `PeerTimeoutError` where none has, and `PeerLostError`."""
+        ``alike``: all groups train the same number of steps. Returns how many steps were trained; if not ``alike``, the largest
+        number.
+
+        A group that trains asynchronously may be further behind than any time-out allows. A time-out is therefore no error while
+        some other group has made steps since the last time-out. Raises `PeerTimeoutError` if none has, and `PeerLostError`."""
         membership = self._context.membership
         before: list[int] = []
         while True:

@@ -1,8 +1,8 @@
-"""Decides how workers of different speeds divide a step's samples, from how fast each was. Pure.
+"""Decides how workers of different speeds divide a step's samples, from the measured speed of each. Pure functions.
 
-The slowest worker is the step's: with parts in proportion to throughput all take equally long. Some of a worker's time does not
-depend on its samples, so a first decision goes less far than it should; decisions from times with the new parts then go on from
-there. What would bring next to nothing is left as it is: parts that follow every fluctuation would be no better.
+A step takes as long as its slowest worker, so parts in proportion to throughput make all workers take equally long. Some of a
+worker's time does not depend on its samples, so a first decision changes too little; later decisions start from times measured
+with the new parts, and correct that. A change that would gain next to nothing is not made: parts would follow every fluctuation.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 
 from zmqtrain.data.parts import parts_of
 
-#: The first decisions come after so many steps, twice as many, and so on, until they come as often as is asked for.
+#: The first decision comes after this many steps; the interval then doubles until it is the interval that was asked for.
 FIRST_STEPS = 4
-#: New parts must make the step so many times as fast, as far as that can be told.
+#: New parts are used only if they are expected to make a step faster by at least this factor.
 WORTH = 1.05
-#: A worker's part is at least so much of an even one: whoever was stopped for a while is not slow for ever.
+#: A worker's part is at least this share of an even part, so that a worker that was stopped for a while is measured again.
 LEAST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who takes how many samples, and why."""
+    """How many samples each worker takes, and why."""
 
     parts: tuple[int, ...]
     changed: bool
     gain: float
-    """How many times as fast the step is to be."""
+    """The expected speed-up of a step, as a factor."""
     reason: str
 
 
 def due(steps: int, every: int) -> bool:
-    """Whether parts are decided when so many steps have been trained."""
+    """Whether parts are decided after ``steps`` trained steps; ``every`` is the longest interval between decisions."""
     if steps < every:
         doublings, rest = divmod(steps, FIRST_STEPS)
         return steps > 0 and rest == 0 and doublings & (doublings - 1) == 0
@@ -40,20 +40,24 @@ def due(steps: int, every: int) -> bool:
 
 
 def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -> Decision:
-    """``parts``: as they are; ``sample_s``: the seconds that each worker's samples took, one in the mean; ``least``: samples that
-    each must have. Whoever has no measurement (0) keeps what it has, and so do all."""
+    """Decide the parts of the workers of a step.
+
+    Args:
+        parts: the current number of samples of each worker.
+        sample_s: the seconds that one sample took on each worker, on average; 0 if a worker has no measurement yet. Parts then
+            stay.
+        least: the smallest number of samples that a worker may have.
+    """
     current = tuple(parts)
     if min(sample_s) <= 0:
-        return Decision(current, False, 1.0, f"worker {list(sample_s).index(min(sample_s))} of these has measured nothing yet")
+        return Decision(current, False, 1.0, f"worker {list(sample_s).index(min(sample_s))} has no measurement yet")
     floor = max(least, int(sum(parts) / len(parts) * LEAST_SHARE))
     better = parts_of(sum(parts), [1 / seconds for seconds in sample_s], least=floor)
     before = [part * seconds for part, seconds in zip(current, sample_s, strict=True)]
     after = [part * seconds for part, seconds in zip(better, sample_s, strict=True)]
     gain = max(before) / max(after)
     slowest = before.index(max(before))
-    told = (
-        f"worker {slowest} of these takes {max(before):.4g} s for its {current[slowest]} samples, the fastest {min(before):.4g} s"
-    )
+    told = f"worker {slowest} takes {max(before):.4g} s for its {current[slowest]} samples, the fastest worker {min(before):.4g} s"
     if gain < WORTH:
-        return Decision(current, False, gain, f"{told}: other parts would make steps {gain:.2f} times as fast")
-    return Decision(better, True, gain, f"{told}: these parts are to make steps {gain:.2f} times as fast")
+        return Decision(current, False, gain, f"{told}; other parts would make steps only {gain:.2f} times as fast")
+    return Decision(better, True, gain, f"{told}; the new parts should make steps {gain:.2f} times as fast")

@@ -1,4 +1,4 @@
-"""Where a worker's batches come from: an order of all samples, the sample ring, or a stream."""
+"""Where a worker's batches come from: a shuffled order of all samples, the sample ring, or a stream."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 class Batches(Protocol):
-    """The batches of one worker. All methods on the loop's thread."""
+    """The batches of one worker. All methods are called on the event loop's thread."""
 
     @property
     def samples(self) -> int | None:
-        """Of an epoch; ``None``: nobody knows before the data ends."""
+        """The number of samples in an epoch; ``None`` if it is not known before the data ends."""
         ...
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps that take the samples once; ``None``: nobody knows before the data ends."""
+        """The number of steps in an epoch; ``None`` if it is not known before the data ends."""
         ...
 
     @property
     def promise(self) -> Promise:
-        """What becomes of the samples."""
+        """What the run promises about the use of its samples."""
         ...
 
     async def more(self, step: int) -> bool:
@@ -52,32 +52,36 @@ class Batches(Protocol):
         ...
 
     def epoch(self, step: int) -> int:
-        """The epoch of the step that comes next, or is computed."""
+        """The epoch of ``step``, which is being computed or comes next."""
         ...
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
-        """The step's. ``ahead``: another step follows, so its batch may be fetched meanwhile."""
+        """The batch of ``step``. ``ahead``: another step follows, so its batch may be fetched in the meantime."""
         ...
 
     def group_samples(self, step: int) -> float | None:
-        """By how many samples the group's gradient of the step is divided; ``None``: the usual number."""
+        """The number of samples by which the group's gradient of this step is divided; ``None`` for the usual number."""
+        ...
+
+    def own_group_samples(self, step: int) -> int | None:
+        """The number of samples that this worker's group has in this step; ``None`` for the usual number."""
         ...
 
     def used(self, step: int) -> None:
-        """The step is computed."""
+        """Called when the batch of ``step`` has been computed."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """How far the worker is, where that does not follow from the step alone."""
+        """How far the worker has got in its data, if that does not follow from the step alone; otherwise ``None``."""
         ...
 
     def load_state_dict(self, state: object) -> None:
-        """Go on from there. Raises `CheckpointError` where it is of other data."""
+        """Continue from ``state``, a result of `state_dict`. Raises `CheckpointError` if it belongs to other data."""
 
     async def close(self, timeout_s: float) -> None: ...
 
 
 class _Counted:
-    """What batches of a known number of samples have in common."""
+    """What batches from a known number of samples have in common."""
 
     def __init__(self, samples: int, steps_per_epoch: int, promise: Promise) -> None:
         self.samples: int | None = samples
@@ -91,6 +95,9 @@ class _Counted:
     def epoch(self, step: int) -> int:
         return step // self._steps
 
+    def own_group_samples(self, step: int) -> int | None:
+        return None
+
     def state_dict(self) -> dict[str, Any] | None:
         return None
 
@@ -99,7 +106,7 @@ class _Counted:
 
 
 class OrderedBatches(_Counted):
-    """Implements `Batches` by `Partition`, of which the worker has its share."""
+    """Implements `Batches` with `Partition`, of which this worker has its share."""
 
     def __init__(
         self,
@@ -111,13 +118,12 @@ class OrderedBatches(_Counted):
         thread: Background,
         processes: Processes | None,
     ) -> None:
-        role, seed = context.role, context.topology.job.seed
+        seed = context.topology.job.seed
         super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition))
-        column = role.position % context.topology.compute.columns  # those that divide the model have the same samples
         self._loader = Loader(
             Fetch(reader_of(source), finish),
             lambda step: partition.run(step, *shares.bounds(step)),
-            (seed, role.index - role.position + column),  # and the same random augmentation
+            (seed, same_samples(context)),
             thread,
             processes=processes,
             epoch_steps=partition.steps_per_epoch,
@@ -137,17 +143,17 @@ class OrderedBatches(_Counted):
 
 
 class RingBatches(_Counted):
-    """Implements `Batches` by `RingLoader`."""
+    """Implements `Batches` with `RingLoader`."""
 
     def __init__(
         self, context: RoleContext, source: Source, samples: int, members: Members, finish: Finish, thread: Background
     ) -> None:
-        self._seed = (context.topology.job.seed, context.role.index)
+        self._seed = (context.topology.job.seed, same_samples(context))
         steps = Ring.of(samples, context.placement.groups, context.topology.compute.batch_size, self._seed[0]).steps
         super().__init__(samples, steps, Promise.of_ring(survives=members.survives))
         reader = reader_of(source)
         self._fetch, self._thread = Fetch(reader, finish), thread
-        self._keep = source.transform is not None  # it may write to what it is given, so it gets a copy
+        self._keep = source.transform is not None  # the transform may write to its input, so it gets a copy
         self._mean = in_step(context.topology)
         self.ring = ring_loader(context, samples, members, TensorContents(reader.collated), thread)
 
@@ -162,6 +168,9 @@ class RingBatches(_Counted):
     def group_samples(self, step: int) -> float | None:
         return self.ring.group_samples(step, mean=self._mean)
 
+    def own_group_samples(self, step: int) -> int | None:
+        return int(self.ring.group_samples(step, mean=False))
+
     def used(self, step: int) -> None:
         self.ring.used(step)
 
@@ -170,10 +179,10 @@ class RingBatches(_Counted):
 
 
 class StreamBatches:
-    """Implements `Batches` by `StreamLoader`.
+    """Implements `Batches` with `StreamLoader`.
 
-    Where the number of epochs says how long the run is, all workers have ended an epoch as soon as one of them has; before each
-    step they tell each other whether they have another batch. Where the number of steps does, each begins anew when it has none.
+    If the length of the run is given in epochs, an epoch ends for all workers as soon as it ends for one of them: before each step
+    they tell each other whether they have another batch. If it is given in steps, each worker starts its stream again when it ends.
     """
 
     samples: int | None = None
@@ -182,7 +191,7 @@ class StreamBatches:
     def __init__(
         self, context: RoleContext, source: Source, shares: Shares, finish: Finish, thread: Background, processes: Processes | None
     ) -> None:
-        """Raises `UsageError` for a topology in which a stream is not possible."""
+        """Raises `UsageError` if the topology does not allow a stream."""
         topology, placement, role = context.topology, context.placement, context.role
         job, columns = topology.job, topology.compute.columns
         self._epochs = None if job.steps is not None or job.until is not None else job.epochs or 1
@@ -206,18 +215,19 @@ class StreamBatches:
 
     async def more(self, step: int) -> bool:
         loader = self._loader
-        while not await self._everybody(await loader.available(), step):
+        while not await self._all_have_one(await loader.available(), step):
             if not loader.position.batches:
                 raise TaskError(
-                    f"{self._name}, a stream, has too few samples for one step of all groups in epoch {loader.position.epoch}: "
-                    "lower [compute] batch_size, or give more data; a stream must begin anew each time that iter() is called"
+                    f"{self._name} is a stream and has too few samples for one step of all groups (epoch {loader.position.epoch}). "
+                    "Lower [compute] batch_size, or provide more data; the stream must also start again each time iter() is called "
+                    "on it"
                 )
             if self._epochs is not None and loader.position.epoch + 1 >= self._epochs:
                 return False
             await loader.next_epoch()
         return True
 
-    async def _everybody(self, mine: bool, step: int) -> bool:
+    async def _all_have_one(self, mine: bool, step: int) -> bool:
         if self._world is None:
             return mine
         flag = TensorPayload.empty(1, "float64")
@@ -232,6 +242,9 @@ class StreamBatches:
         return await self._loader.take(ahead=ahead)
 
     def group_samples(self, step: int) -> float | None:
+        return None
+
+    def own_group_samples(self, step: int) -> int | None:
         return None
 
     def used(self, step: int) -> None:
@@ -255,20 +268,23 @@ def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> Non
     apart = exchange.kind == "model_server" and exchange.policy != "sync" and context.placement.groups > 1
     if topology.elastic:
         raise UsageError(
-            f"{source.name} is a stream, which others cannot take over in the middle: set [job] elastic = false, or give a "
+            f"{source.name} is a stream, and no other worker can take over a part of it: set [job] elastic = false, or use a "
             "map-style dataset"
         )
     if topology.compute.parts == "measured":
-        raise UsageError(f'[compute] parts = "measured" needs to know all samples, and {source.name} is a stream: give weights')
+        raise UsageError(
+            f'[compute] parts = "measured" needs a known number of samples, but {source.name} is a stream: use [compute] weights'
+        )
     if limited and apart:
         raise UsageError(
-            f"{source.name} is a stream, whose end nobody knows before, and groups that do not wait for each other would not end "
-            "together: set [job] steps instead of epochs"
+            f"{source.name} is a stream whose length is unknown, and groups that do not wait for each other would end at different "
+            "times: set [job] steps instead of epochs"
         )
 
 
 def partition_of(source: Source, groups: int, topology: Topology, batch_size: int | None = None) -> Partition:
-    """The order of a map-style source's samples, divided. Raises `UsageError` where there are too few, and `TaskError`."""
+    """The order of a map-style source's samples, divided between ``groups``. Raises `UsageError` if there are too few, and
+    `TaskError`."""
     job, compute = topology.job, topology.compute
     order = source.order_of(job.seed)
     return Partition(
@@ -287,13 +303,20 @@ def reader_of(source: Source) -> Reader:
     return Reader(source.dataset, source.collate, source.transform)
 
 
-def sample_batch(source: Source, samples: int, finish: Finish, seed: int) -> Batch:
-    """A batch of the first samples, and again from the beginning where there are fewer, to try something out.
+def same_samples(context: RoleContext) -> int:
+    """The rank of the first worker that has the same samples as this one, and draws the same for them: workers that divide a model
+    between them do."""
+    role = context.role
+    return role.index - role.position + role.position % context.topology.compute.columns
 
-    Raises `UsageError` for a stream, of which that would take samples away."""
+
+def sample_batch(source: Source, samples: int, finish: Finish, seed: int) -> Batch:
+    """A batch of the first samples, repeated if there are too few, for a trial run.
+
+    Raises `UsageError` for a stream, whose samples would then be missing from training."""
     if source.stream:
         raise UsageError(
-            f"{source.name} is a stream: to plan or profile, give the task a map-style dataset, if only of a few samples"
+            f"{source.name} is a stream: to plan or profile, give the task a map-style dataset; a few samples are enough"
         )
     return Fetch(reader_of(source), finish)(np.arange(samples) % len(source.dataset), (seed,))
 
@@ -307,8 +330,9 @@ def make_batches(
     finish: Finish,
     thread: Background,
 ) -> Batches:
-    """What ``[data] shuffle`` and the source ask for. ``partition``: of a source that is no stream. Raises `UsageError`."""
-    # On virtual time nothing may run beside: the thread reads, which gives the same batches.
+    """The batches that ``[data] shuffle`` and the source ask for. ``partition``: the order of a source that is not a stream.
+    Raises `UsageError`."""
+    # In virtual time no other thread may run, so the reading thread does this work itself; the batches are the same.
     processes = source.processes if isinstance(thread, BackgroundThread) else None
     if partition is None:
         return StreamBatches(context, source, shares, finish, thread, processes)
@@ -318,22 +342,24 @@ def make_batches(
 
 
 def ring_loader(context: RoleContext, samples: int, members: Members, contents: Contents, thread: Background) -> RingLoader:
-    """This worker's place on the ring of its like in all groups. Raises `UsageError` where there are too few samples."""
+    """This worker's place on the ring that connects the workers of its position in all groups. Raises `UsageError` if there are
+    too few samples."""
     topology, placement, role = context.topology, context.placement, context.role
     compute = topology.compute
     column = tuple(placement.group_members(group)[role.position] for group in range(placement.groups))
     ring = Ring.of(samples, placement.groups, compute.batch_size, topology.job.seed)
     smallest = min(len(part) for part in ring.parts) // ring.steps
-    if smallest < compute.group_size:
+    if smallest < compute.columns:
         raise UsageError(
-            f"a batch of the sample ring may have {smallest} samples, fewer than group_size = {compute.group_size}: lower "
-            "group_size or groups, or give more data"
+            f"a batch of the sample ring may have only {smallest} samples, which a group divides among {compute.columns} workers: "
+            "lower group_size or groups, or provide more data"
         )
     loader = RingLoader(
         RingPlan(ring, column),
         contents,
         context.endpoint,
-        position=(role.position, compute.group_size),
+        position=(role.position % compute.columns, compute.columns),
+        seed=(topology.job.seed, same_samples(context)),
         survives=members.survives,
         late=members.late,
         travel=topology.data.ring == "tensors",

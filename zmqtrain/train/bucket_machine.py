@@ -1,7 +1,7 @@
-"""Where each bucket of a replica is, and what is to be done with it next. No tensors, threads, event loop or clock.
+"""The state of each bucket of a replica, and what to do with it next. No tensors, threads, event loop or clock.
 
-Every replica (torch's, the modelled one, the one under DistributedDataParallel) has such a machine, tells it what happens, and
-carries out what it answers. A bucket is in one of three states:
+Every replica (torch's, the modelled one, the one under DistributedDataParallel) has such a machine, reports events to it, and
+carries out the actions that it returns. A bucket is in one of three states:
 
 ========  =====================  ========  ===================================================================================
 state     what happens           becomes   to be done, in this order
@@ -16,7 +16,7 @@ OPEN      `take`                 OPEN      nothing
 From this follows, for gradients that come in any order:
 
 - Buckets are handed over in the order of their numbers, each once in a step, so all workers of a group hand over alike.
-- With `Optimize.AFTER` nobody reads a bucket's parameters between the exchange's answer and the update by it.
+- With `Optimize.AFTER`, nothing reads a bucket's parameters between the exchange's answer and the update.
 - With `Optimize.BEFORE` and `Optimize.AFTER` the optimizer runs on each bucket once in a step.
 """
 
@@ -30,35 +30,35 @@ from zmqtrain.exchange.base import Optimize
 
 
 class State(Enum):
-    """Whose a bucket is."""
+    """Which side owns a bucket."""
 
     OPEN = "open"
-    """The compute side's: parameters may be read, gradients are being added up or are there."""
+    """The compute side: parameters may be read; gradients are complete or still being accumulated."""
     CLOSED = "closed"
     """The exchange's."""
     ANSWERED = "answered"
-    """The exchange is through with it, and the compute side has not taken it back yet."""
+    """The exchange has finished with it, and the compute side has not taken it back yet."""
 
 
 class Do(Enum):
-    """What a replica does with one bucket."""
+    """An action of a replica on one bucket."""
 
     COMPLETE = "complete"
-    """All gradients of the bucket have come: do what is left to be done with them here."""
+    """All gradients of the bucket have arrived: finish the local work on them."""
     NOTE = "note"
-    """Keep the hyperparameters as they are now, for the update to come: a schedule may change them meanwhile."""
+    """Save the current hyperparameters for the coming update, since a schedule may change them in the meantime."""
     UPDATE = "update"
     """Run the optimizer on the bucket's parameters."""
     HAND_OVER = "hand over"
     """Give the bucket to the exchange."""
     FETCH = "fetch"
-    """Take what the exchange has written into the memory that the compute side reads."""
+    """Copy what the exchange has written into the memory that the compute side reads."""
     FORGET = "forget"
-    """The next backward makes the bucket's gradients anew instead of adding to them."""
+    """The next backward overwrites the bucket's gradients instead of adding to them."""
 
 
 class Action(NamedTuple):
-    """One thing to do."""
+    """What to do, and with which bucket."""
 
     do: Do
     bucket: int
@@ -67,24 +67,25 @@ class Action(NamedTuple):
 class BucketMachine:
     """The state of all buckets of one replica.
 
-    `answered` and `abort` may be called in another thread than the rest: each changes one value, which the others only read.
+    `answered` and `abort` may be called from another thread than the rest: each changes one value that the other methods only read.
     A thread that waits for them needs a lock, which `zmqtrain.train.gates.Gates` adds.
     """
 
     def __init__(self, gradients: Sequence[Collection[Hashable]], *, overlap: bool = True) -> None:
-        """Arguments:
-        gradients: for each bucket, in order, the names of the gradients that it waits for in a backward.
-        overlap: whether buckets are handed over while backward goes on; otherwise all at its end.
+        """
+        Args:
+            gradients: for each bucket, in order, the names of the gradients that it waits for in a backward.
+            overlap: whether buckets are handed over while backward still runs; otherwise all are handed over at its end.
         """
         self.when = Optimize.APART
         """When the optimizer runs. Changed only before the first step."""
         self.error: BaseException | None = None
-        """What broke the exchange, if anything did."""
+        """The error that broke the exchange, if any."""
         self._gradients = [frozenset(names) for names in gradients]
         self._overlap = overlap
         self._states = [State.OPEN] * len(gradients)
         self._missing: list[set[Hashable]] = [set() for _ in gradients]
-        self._handed_over = [False] * len(gradients)  # since the bucket was taken last
+        self._handed_over = [False] * len(gradients)  # since the bucket was last taken
         self._due = [False] * len(gradients)  # the update runs when the bucket is taken
         self._last = False
         self._next = len(gradients)
@@ -98,7 +99,7 @@ class BucketMachine:
     # Backward.
 
     def begin_backward(self, *, last: bool) -> None:
-        """A backward begins. ``last``: no other one of this step follows, so complete buckets are handed over."""
+        """A backward begins. ``last``: it is the last one of this step, so complete buckets are handed over."""
         self._last, self._next = last, 0
         self._missing = [set(names) for names in self._gradients]
 
@@ -109,17 +110,17 @@ class BucketMachine:
 
     @property
     def all_handed_over(self) -> bool:
-        """Whether the backward that began last has nothing left to hand over."""
+        """Whether the most recent backward has nothing left to hand over."""
         return self._next == len(self._states)
 
     def missing(self, bucket: int) -> Collection[Hashable]:
-        """The names of the gradients that have not come in this backward."""
+        """The names of the gradients that have not arrived in this backward."""
         return self._missing[bucket]
 
     def gradient(self, bucket: int, name: Hashable) -> bool:
-        """A gradient is complete. Only a step's last backward counts. Returns whether `hand_over` has something to do now.
+        """A gradient is complete. Only a step's last backward counts. Returns whether `hand_over` now has something to do.
 
-        Raises `ValueError` where it has come before in this backward: its bucket may be on its way already.
+        Raises `ValueError` if it has already arrived in this backward: its bucket may be on its way.
         """
         if not self._last:
             return False
@@ -130,14 +131,15 @@ class BucketMachine:
         return self._overlap and bucket == self._next and not missing
 
     def end_backward(self) -> None:
-        """The backward has ended: gradients that have not come are zeros, so after a step's last one all buckets are complete."""
+        """The backward has ended. Gradients that have not arrived are zeros, so after a step's last backward all buckets are
+        complete."""
         if self._last:
             self._last = False
             for missing in self._missing:
                 missing.clear()
 
     def hand_over(self) -> list[Action]:
-        """What to do with the buckets that are complete, up to the first that is not. Their gates are closed."""
+        """What to do with the complete buckets, up to the first incomplete one. These buckets are closed."""
         actions: list[Action] = []
         while self._next < len(self._states) and not self._missing[self._next]:
             bucket = self._next
@@ -155,7 +157,7 @@ class BucketMachine:
         return actions
 
     def take_back(self) -> None:
-        """The step counts for nothing: no update is due, and whatever was to be handed over is the compute side's again."""
+        """Discard the step: no update is due, and the compute side owns all buckets again."""
         self._last = False
         self._states = [State.ANSWERED] * len(self._states)
         self._due = [False] * len(self._due)
@@ -167,14 +169,14 @@ class BucketMachine:
         return self._due[bucket]
 
     def answered(self, bucket: int) -> None:
-        """The exchange is through with the bucket."""
+        """The exchange has finished with the bucket."""
         self._states[bucket] = State.ANSWERED
 
     def take(self, bucket: int) -> Sequence[Do] | None:
-        """The compute side needs the bucket. Returns what to do before anything reads its parameters or writes its gradients; None
-        while the exchange has it.
+        """The compute side needs the bucket. Returns what to do before anything reads its parameters or writes its gradients, or
+        ``None`` while the exchange has it.
 
-        Raises what `abort` was given, unless the bucket is open.
+        Raises the error given to `abort`, unless the bucket is open.
         """
         state = self._states[bucket]
         if state is State.OPEN:
@@ -188,12 +190,12 @@ class BucketMachine:
         if self._due[bucket]:
             self._due[bucket] = False
             todo.append(Do.UPDATE)
-        if self._handed_over[bucket]:  # otherwise somebody has only looked at the parameters, and gradients are still added up
+        if self._handed_over[bucket]:  # otherwise only the parameters were read, and gradients are still being added up
             self._handed_over[bucket] = False
             todo.append(Do.FORGET)
         return todo
 
     def abort(self, error: BaseException) -> None:
-        """The exchange broke: `take` raises ``error`` from now on. The first error counts."""
+        """The exchange broke: `take` raises ``error`` from now on. Only the first error is kept."""
         if self.error is None:
             self.error = error

@@ -11,20 +11,21 @@ from zmqtrain.exchange.optimizer import require_separable
 
 
 class BucketOptimizers:
-    """Optimizers of the same class, one a bucket, that share the state and the hyperparameters of the one they are made from.
+    """Optimizers of the same class, one per bucket, that share the state and the hyperparameters of the one they are made from.
 
-    So checkpoints and learning-rate schedules see the task's own optimizer, as if it ran itself. What an optimizer keeps beside
-    torch's ``state`` and ``param_groups`` is shared, too. Hooks on its step run once a bucket.
+    Checkpoints and learning-rate schedules therefore see the task's own optimizer, as if it ran itself. Anything else that an
+    optimizer keeps, beside torch's ``state`` and ``param_groups``, is shared, too. Hooks on its step run once per bucket.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """``buckets``: parameters, each of them in one of the optimizer's groups. Raises `TaskError` where it cannot be divided."""
+        """``buckets``: the parameters of each bucket; each belongs to one of the optimizer's groups. Raises `TaskError` if the
+        optimizer cannot be divided."""
         require_separable(optimizer)
         self._optimizer = optimizer
         self._parts = [_part(optimizer, parameters) for parameters in buckets]
 
     def prepare(self, index: int) -> None:
-        """Let the bucket's next step have the hyperparameters as they are now."""
+        """The bucket's next step uses the hyperparameters as they are now."""
         for number, group in self._parts[index][1]:
             group.update({key: value for key, value in self._optimizer.param_groups[number].items() if key != "params"})
 
@@ -34,7 +35,7 @@ class BucketOptimizers:
 
 
 def _part(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Optimizer, list[tuple[int, dict[str, object]]]]:
-    """An optimizer of these parameters, and its groups with the numbers that they have in the whole one."""
+    """An optimizer of these parameters, and its groups, each with its number in the whole optimizer."""
     chosen = {id(parameter) for parameter in parameters}
     groups: list[tuple[int, dict[str, object]]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -42,7 +43,7 @@ def _part(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Opt
         if own:
             groups.append((number, {**group, "params": own}))
     part: Optimizer = object.__new__(type(optimizer))
-    # Everything is shared but the groups, and `step`, which schedules and sessions replace on the object.
+    # Everything is shared except the groups and `step`, which schedules and sessions replace on the object.
     part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
     part.param_groups = [group for _, group in groups]
     return part, groups

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """What the plan needs to know of a parameter."""
+    """What the plan needs to know about a parameter."""
 
     name: str
     numel: int
     itemsize: int
     dtype: str
     group: int  # the optimizer's parameter group
-    rows: str = ""  # the grid over whose rows it is divided
-    largest: int = 0  # elements of the largest row's part, where rows have more or fewer
+    rows: str = ""  # the grid over whose rows it is divided; empty if it is not
+    largest: int = 0  # elements of the largest row's part, if the rows' parts differ
 
     @property
     def planned(self) -> int:
-        """Elements that the plan counts: so many that all rows plan alike."""
+        """The number of elements that the plan counts, which is the same on all rows."""
         return max(self.numel, self.largest)
 
 
@@ -41,13 +41,13 @@ class BucketPlan:
 def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int) -> tuple[BucketPlan, ...]:
     """Divide parameters, given in the order of their registration, into buckets in backward order.
 
-    Backward meets the last registered parameters first, roughly, so bucket 0 holds those. A bucket has one dtype and one
-    optimizer parameter group, and at most ``bucket_bytes`` unless a single parameter is larger. Buckets stand in the order
-    in which their gradients become complete. Parameters without elements are left out; each name must come once. What is divided
-    over the rows of a grid is in other buckets than what is whole.
+    Backward reaches roughly the last registered parameters first, so bucket 0 holds those. A bucket has one dtype and one optimizer
+    parameter group, and at most ``bucket_bytes`` unless a single parameter is larger. Buckets are in the order in which their
+    gradients become complete. Parameters without elements are left out; each name must occur once. Parameters that are divided over
+    the rows of a grid are never in one bucket with whole ones.
     """
     assert bucket_bytes > 0, bucket_bytes
-    assert len({parameter.name for parameter in parameters}) == len(parameters), "a shared parameter must come once"
+    assert len({parameter.name for parameter in parameters}) == len(parameters), "a shared parameter must be listed once"
     # Weights and biases often alternate between two optimizer groups: one open bucket for each keeps buckets large.
     open_buckets: dict[tuple[str, int, str], list[ParameterInfo]] = {}
     closed: list[list[ParameterInfo]] = []

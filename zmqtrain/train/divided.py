@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,27 +14,32 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.communicator import Fabric
+from zmqtrain.parallel.deferred import Tape
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.cross_entropy import CrossEntropy
+from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.network import NetworkFabric
+from zmqtrain.parallel.placed.model import ParallelModel, parallelize
+from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.plan import LayerPlan, Plan
-from zmqtrain.parallel.rewrite.model import ParallelModel, parallelize
-from zmqtrain.parallel.rewrite.spread import Spread
-from zmqtrain.parallel.shard import Shard, gather_state
+from zmqtrain.parallel.shard import Shard, gather_state, gathered
+from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.rows import share_of
 from zmqtrain.train.task import Measure
 
 
-def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
-    """The worker's connections to the others of its group; ``None`` where the model is not divided. On the loop's thread."""
+def make_fabric(context: RoleContext, device: Device, name: str = "grid") -> NetworkFabric | None:
+    """The worker's connections to the others of its group; ``None`` if the model is not divided. Called on the loop's thread.
+
+    ``name``: another for each fabric of a worker."""
     if not context.topology.divided:
         return None
     return NetworkFabric(
         context.endpoint,
         context.placement.group_members(context.role.group),
-        f"grid/{context.role.group}",
+        f"{name}/{context.role.group}",
         condition=device.condition(),
         clock=device.clock,
         timeout_s=context.timeouts.barrier_s,
@@ -41,11 +47,15 @@ def make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
     )
 
 
-def divide(model: nn.Module, topology: Topology, fabric: NetworkFabric, recorder: Recorder) -> ParallelModel:
-    """The model as the topology divides it. In the compute thread. Raises `UsageError`."""
+def parallel_model(
+    model: nn.Module, topology: Topology, fabric: Fabric, recorder: Recorder | None = None, tape: Tape | None = None
+) -> ParallelModel:
+    """Divide the model as the topology says, and nothing else. Raises `UsageError` if that is not possible.
+
+    ``tape``: of a model whose large tensors have no content yet."""
     compute, settings = topology.compute, topology.parallel
-    layers = tuple(LayerPlan(each.layer, each.choice, Grid.parse(each.grid)) for each in settings.layers)
-    divided = parallelize(
+    layers = tuple(LayerPlan(each.layer, each.choice, Grid.parse(each.grid), each.strips) for each in settings.layers)
+    return parallelize(
         model,
         compute.grid or f"1x{compute.group_size}",
         Plan(layers) if layers else None,
@@ -55,7 +65,17 @@ def divide(model: nn.Module, topology: Topology, fabric: NetworkFabric, recorder
         whole=settings.whole,
         strict=settings.strict,
         recorder=recorder,
+        tape=tape,
     )
+
+
+def divide(
+    model: nn.Module, topology: Topology, fabric: NetworkFabric, recorder: Recorder, tape: Tape | None = None
+) -> ParallelModel:
+    """Divide the model as the topology says, for training. Called in the compute thread. Raises `UsageError`.
+
+    ``tape``: of a model whose large tensors have no content yet; `CannotDeferError` is raised if they cannot get it."""
+    divided = parallel_model(model, topology, fabric, recorder, tape)
     for layer, reason in divided.left_whole.items():
         recorder.event("left whole", layer=layer, reason=reason)
     shards = divided.shards_by_name()
@@ -67,35 +87,39 @@ def divide(model: nn.Module, topology: Topology, fabric: NetworkFabric, recorder
 
 
 class Share:
-    """What a worker has of its group's batch: everything of what it was given."""
+    """What a worker computes of its group's batch. Without a grid it computes everything that it is given."""
 
     @property
     def counts(self) -> bool:
-        """Whether this worker's samples count, and not another's who has the same."""
+        """Whether this worker's samples are counted, and not those of another worker with the same samples."""
         return True
 
-    def begin(self, step: int, micro_batch: int, micro_batches: int) -> None:
-        """A forward comes next."""
+    def begin(self, step: int, micro_batch: int, micro_batches: int, group_samples: int | None = None) -> None:
+        """Announce the next forward. ``group_samples``: of the group's batch, if not the usual number."""
 
     def waited_s(self) -> float:
-        """Seconds that the compute thread has waited for others of the group since the last call."""
+        """Seconds for which the compute thread has waited for others of the group since the last call."""
         return 0.0
 
+    def backward(self) -> AbstractContextManager[None]:
+        """A context for the backward."""
+        return nullcontext()
+
     def of_output(self, batch: Batch) -> Batch:
-        """The samples of ``batch``, which the model was given, that its output is of."""
+        """The part of ``batch``, the model's input, whose output this worker has."""
         return batch
 
     def loss(self, measure: Measure, output: Any, target: Any) -> Any:
-        """Of the model's output."""
+        """Compute ``measure``, the task's loss, of this worker's output and target."""
         return measure(output, target)
 
 
 class DividedShare(Share):
-    """A column's workers are given the same samples."""
+    """The share of a worker of a grid: the workers of a column are given the same samples."""
 
     def __init__(self, model: ParallelModel, group_batch: int, loss: Measure | None) -> None:
         self._model, self._group_batch = model, group_batch
-        # The cross-entropy of logits that stay divided costs three numbers a sample and row, and gathering them all of them.
+        # A cross-entropy of logits that stay divided sends three numbers per sample and row, and gathering sends all logits.
         self._entropy = _cross_entropy(loss)
         self._divided: CrossEntropy | None = None
         self._waited_s = 0.0
@@ -107,8 +131,8 @@ class DividedShare(Share):
         model = self._model
         return model.output_samples == "all" or model.grid.place(model.fabric.rank)[0] == 0
 
-    def begin(self, step: int, micro_batch: int, micro_batches: int) -> None:
-        columns = [stop - start for start, stop in bounds(self._group_batch, self._model.grid.columns)]
+    def begin(self, step: int, micro_batch: int, micro_batches: int, group_samples: int | None = None) -> None:
+        columns = [stop - start for start, stop in bounds(group_samples or self._group_batch, self._model.grid.columns)]
         parts = [bounds(samples, micro_batches)[micro_batch] for samples in columns]
         self._model.batch.size = sum(stop - start for start, stop in parts)
         self._model.batch.step = step * micro_batches + micro_batch
@@ -118,26 +142,32 @@ class DividedShare(Share):
         self._waited_s = fabric.waited_s if isinstance(fabric, NetworkFabric) else 0.0
         return self._waited_s - before
 
+    def backward(self) -> AbstractContextManager[None]:
+        """What a backward computes again (`torch.utils.checkpoint`) draws the random numbers of the first time."""
+        return turn()
+
     def of_output(self, batch: Batch) -> Batch:
         return batch.part(self._model.output_range())
 
     def loss(self, measure: Measure, output: Any, target: Any) -> Any:
-        if not isinstance(output, Spread):
+        if not isinstance(output, Placed):
             return measure(output, target)
-        if output.divided != 1 or output.origin is None or not _are_classes(target) or self._entropy is None:
+        place = output.placement
+        if output.divided != 1 or not place.origin or not _are_classes(target) or self._entropy is None:
             return measure(self._model.whole(output), target)
         if self._divided is None:
-            self._divided = CrossEntropy(self._entropy, output.origin, output.placement.divisions)
-        return self._divided(output.local, target)
+            self._divided = CrossEntropy(self._entropy, Site(place.origin, place.grid, self._model.fabric), place.divisions)
+        return self._divided(self._model.own(output), target)
 
 
 def share_of_model(model: nn.Module, group_batch: int, loss: Measure | None = None) -> Share:
-    """What a worker with this model has of its group's batches, of ``group_batch`` samples; ``loss``: the task's."""
+    """The share of a worker with this model in its group's batches of ``group_batch`` samples. ``loss``: the task's loss
+    function."""
     return DividedShare(model, group_batch, loss) if isinstance(model, ParallelModel) else Share()
 
 
 def _cross_entropy(loss: Measure | None) -> nn.CrossEntropyLoss | None:
-    """The loss as a module, if it is torch's mean cross-entropy."""
+    """The loss as a module, if it is torch's mean cross-entropy; otherwise ``None``."""
     if loss is nn.functional.cross_entropy:
         return nn.CrossEntropyLoss()
     return loss if isinstance(loss, nn.CrossEntropyLoss) and loss.reduction == "mean" else None
@@ -148,37 +178,50 @@ def _are_classes(target: Any) -> bool:
 
 
 class Parts:
-    """Tensors of a model's parameters and buffers, as checkpoints have them: whole, whatever the grid."""
+    """Converts tensors of parameters and buffers between this worker's parts and the whole tensors that checkpoints hold."""
 
     def __init__(self, shards: Mapping[str, Shard], fabric: Fabric | None) -> None:
         self._shards, self._fabric = shards, fabric
 
     @classmethod
     def of(cls, model: nn.Module) -> Parts:
-        """Those of a model, divided or not."""
+        """For the parameters and buffers of a model, divided or not."""
         return cls(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else cls({}, None)
 
     @property
     def divided(self) -> bool:
         return self._fabric is not None
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole of what this worker has a part of. Keys are names of parameters and buffers, after any ``kind/key/``.
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How each parameter and buffer is divided, by its name; empty if none is."""
+        return self._shards
 
-        All workers of the group call it, in their compute threads. Parts of another shape than the parameter's, like a step
-        counter, stay as they are."""
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather the whole tensors of which this worker has parts. Keys are names of parameters and buffers, after any
+        ``kind/key/``.
+
+        All workers of the group call it, in their compute threads. Tensors whose shape is not that of the parameter's part, like a
+        step counter, are returned unchanged."""
         if self._fabric is None:
             return dict(tensors)
+        return gather_state(tensors, self._held(tensors), self._fabric)
+
+    def gathered(self, tensors: Mapping[str, Tensor], to: int) -> Iterator[tuple[str, Tensor]]:
+        """As `whole`, one after another, for the group's worker ``to`` alone: the others have nothing, and go to the end, too."""
+        return iter(tensors.items()) if self._fabric is None else gathered(tensors, self._held(tensors), self._fabric, to=to)
+
+    def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+        """Those of which this worker has a part."""
         row = self._row()
-        shards = {
+        return {
             key: shard
             for key, tensor in tensors.items()
             if (shard := self._shards.get(_name(key))) is not None and tuple(tensor.shape) == shard.local_shape(row(shard))
         }
-        return gather_state(tensors, shards, self._fabric)
 
     def cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This worker's parts of whole tensors."""
+        """This worker's parts of whole tensors, with the same keys."""
         if self._fabric is None:
             return dict(tensors)
         row, found = self._row(), {}
@@ -194,7 +237,7 @@ class Parts:
 
 
 def _name(key: str) -> str:
-    """The parameter or buffer that a checkpoint's tensor belongs to: names have no slashes."""
+    """The parameter or buffer to which a checkpoint's tensor belongs: names have no slashes."""
     return key.rpartition("/")[2]
 
 

@@ -17,7 +17,7 @@ from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import even_bounds
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.rewrite.model import ParallelModel
+from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.evaluation_data import EvaluationData
@@ -30,7 +30,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """How much at once, and in which arithmetic."""
+    """How many samples are evaluated at once, and in which arithmetic."""
 
     batch_size: int
     precision: Precision = "float32"
@@ -48,12 +48,12 @@ class Evaluation:
         self._replica, self._device, self._settings = replica, device, settings
 
     async def run(self, group: Group, tag: str) -> dict[str, float]:
-        """Every member of ``group`` calls it, with equal parameters; all get the same result.
+        """Evaluate the model. Every member of ``group`` calls it, with equal parameters; all get the same result, by metric.
 
-        Statistics that layers keep (batch norm) differ from worker to worker, so those of the group's first member are taken.
+        Statistics that layers keep (batch norm) differ between workers, so those of the group's first member are used.
         """
         model = self._replica.model
-        # A divided model's statistics are divided as its parameters are, and equal within a group.
+        # A divided model's statistics are divided like its parameters, and equal within a group.
         alike = group if not isinstance(model, ParallelModel) else same_position(model, group)
         async with first_buffers(model, alike, tag):
             if isinstance(model, ParallelModel):
@@ -66,7 +66,7 @@ class Evaluation:
         return self._metrics.means(sums)
 
     def _sums(self, batches: Iterator[Batch]) -> Sums:
-        """In the compute thread."""
+        """The sums over this worker's batches. In the compute thread."""
         sums = self._metrics.zeros()
         with self._evaluating():
             for batch, output in self._outputs(batches):
@@ -74,13 +74,13 @@ class Evaluation:
         return sums
 
     def _divided_sums(self, model: ParallelModel, group: Group) -> Sums:
-        """The group's share, which all its workers go through together. In the compute thread."""
+        """The sums over the compute group's share, which all its workers compute together. In the compute thread."""
         size, columns = model.fabric.size, model.grid.columns
         start, stop = even_bounds(self._data.samples, group.size // size, group.rank // size)
         if stop - start < columns:
             raise UsageError(
-                f"each group has {stop - start} samples of the task's eval_data, too few for the {columns} columns of its grid: "
-                "give more, or a grid with fewer columns"
+                f"each group gets {stop - start} samples of the task's eval_data, too few for the {columns} columns of its grid: "
+                "provide more samples, or use a grid with fewer columns"
             )
         share, sums = share_of_model(model, 0), self._metrics.zeros()
         chunks = -(-(stop - start) // (columns * self._settings.batch_size))
@@ -114,14 +114,14 @@ class Evaluation:
 
 
 def same_position(model: ParallelModel, group: Group) -> Group:
-    """Those of ``group``, one compute group or several, at this worker's place of their grids."""
+    """The members of ``group`` (one or several compute groups) at this worker's position in their grids."""
     size = model.fabric.size
     return group.part(tuple(range(group.rank % size, group.size, size)))
 
 
 @asynccontextmanager
 async def first_buffers(model: nn.Module, group: Group, tag: str) -> AsyncIterator[None]:
-    """For a while, all members have the buffers of the group's first one; afterwards each has its own again."""
+    """A context in which all members have the buffers of the group's first member; afterwards each has its own again."""
     buffers = list(model.buffers())
     if not buffers or group.size == 1:
         yield
@@ -143,7 +143,7 @@ async def _spread(buffer: Tensor, group: Group, tag: tuple[str | int, ...]) -> N
 
 
 async def spread_of_replicas(replica: TorchReplica, group: Group, tag: str) -> float:
-    """Give all members the parameters of the first one. Returns the largest difference of any of this worker's from it."""
+    """Give all members the first member's parameters. Returns the largest difference between this worker's own and these."""
     largest = 0.0
     for bucket in replica.buckets:
         payload = bucket.parameters

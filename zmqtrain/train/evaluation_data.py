@@ -17,7 +17,7 @@ from zmqtrain.train.task import user_code
 
 
 class EvaluationData:
-    """What ``Task.eval_data`` gives: each sample once. A stream must give the same samples in the same order each time."""
+    """The samples of ``Task.eval_data``, each once. A stream must give the same samples in the same order every time."""
 
     def __init__(self, source: Source, finish: Finish) -> None:
         self._source, self._finish = source, finish
@@ -27,15 +27,15 @@ class EvaluationData:
 
     @property
     def samples(self) -> int:
-        """How many there are. Raises `UsageError` for a stream."""
+        """The number of samples. Raises `UsageError` for a stream."""
         return self._source.samples if self._source.stream else len(self._order)
 
     def batch(self, first: int, last: int) -> Batch:
-        """Some of them."""
+        """The samples from ``first`` up to, but not including, ``last``."""
         return self._fetch(self._order[first:last])
 
     def share(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
-        """One of ``parts`` even parts, in batches. Raises `TaskError` where the person's code raises."""
+        """Part number ``part`` of ``parts`` even parts, in batches. Raises `TaskError` if the user's code raises."""
         if self._source.stream:
             yield from self._share_of_stream(parts, part, batch_size)
             return
@@ -44,7 +44,7 @@ class EvaluationData:
             yield self.batch(first, min(first + batch_size, stop))
 
     def _share_of_stream(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
-        """Every ``parts``-th batch."""
+        """Every ``parts``-th batch of the stream, beginning with number ``part``."""
         reader, number = reader_of(self._source), 0
         with user_code(f"reading {self._source.name}, a stream,"), drawn_from((0, 0), restore=True):
             samples = iter(self._source.dataset)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 from zmqtrain.data.background import Condition
 from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.parallel.turns import handing_over
 from zmqtrain.train.bucket_machine import BucketMachine, Do, State
 
 
 class Gates:
-    """One gate for each bucket of a `BucketMachine`: closed while the bucket's gradients and parameters belong to the exchange.
+    """One gate per bucket of a `BucketMachine`, closed while the exchange owns the bucket's gradients and parameters.
 
-    ``take`` is called in the compute thread, ``answered`` on the loop's, ``abort`` from anywhere.
+    ``take`` is called in the compute thread, ``answered`` on the loop's thread, and ``abort`` in any thread.
     """
 
     def __init__(
@@ -25,38 +26,39 @@ class Gates:
         peer: str = "the exchange",
         setting: str = "[job] timeout",
     ) -> None:
-        """Arguments:
-        timeout_s: how long `take` waits.
-        condition, clock: the device's (`zmqtrain.train.device.base.Device`).
-        peer, setting: for the error after that time: who has not answered, and what to change.
+        """
+        Args:
+            timeout_s: how long `take` waits.
+            condition, clock: those of the device (`zmqtrain.train.device.base.Device`).
+            peer, setting: for the time-out's error: who has not answered, and which setting to change.
         """
         self._machine, self._timeout_s = machine, timeout_s
         self._changed, self._clock = condition, clock
         self._peer, self._setting = peer, setting
 
     def answered(self, bucket: int) -> None:
-        """The exchange gives the bucket back."""
+        """The exchange returns the bucket."""
         with self._changed:
             self._machine.answered(bucket)
             self._changed.notify_all()
 
     def all_answered(self) -> None:
-        """The exchange gives all buckets back."""
+        """The exchange returns all buckets."""
         with self._changed:
             for bucket in range(len(self._machine)):
                 self._machine.answered(bucket)
             self._changed.notify_all()
 
     def take(self, bucket: int) -> tuple[Sequence[Do], float]:
-        """Wait until the bucket is not closed, and own it. Returns what `BucketMachine.take` says, and the seconds waited.
+        """Wait until the bucket is not closed, and take it. Returns what `BucketMachine.take` returns, and the seconds waited.
 
-        Raises `PeerTimeoutError` after the time-out, or what ``abort`` was given.
+        Raises `PeerTimeoutError` after the time-out, or the error given to ``abort``.
         """
         machine, waited_s = self._machine, 0.0
         todo = machine.take(bucket)
         if todo is None:
             start = self._clock()
-            with self._changed:
+            with handing_over(), self._changed:  # in a divided model's forward others must be able to go on with theirs
                 self._changed.wait_for(
                     lambda: machine.error is not None or machine.state(bucket) is not State.CLOSED, self._timeout_s
                 )

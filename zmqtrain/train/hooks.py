@@ -1,4 +1,4 @@
-"""Hooks that belong to one model: its copies, and files it is written to, do without."""
+"""Hooks that belong to one model, and not to its copies or to files that it is written to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class OwnHook:
-    """Calls ``function``. A copy does nothing: it hangs on a copy of the module, which is nobody's replica."""
+    """Calls ``function``. A copy of the hook does nothing, since a copy of the model does not belong to a replica."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        # What it does (wait, and look at states) is no part of a graph, nor may a graph depend on it.
+        # The hook waits and checks state; it must not become part of a compiled graph.
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, *arguments)
         return self._call(*arguments)

@@ -1,11 +1,12 @@
-"""Which layer needs which buckets: forward hooks that take a bucket only when the forward reaches it.
+"""Which layer needs which buckets: forward hooks that take a bucket only when the forward reaches the layer.
 
 Most layers are called, and a hook before the call takes the buckets of the layer's own parameters. But a parent may use a child's
-weights without calling the child (``nn.MultiheadAttention`` does). The first forward, for which all parameters are there anyway,
-shows which layers are called; the parameters of the others are taken by the nearest ancestor that is called, or at the beginning.
+weights without calling the child, as ``nn.MultiheadAttention`` does. The first forward, for which all parameters are present
+anyway, shows which layers are called. The parameters of the others are taken by the nearest ancestor that is called, or at the
+beginning.
 
-What is compiled (``torch.compile(module)``, ``module.compile()``) stays whole: there are no hooks within that would break its
-graph, and its parameters are taken at the beginning.
+Compiled code (``torch.compile(module)``, ``module.compile()``) stays whole: it gets no hooks inside, which would break its graph,
+and its parameters are taken at the beginning.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from zmqtrain.train.hooks import OwnHook
 
 
 class Layers:
-    """Calls ``take(bucket)`` before a layer is called that uses the bucket's parameters. All in the compute thread."""
+    """Calls ``take(bucket)`` before a layer is called that uses the bucket's parameters. Everything runs in the compute thread."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[int, int], take: Callable[[int], None]) -> None:
-        """``bucket_of``: a parameter's bucket, by the parameter's ``id``."""
+        """``bucket_of``: the bucket of each parameter, by the parameter's ``id``."""
         self._model, self._take = model, take
         self._needs = {
             name: sorted({bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}, reverse=True)
@@ -40,18 +41,18 @@ class Layers:
         self._takers: list[RemovableHandle] = []
 
     def remove(self) -> None:
-        """Leave the model alone from now on."""
+        """Remove all hooks from the model."""
         for hook in (*self._watches, *self._takers):
             hook.remove()
         self._watches, self._takers = [], []
 
     def begin_forward(self) -> None:
-        """Take what no layer would take in time."""
+        """Take the buckets that no layer would take in time."""
         for bucket in self._first:
             self._take(bucket)
 
     def end_forward(self) -> None:
-        """A whole forward is over: after the first one, it is known which layers are called."""
+        """A forward has ended: after the first one, it is known which layers are called."""
         if not self._watches:
             return
         for watch in self._watches:
@@ -91,10 +92,10 @@ class Layers:
 
 
 def _compiled(model: nn.Module) -> set[str]:
-    """The names of all modules that may be called within compiled code, as far as modules show it."""
+    """The names of all modules that may be called within compiled code, as far as the modules reveal it."""
     inside: set[int] = set()
     for module in model.modules():
-        original = module._modules.get("_orig_mod")  # of torch.compile(module), which calls its own hooks outside of the graph
+        original = module._modules.get("_orig_mod")  # made by torch.compile(module), which calls its own hooks outside the graph
         if original is not None:
             inside.update(map(id, original.modules()))
         elif module._compiled_call_impl is not None:

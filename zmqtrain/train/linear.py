@@ -1,7 +1,7 @@
-"""Linear layers whose backward writes the gradient of the weight where it is wanted: into its bucket.
+"""Linear layers whose backward writes the gradient of the weight directly into its bucket.
 
-Autograd would make each gradient in fresh memory, page by page, to be copied into the bucket. Linear layers hold most parameters of
-most models, so that is much of what a step moves through memory.
+Autograd would compute each gradient in newly mapped memory, from which it is then copied into the bucket. Linear layers hold most
+parameters of most models, so this is a large part of the memory traffic of a step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Below this a gradient in fresh memory costs nothing to speak of.
+#: Below this size, in elements, a gradient in new memory costs almost nothing.
 SMALLEST_BYTES = 1 << 20
 
 
 class Slot:
-    """Where the gradient of one weight goes. It belongs to that parameter: copies of the layer have none."""
+    """Where the gradient of one weight goes. It belongs to this one parameter: copies of the layer have no slot."""
 
     def __init__(self, weight: Tensor, memory: Callable[[], Tensor | None]) -> None:
-        """``memory()`` is called when a gradient is computed: a tensor over the place for it, which nobody else holds; None where
-        autograd is to make it."""
+        """``memory()`` is called when a gradient is computed. It returns the tensor to write to, of the weight's shape and dtype
+        and not used elsewhere, or None if autograd is to allocate it."""
         self.weight, self.memory = weight, memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -33,7 +33,7 @@ class Slot:
 
 
 class SlottedLinear(nn.Linear):
-    """What `write_gradients_to` makes of a layer."""
+    """The class that `write_gradients_to` gives a layer."""
 
     slot: Slot | None
 
@@ -56,10 +56,11 @@ class SlottedLinear(nn.Linear):
 
 
 def write_gradients_to(module: nn.Linear, memory: Callable[[], Tensor | None]) -> Callable[[], None]:
-    """Let ``module`` ask for memory whenever the gradient of its weight is computed (see `Slot`). Returns what undoes it.
+    """Let ``module`` ask for memory whenever the gradient of its weight is computed (see `Slot`). Returns a function that undoes
+    it.
 
-    The layer computes what it did before, to the bit. Where the gradient itself is to be differentiated, or types are cast
-    automatically, or code is compiled, it does so as before.
+    The layer's results stay the same to the bit. If the gradient itself is to be differentiated, types are cast automatically or
+    the code is compiled, the layer works as before.
     """
     module.__class__ = SlottedLinear
     module.__dict__["slot"] = Slot(module.weight, memory)
@@ -85,7 +86,7 @@ class _Linear(torch.autograd.Function):
         of_weight = of_bias = None
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
-            # With gradients enabled this backward is recorded itself, to be differentiated again.
+            # With gradients enabled, this backward is itself recorded, to be differentiated again.
             memory = None if torch.is_grad_enabled() else ctx.memory()
             of_weight = torch.mm(rows.t(), inputs.reshape(-1, inputs.shape[-1]), out=memory)
         if ctx.needs_input_grad[2]:

@@ -4,8 +4,8 @@
 
     restore -> exchange.start -> [ checkpoint? -> step -> evaluate? ] ... -> all have trained -> last evaluation -> last checkpoint
 
-Before each step the run may be asked to stop early (`zmqtrain.membership.common_stop`): then it ends there, without an evaluation.
-What is evaluated and kept as the run's model: see `zmqtrain.train.checkpoint.run_model`.
+Before each step another process may ask the run to stop early (`zmqtrain.membership.common_stop`): it then ends there, without an
+evaluation. `zmqtrain.train.checkpoint.run_model` says which model is evaluated and kept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zmqtrain.train.work import ModelState, Work
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
-#: Workers that wait for each other only now and then may be so many checkpoints apart.
+#: Workers that wait for each other only occasionally may be this many checkpoints apart.
 MOST_KEPT = 64
 
 
 class Phase(Enum):
-    """What the worker does now, as far as stopping it cares."""
+    """What the worker is doing, as far as stopping it depends on it."""
 
     BETWEEN = "between steps"
     COMPUTING = "forward and backward"
@@ -43,18 +43,18 @@ class Phase(Enum):
 
 
 class TrainLoop:
-    """Trains one worker. `run` it once; stopping it from outside is `zmqtrain.train.worker`'s business."""
+    """Trains one worker. `run` it once; `zmqtrain.train.worker` stops it from outside."""
 
     def __init__(self, context: RoleContext, work: Work, exchange: Exchange, members: Members) -> None:
         self._context, self.work, self.exchange, self._members = context, work, exchange, members
         self._endpoint, self._recorder = context.endpoint, context.recorder
         self._job = context.topology.job
         self.step = 0
-        """The step that is computed, or comes next."""
+        """The step that is being computed or comes next."""
         self.phase = Phase.BETWEEN
         self.stop_in: int | None = None
         """Stop as soon as this step's gradients are computed, before its exchange ends."""
-        self._aim_reached = False  # by group 0, which evaluates for all where groups are not in step
+        self._aim_reached = False  # set by group 0, which evaluates for all groups if they are not in step
         self._part = Participant(
             context,
             exchange,
@@ -66,12 +66,12 @@ class TrainLoop:
         )
         self._rebalance = Rebalance.of(context, work.shares)
         self.halted = False
-        """The run was stopped in the middle of a step: the replica's parameters may not be waited for any more."""
-        self._kept: list[int] = []  # the steps of the newest checkpoints of which this worker's part is on disk
-        self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation: at which step
+        """The run was stopped in the middle of a step, so the replica's parameters can no longer be waited for."""
+        self._kept: list[int] = []  # the steps of the newest checkpoints for which this worker's part is on disk
+        self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation, and its step
         self._ended_at: int | None = None
         self._job_batch = context.topology.compute.batch_size
-        self._samples = 0  # that the run's model has been trained on
+        self._samples = 0  # number of samples that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
 
     async def run(self) -> None:
@@ -98,12 +98,12 @@ class TrainLoop:
             if here is Here.STOP:
                 early = True
                 break
-            if ended:  # the data, for all of them, where a checkpoint is asked for
+            if ended:  # the data has ended, for all workers, at a step where a checkpoint is due
                 await stop_point.end()
                 if here is Here.KEEP and work.keeps and not job.checkpoint_every:
                     await self._keep(self.step)
                 break
-            # Not behind the step before: where training stops or ends, that is the checkpoint.
+            # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
                 await self._keep(self.step)
             if not await self._train_step(last=self.step + 1 == steps):
@@ -118,7 +118,7 @@ class TrainLoop:
         return every > 0 and step % every == 0
 
     async def _keep(self, step: int) -> None:
-        """A checkpoint on the way. It is complete when all have come to this step."""
+        """Write this worker's part of a checkpoint during training. It is complete when all workers have reached this step."""
         await self.exchange.settle()
         await self.work.quiet()
         await self._have_servers_keep(step, save=True, last=False)
@@ -126,9 +126,9 @@ class TrainLoop:
         await self._save(step)
 
     async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
-        """A checkpoint at ``step`` out of turn, since the run ends before its time: best effort.
+        """Try to write an extra checkpoint at ``step``, since the run ends early.
 
-        Returns its step once it is on disk; ``None`` where there is none."""
+        Returns ``step`` once the checkpoint is on disk; ``None`` if there is none."""
         context = self._context
         if not self.work.keeps:
             return None
@@ -138,7 +138,7 @@ class TrainLoop:
                     last = self._ended_at is not None
                     await self._have_servers_keep(step, save=True, last=last, in_turn=False)
                     await self._save(step)
-                    async with asyncio.timeout(context.timeouts.request_s):  # others may have given up
+                    async with asyncio.timeout(context.timeouts.request_s):  # other workers may have given up
                         state = await self._model_at(step, last=last)
                     await self._send_model(step, state, alone=False)
                 await wait_committed(self._endpoint, step, timeout_s=context.timeouts.request_s)
@@ -149,26 +149,26 @@ class TrainLoop:
         return step
 
     def last_good(self, step: int) -> int:
-        """Of which step a checkpoint is right if none may have anything of ``step`` and what follows.
+        """The newest step whose checkpoint contains nothing of ``step`` or later.
 
-        Gradients that are added up over several steps have something of it already, on workers whose loss is good: then it is the
-        newest step of which there is a checkpoint, or after which gradients were exchanged."""
+        If gradients are added up over several steps, the sums already contain something of ``step`` on workers whose loss is
+        finite. It is then the newest step with a checkpoint, or after which gradients were exchanged."""
         exchanged = step
         while exchanged and not self.exchange.exchanges(exchanged - 1):
             exchanged -= 1
         return max((kept for kept in self._kept if exchanged <= kept <= step), default=exchanged)
 
-    # What is kept.
+    # What is kept of the run.
 
     async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
-        """Worker 0's business."""
+        """Worker 0 asks the servers to keep their state."""
         if self._context.role.index == 0 and self.work.keeps:
             if save:
                 await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
 
     async def _save(self, step: int) -> None:
-        """This worker's part of the checkpoint at ``step``. Nothing changes the parameters meanwhile."""
+        """Write this worker's part of the checkpoint at ``step``. Nothing changes the parameters in the meantime."""
         start = asyncio.get_running_loop().time()
         if self.work.keeps:
             await self.work.save(self._endpoint, self.exchange, step)
@@ -176,7 +176,7 @@ class TrainLoop:
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
     async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
-        """The run's model, for whoever sends it."""
+        """The run's model, on the worker that sends it; ``None`` elsewhere."""
 
         async def gather(group: Group) -> ModelState | None:
             async with self._part.run_model(group, f"keep {step}", kept=None if last else step, last=last):
@@ -187,12 +187,13 @@ class TrainLoop:
         return await gather(self._part.own) if self._context.role.group == 0 else None
 
     async def _state(self, group: Group, step: int) -> ModelState | None:
-        """The whole state of what the replica holds, for the first of ``group``."""
+        """The whole state of the replica, on the first member of ``group``; ``None`` elsewhere."""
         first = group.members[0]
-        if not self.work.keeps or self._context.placement.role(first).group != self._context.role.group:
+        sender = self._context.placement.role(first)
+        if not self.work.keeps or sender.group != self._context.role.group:
             return None
-        # With means, the parameters are others again before the state is sent.
-        state = await self.work.model_state(step, copied=self.exchange.averaged)
+        # With means, the parameters change back before the state is sent.
+        state = await self.work.model_state(step, copied=self.exchange.averaged, to=sender.position)
         return state if first == self._endpoint.peer else None
 
     async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
@@ -204,11 +205,11 @@ class TrainLoop:
         await self.work.send_model(self._endpoint, step, state, about, alone=alone)
 
     async def _quiet(self) -> None:
-        if not self.halted:  # else the replica only says why
+        if not self.halted:  # after a halt the replica only raises the reason
             await self.work.quiet()
 
     def _steps(self) -> int | None:
-        """How many steps each group trains; None: until a metric is reached, or the data ends."""
+        """How many steps each group trains; None if that depends on a metric or on the end of the data."""
         job = self._job
         if job.until is not None:
             if not self.work.evaluates:
@@ -220,7 +221,7 @@ class TrainLoop:
         return None if each is None else (job.epochs or 1) * each
 
     async def _train_step(self, *, last: bool) -> bool:
-        """One step. False where it was given up."""
+        """Train one step. Returns False if the step was abandoned."""
         loop, step = asyncio.get_running_loop(), self.step
         start = loop.time()
         self.phase = Phase.COMPUTING
@@ -257,20 +258,21 @@ class TrainLoop:
         return True
 
     async def _evaluate_between(self, done: int) -> bool:
-        """Evaluate where it is this worker's turn. Returns whether training ends here; the same for all of a group."""
+        """Evaluate if it is this worker's turn. Returns whether training ends here, which is the same for all workers of a
+        group."""
         reached = False
-        everybody = self.exchange.synchronous or self.exchange.averaged
-        if self.work.evaluates and (everybody or self._context.role.group == 0):
+        together = self.exchange.synchronous or self.exchange.averaged
+        if self.work.evaluates and (together or self._context.role.group == 0):
             await self.exchange.settle()
-            values = await (self._evaluate_together(done) if everybody else self._evaluate_servers(done))
+            values = await (self._evaluate_together(done) if together else self._evaluate_servers(done))
             reached = self._reached(values)
-            if reached and not everybody and self._context.role.position == 0:
+            if reached and not together and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
                     for peer in (peer for peer in self._members.at(done) if peer not in self._part.own.members):
                         tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.timeouts.request_s))
-        if self._job.until is None or everybody or self._context.role.group == 0:
+        if self._job.until is None or together or self._context.role.group == 0:
             return reached
-        # The members of a group learn at different moments that the run is to end, but must take the same number of steps.
+        # The members of a group learn at different moments that the run ends, but must train the same number of steps.
         flag = TensorPayload.empty(1, "float64")
         flag.numpy()[0] = float(self._aim_reached)
         await all_reduce(self._part.own, flag, ("reached", done))
@@ -282,7 +284,7 @@ class TrainLoop:
             return False
         value = values.get(until.metric, values.get(f"eval_{until.metric}"))
         if value is None:
-            raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation gives {', '.join(values)}")
+            raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}")
         return value <= until.reaches if "loss" in until.metric else value >= until.reaches
 
     async def _on_reached(self, caller: PeerId) -> Value:
@@ -296,7 +298,7 @@ class TrainLoop:
         async def evaluate(group: Group) -> dict[str, float]:
             if gossip and not gossip.average_evaluations:
                 values = await self._evaluate(group, done, tag)
-                self._evaluated = None  # each has judged its own
+                self._evaluated = None  # each group has evaluated its own parameters
                 return values
             async with self._part.run_model(group, tag):
                 return await self._evaluate(group, done, tag)
@@ -304,7 +306,7 @@ class TrainLoop:
         return await self._members.together(f"evaluate/{done}", done, evaluate)
 
     async def _evaluate_servers(self, done: int) -> dict[str, float]:
-        """While other groups train: what the servers have at one moment."""
+        """While other groups train, evaluate the servers' parameters of one moment."""
         tag = f"evaluate {done}"
         async with self._part.run_model(self._part.own, tag):
             return await self._evaluate(self._part.own, done, tag, still=True)
@@ -345,7 +347,7 @@ class TrainLoop:
         self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._part.spread)
 
     async def _wait_for_last(self, step: int) -> None:
-        """Until the checkpoint of the end is on disk. Where losses are survived, this one's may be one that nobody can mend."""
+        """Wait until the final checkpoint is on disk. In a run that survives losses, a failure to write it is only recorded."""
         try:
             await wait_committed(self._endpoint, step, timeout_s=self._context.timeouts.barrier_s)
         except CheckpointError as error:
@@ -354,7 +356,8 @@ class TrainLoop:
             self._recorder.event("part of a checkpoint failed", step=step, reason=str(error))
 
     async def _last(self, group: Group) -> ModelState | None:
-        """With all workers: the last evaluation. Returns the model that it has judged, for whoever sends it."""
+        """Called by all workers: the last evaluation. Returns the evaluated model on the worker that sends it; ``None``
+        elsewhere."""
         async with self._part.run_model(group, "last", last=True):
             if not self.exchange.averaged:
                 self._part.spread = await self.work.make_equal(group, "last")
@@ -365,5 +368,5 @@ class TrainLoop:
 
 
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:
-    """Whether a worker that was stopped by another's bad loss can finish the step before it together with the other one."""
+    """Whether a worker that is stopped by another worker's bad loss can finish the previous step together with that worker."""
     return exchange.synchronous or reason.get("group") == group

@@ -1,4 +1,4 @@
-"""By what losses are multiplied in float16 arithmetic, so that small gradients do not vanish: as torch's ``GradScaler``."""
+"""The factor on losses in float16 arithmetic, which keeps small gradients from vanishing, like torch's ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ INTERVAL = 2000
 
 
 class LossScale:
-    """Halved, and the step passed over, when a gradient is not finite; doubled after many that were. A power of two, so no digit is
-    lost when it is divided out again.
+    """The scale is halved, and the step skipped, when a gradient is not finite; it is doubled after many finite ones. It is a power
+    of two, so dividing by it loses no precision.
 
-    Workers that update together judge the same gradient, so they stay equal.
+    Workers that update together judge the same gradient, so their scales stay equal.
     """
 
     def __init__(self, value: float = FIRST, *, interval: int = INTERVAL) -> None:
         self.value, self._interval = value, interval
         self._good = 0
         self.passed_over = 0
-        """Steps without an update so far."""
+        """Steps so far whose update was skipped."""
 
     def judged(self, finite: bool) -> bool:
-        """A step's gradient is finite, or not. Returns whether the scale is another now.
+        """Record whether a step's gradient is finite. Returns whether the scale has changed.
 
-        Raises `TaskError` when no scale helps."""
+        Raises `TaskError` if even the smallest scale does not help."""
         before = self.value
         if not finite:
             self.passed_over += 1
@@ -35,8 +35,9 @@ class LossScale:
             self.value /= 2
             if self.value < LEAST:
                 raise TaskError(
-                    f"gradients are not finite, by whatever losses are multiplied in float16 (now {self.value:g}): the model's own "
-                    'values overflow. Lower the learning rate, or set [compute] precision = "bfloat16"'
+                    f"gradients are not finite, even with the smallest scale of losses in float16 ({self.value:g}): the model's "
+                    "own values "
+                    'overflow. Lower the learning rate, or set [compute] precision = "bfloat16"'
                 )
         else:
             self._good += 1
@@ -45,15 +46,15 @@ class LossScale:
         return self.value != before
 
     def state(self) -> list[float]:
-        """For checkpoints."""
+        """The state for checkpoints."""
         return [self.value, float(self._good), float(self.passed_over)]
 
     def load(self, state: Any) -> None:
-        """What `state` gave; nothing changes where a checkpoint has none. Raises `CheckpointError`."""
+        """Restore what `state` returned; nothing changes if the checkpoint has no scale. Raises `CheckpointError`."""
         match state:
             case None:
                 return
             case [float(value), float(good), float(passed_over)] if LEAST <= value <= MOST and 0 <= good < self._interval:
                 self.value, self._good, self.passed_over = value, int(good), int(passed_over)
             case _:
-                raise CheckpointError(f"the checkpoint holds {state!r:.100} as the scale of losses")
+                raise CheckpointError(f"the checkpoint has an invalid loss scale: {state!r:.100}")

@@ -1,9 +1,9 @@
 """The losses of a step, read without making the device wait.
 
-On a CPU a loss is there when it has been computed, and a bad one stops the step before its backward. On a device with memory of its
-own, reading it there would drain what is queued: it is copied beside the arithmetic instead, and looked at when the first gradients
-behind it arrive on the host, which is before anything of them leaves. Copies in one direction end in the order in which they began,
-so then it is there.
+On a CPU a loss can be read as soon as it is computed, and a bad one stops the step before its backward. On a device with memory of
+its own, reading it at once would wait for all queued work. Instead it is copied beside the arithmetic, and read when the first
+gradients after it arrive on the host, before any of them are sent. Copies in one direction end in the order in which they began, so
+the loss has arrived by then.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from zmqtrain.train.shared import allocate_privately
 
 
 class Losses:
-    """Those of one worker's steps. Called in the compute thread; `StepLosses.sound` in any."""
+    """The losses of one worker's steps. Called in the compute thread; `StepLosses.sound` in any thread."""
 
     def __init__(self, staging: Staging | None, rank: int, micro_batches: int, *, stop: bool) -> None:
-        """``micro_batches``: how many losses a step has at most. ``stop``: whether one that is not finite stops the run."""
+        """``micro_batches``: the largest number of losses in a step. ``stop``: whether a loss that is not finite stops the run."""
         self._staging, self._rank, self._stop = staging, rank, stop
         self._places: list[Tensor] = []
-        if staging is not None:  # two steps' in turn: of the one before, buckets may still be on their way
+        if staging is not None:  # two steps in turn: buckets of the previous step may still be on their way
             places = allocate_privately(2 * micro_batches, torch.float64)
             staging.pin(places)
             self._places = list(places.view(2, micro_batches))
 
     def of_step(self, step: int) -> StepLosses:
-        """Those of a step that begins."""
+        """The losses of a step that begins."""
         place = self._places[step % 2] if self._places else None
         return StepLosses(step, self._rank, self._staging, place, stop=self._stop)
 
 
 class StepLosses:
-    """The losses of one step's micro-batches, of which each is the mean over some samples."""
+    """The losses of one step's micro-batches; each is the mean over its samples."""
 
     def __init__(self, step: int, rank: int, staging: Staging | None, place: Tensor | None, *, stop: bool) -> None:
         self._step, self._rank, self._stop = step, rank, stop
         self._staging, self._place = staging, place
         self._values: list[float] = []
         self._counts: list[int] = []
-        self._copies: list[tuple[Tensor, Callable[[], None]]] = []  # what is copied must stay until it has been
+        self._copies: list[tuple[Tensor, Callable[[], None]]] = []  # keeps each source until it has been copied
 
     def add(self, loss: Tensor, samples: int, *, wait: bool = False) -> None:
-        """The loss of a micro-batch whose backward comes next. ``wait`` makes sure that it is finite at once.
+        """Add the loss (one element) of a micro-batch whose backward comes next. ``wait``: check at once that it is finite.
 
-        Raises `NonFiniteLossError` where it is known not to be.
+        Raises `NonFiniteLossError` if it is known not to be.
         """
         self._counts.append(samples)
         if self._staging is None or self._place is None:
@@ -65,25 +65,25 @@ class StepLosses:
         self.check()
 
     def check(self) -> None:
-        """Raise `NonFiniteLossError` if there is a bad one. Waits for all copies."""
+        """Raise `NonFiniteLossError` if a loss is not finite. Waits for all copies."""
         if self._stop:
             for value in self._read():
                 if not math.isfinite(value):
                     raise NonFiniteLossError(value, self._rank, self._step)
 
     def sound(self, *, arrived: bool = False) -> bool:
-        """Whether what was computed may be used. ``arrived``: all copies are known to have ended; else it waits for them."""
+        """Whether the step's results may be used. ``arrived``: all copies are known to have ended; otherwise it waits for them."""
         return not self._stop or all(map(math.isfinite, self._values if self._place is None else self._read(arrived=arrived)))
 
     def mean(self) -> float | None:
-        """Over all samples; None where there are none. Raises `NonFiniteLossError`."""
+        """The mean over all samples; None if there are none. Raises `NonFiniteLossError`."""
         self.check()
         weighted = sum(value * count for value, count in zip(self._read(), self._counts, strict=True))
         return weighted / self.samples if self.samples else None
 
     @property
     def samples(self) -> int:
-        """Of all micro-batches so far."""
+        """The number of samples in all micro-batches so far."""
         return sum(self._counts)
 
     def _read(self, *, arrived: bool = False) -> list[float]:
@@ -97,4 +97,4 @@ class StepLosses:
 
 
 def _nothing() -> None:
-    """Who reads it knows when it is there."""
+    """Called at the end of a copy. The reader knows by other means that the copy has ended."""

@@ -17,7 +17,7 @@ Sums = npt.NDArray[np.float64]
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of right classes: ``output`` has the classes in dimension 1, ``target`` their numbers."""
+    """The share of correct classes. ``output``: scores, float, with classes in dimension 1; ``target``: class numbers, integers."""
     return (output.argmax(1) == target).double().mean()
 
 
@@ -28,15 +28,15 @@ class Metrics:
         measures = {"loss": task.loss, **(task.metrics or {})}
         self._measures: Mapping[str, Measure] = {name: taken_apart(measure) for name, measure in measures.items()}
         self._plain = {name for name, measure in self._measures.items() if ignores(measure)}
-        self._guess = task.metrics is None  # accuracy, where the targets turn out to be classes
+        self._guess = task.metrics is None  # use accuracy if the targets turn out to be classes
         self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
 
     def zeros(self) -> Sums:
-        """Pairs of (sum, samples), flat; sums of several workers can be added."""
+        """Zero sums: pairs of (sum, samples), flat; sums of several workers can be added."""
         return np.zeros(2 * len(self.names))
 
     def add(self, sums: Sums, output: Any, target: Any, samples: int) -> None:
-        """Add a batch of ``samples``."""
+        """Add a batch of ``samples`` samples to ``sums``."""
         for place, (name, measure) in enumerate(self._measures.items()):
             if name in self._plain:
                 require_none_ignored(target)
@@ -49,7 +49,7 @@ class Metrics:
             sums[-2:] += float(accuracy(output, target)) * samples, samples
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """By name, those that apply."""
+        """The metrics that apply, by name."""
         pairs = zip(self.names, sums.reshape(-1, 2), strict=True)
         return {name: float(total / samples) for name, (total, samples) in pairs if samples}
 

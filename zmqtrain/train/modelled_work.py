@@ -32,13 +32,13 @@ from zmqtrain.wire.payload import Value
 class ModelledWork:
     """Implements `zmqtrain.train.work.Work` by waiting.
 
-    Payloads are what ``[simulation] payload`` says, and real where it says nothing: whoever simulates decides before.
+    Payloads are what ``[simulation] payload`` says, and real if it is not set: a simulation sets it before it starts workers.
     """
 
     def __init__(
         self, context: RoleContext, members: Members, profile: Profile, remote: ModelledRemoteLayers | None = None
     ) -> None:
-        """``profile``: of the layers that this worker computes. ``remote``: those behind them, where another process has them."""
+        """``profile``: of the layers that this worker computes. ``remote``: the layers after them, if another process has them."""
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
         self._context = context
@@ -102,7 +102,7 @@ class ModelledWork:
     async def keep_merged(self, step: int, *, save: bool) -> None:
         return None
 
-    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+    async def model_state(self, step: int, *, copied: bool, to: int = 0) -> ModelState:
         return {}
 
     async def send_model(
@@ -139,7 +139,8 @@ class ModelledWork:
             self._state_values(self._memory)
 
     async def make_equal(self, group: Group, tag: str) -> float:
-        """With small payloads, state whether the parameters are what they must be, and compare them with the first member's."""
+        """With small payloads, report whether the parameters have their expected values, and compare them with the first
+        member's."""
         if not isinstance(self._memory, SmallMemory):
             return 0.0
         self._state_values(self._memory)

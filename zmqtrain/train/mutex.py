@@ -1,4 +1,4 @@
-"""Mutual exclusion between workers that share something to compute on: one at a time, in the order of asking. Without I/O."""
+"""Mutual exclusion between workers that share a processor: one at a time, in the order of requests. Without I/O."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from zmqtrain.net.endpoint import PeerId
 
 
 class Mutex:
-    """Each of ``members`` may ask once, waits for its turn, and has it until it gives it back."""
+    """Each of ``members`` may have one request at a time; it waits for its turn, and keeps the turn until it gives it back."""
 
     def __init__(self, members: tuple[PeerId, ...]) -> None:
         self._members = members
         self._waiting: deque[PeerId] = deque()
         self.holder: PeerId | None = None
-        """Whose turn it is."""
+        """The member whose turn it is, if any."""
 
     def asked(self, member: PeerId) -> PeerId | None:
-        """Returns who has the turn from now on, if that is new. Raises `ProtocolError` for who may not ask now."""
+        """``member`` requests a turn. Returns the member whose turn begins now, if any. Raises `ProtocolError` if it may not
+        ask."""
         if member not in self._members or member == self.holder or member in self._waiting:
             raise ProtocolError(
-                f"{member} may not ask for a turn: it has it, waits for it, or is none of {', '.join(self._members)}"
+                f"{member} may not ask for a turn: it already has it or waits for it, or is not one of {', '.join(self._members)}"
             )
         self._waiting.append(member)
         return self._next()
 
     def given_back(self, member: PeerId) -> PeerId | None:
-        """Returns who has the turn from now on, if anybody. Raises `ProtocolError` for who has it not."""
+        """``member`` ends its turn. Returns the member whose turn begins now, if any. Raises `ProtocolError` if it has no turn."""
         if member != self.holder:
-            raise ProtocolError(f"{member} gives back a turn that {self.holder or 'nobody'} has")
+            has_it = "no member has the turn" if self.holder is None else f"{self.holder} has it"
+            raise ProtocolError(f"{member} gives back a turn that it does not have: {has_it}")
         self.holder = None
         return self._next()
 

@@ -2,7 +2,7 @@
 
     start -> [ a step of the loop ] ... -> ended -> the run's model: become_run_model, or `run_model` for a while -> stop
 
-In an elastic run the workers that do these things together are those that trained the step before, as far as they are still there.
+In an elastic run, the workers that do these things together are those that trained the previous step and are still present.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zmqtrain.wire.payload import Value
 
 
 class Participant:
-    """All methods on the event loop's thread."""
+    """One worker's participation. All methods are called on the event loop's thread."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Participant:
         """
         Args:
             step: returns how many steps this worker has trained.
-            quiet: waits until the parameters of all buckets are there and nothing is computed.
-            state_mean: called while the replica is the mean of a group at the end, for an auditor.
+            quiet: waits until the parameters of all buckets have arrived and nothing is being computed.
+            state_mean: called at the end while the replica holds the mean of a group, for an auditor.
         """
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
         self.exchange, self.members = exchange, members
@@ -53,36 +53,37 @@ class Participant:
         """This worker's compute group."""
         self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s)
         self.spread = 0.0
-        """The largest difference of this worker's parameters from the run's model, where that was looked at."""
+        """The largest difference between this worker's parameters and the run's model, if it was measured."""
         self._trained = AllTrained(context, step)
 
     async def start(self, *, restored: int | None = None) -> int:
-        """Begin: all replicas are equal then, or as they were when the checkpoint at step ``restored`` was written.
+        """Begin. On return all replicas are equal, or as they were in the checkpoint at step ``restored``.
 
-        Returns the first step: 0, that of the checkpoint, or where this worker comes instead of one that was lost the step that
-        the others are about to train."""
+        Returns the first step: 0, or that of the checkpoint, or, on a worker that replaces a lost one, the step that the others are
+        about to train."""
         joined = await self.exchange.start(self._replica, restored=restored is not None)
         return restored or joined or 0
 
     def staleness(self) -> dict[str, EventValue]:
-        """Of the reads since the last call: for the record of a step."""
+        """The staleness of the parameters read since the last call, for the record of a step."""
         reads = list(self.exchange.staleness())
         return {"staleness": sum(reads) / len(reads) if reads else None, "staleness_max": max(reads, default=None)}
 
     async def ended(self, *, alike: bool) -> int:
-        """This worker trains no more. Where none may be lost, it returns when that is so of all workers.
+        """This worker has trained its last step. If workers may not be lost, it returns when that is so of all workers.
 
-        ``alike``: whether all have trained the same number of steps, which is returned; else that of the most. Raises as
+        ``alike``: all train the same number of steps. Returns that number, or the largest number if not ``alike``. Raises the
+        errors of
         `AllTrained.wait`."""
         await self.exchange.settle()
         await self._quiet()
-        await self.exchange.leave()  # before waiting: no other group may wait for this one's gradients
+        await self.exchange.leave()  # first, so that no other group waits for this one's gradients
         return self._step() if self.members.survives else await self._trained.wait(self.members, alike=alike)
 
     @asynccontextmanager
     async def run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:
-        """For a while this worker's replica is the run's model; all of ``group`` call it. ``kept``: as of this checkpoint.
-        ``last``: no group trains any more."""
+        """A context in which this worker's replica holds the run's model; all of ``group`` enter it. ``kept``: the model as of this
+        checkpoint. ``last``: no group trains any more."""
         exchange = self.exchange
         await self._quiet()
         if not exchange.averaged:
@@ -98,14 +99,14 @@ class Participant:
         await self._quiet()
 
     async def become_run_model(self, tag: str) -> None:
-        """This worker's replica becomes the run's model for good, when all have `ended`; all workers call it."""
+        """This worker's replica becomes the run's model for good, once all have `ended`; all workers call it."""
         replica, exchange = self._replica, self.exchange
         survives = self.members.survives and exchange.averaged
         mine = [copy_of(bucket.parameters) for bucket in replica.buckets] if survives else None
 
         async def become(group: Group) -> None:
             if exchange.averaged:
-                if mine is not None:  # an attempt may have gone before, in which another was lost
+                if mine is not None:  # an earlier attempt may have failed because another worker was lost
                     for bucket, kept in zip(replica.buckets, mine, strict=True):
                         bucket.parameters.copy_(kept)
                 await take_run_model(replica, exchange, group, self.own, tag)
@@ -117,11 +118,11 @@ class Participant:
         await self._quiet()
 
     def about_model(self, samples: int, metrics: Mapping[str, float | int | str | bool]) -> dict[str, Value]:
-        """What is said of the run's model where it is kept. ``samples`` that it was trained on; 0 where that is not known."""
+        """The description of the run's model for its file. ``samples`` that it was trained on; 0 if that is not known."""
         known: dict[str, Value] = {"samples": samples} if samples else {}
         return {"model": self.exchange.model.value, **known, "metrics": dict(metrics), "versions": dict(versions())}
 
     async def stop(self) -> None:
-        """Finish cleanly: nothing of this worker is on its way any more."""
+        """Finish cleanly: wait until nothing of this worker is still being sent."""
         await self.exchange.stop()
         await self.members.stop()

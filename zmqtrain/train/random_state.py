@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.parallel.turns import turn
 from zmqtrain.train.device.accelerator import accelerator_of
-
-#: Roles that run in one process share torch's random state; each seeds and builds its model undisturbed.
-BUILDING = threading.Lock()
 
 
 def seed_everything(seed: int, rank: int | None = None) -> None:
-    """Seed Python, numpy and torch: alike on all workers, or (with ``rank``) differently on each."""
+    """Seed Python, numpy and torch: equally on all workers, or (with ``rank``) differently on each."""
     sequence = np.random.SeedSequence([seed] if rank is None else [seed, rank + 1])
     state = [int(word) for word in sequence.generate_state(3, np.uint64)]
     random.seed(state[0])
     np.random.seed(state[1] % 2**32)
-    torch.manual_seed(state[2] % 2**63)  # CUDA devices, too
+    torch.manual_seed(state[2] % 2**63)  # also seeds CUDA devices
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `restore_random_state` takes: tensors named ``random/...``, and plain values."""
+    """The state that `restore_random_state` takes: tensors named ``random/...``, and plain values."""
     tensors = {"random/torch": torch.get_rng_state()}
     accelerator = accelerator_of(device)
     if accelerator is not None:
@@ -39,12 +36,13 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def restore_random_state(device: torch.device, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["random/torch"].clone())
+    with turn():
+        torch.set_rng_state(tensors["random/torch"].clone())
     accelerator, own = accelerator_of(device), tensors.get(f"random/{device.type}")
-    if accelerator is not None and own is not None:  # else it was written on another kind of device
+    if accelerator is not None and own is not None:  # otherwise it was written on another kind of device
         accelerator.set_random_state(device, own.clone())
     name, position, has_gauss, gauss = values["numpy"]
-    if name != "MT19937" or not 0 <= position <= len(tensors["random/numpy"]):  # numpy believes it, and would read beyond its end
+    if name != "MT19937" or not 0 <= position <= len(tensors["random/numpy"]):  # unchecked, numpy would read beyond its end
         raise ValueError(f"position {position!r:.40} of numpy's {name!r:.40}")
     np.random.set_state((name, tensors["random/numpy"].numpy().view(np.uint32).copy(), position, has_gauss, gauss))
     version, state, gauss_next = values["python"]

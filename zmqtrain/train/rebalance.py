@@ -1,4 +1,4 @@
-"""The coroutine around `zmqtrain.train.balance`: workers tell one another how fast they were, and all decide alike."""
+"""The coroutine around `zmqtrain.train.balance`: workers exchange their measured speeds, and all make the same decision."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from zmqtrain.train.balance import decide, due
 from zmqtrain.train.shares import Shares
 from zmqtrain.wire.tensor import TensorPayload
 
-#: Steps from a decision to the first with the new parts: the batch of the next one is fetched already.
+#: Steps from a decision to the first step with the new parts: the next step's batch is already being fetched.
 AHEAD = 2
 
 
 def announce(context: RoleContext, shares: Shares, step: int) -> None:
-    """Record the parts that the run begins with, where they are not simply even."""
+    """Record the parts with which the run begins, if they are not simply even."""
     parts = context.topology.compute.parts
     if parts == "even" or context.role.peer != shares.scope.members[0]:
         return
-    reason = "even until it is measured how fast workers are" if parts == "measured" else "the file's weights"
+    reason = "even until the workers' speeds are measured" if parts == "measured" else "the weights in the topology file"
     context.recorder.event("parts", step=step, parts=list(shares.at(step)), reason=reason)
 
 
 class Rebalance:
-    """Changes a worker's `Shares`, at the same steps as all with whom it divides samples."""
+    """Changes a worker's `Shares`, at the same steps as on all workers with which it divides samples."""
 
     def __init__(self, group: Group, shares: Shares, *, every: int, least: int, recorder: Recorder) -> None:
-        """``group``: the scope of the shares. ``every``: steps between decisions; ``least``: samples that a worker must have."""
+        """``group``: the scope of the shares. ``every``: steps between decisions. ``least``: the fewest samples of a worker."""
         self._group, self._shares, self._every, self._least, self._recorder = group, shares, every, least, recorder
         self._steps = 0
-        self._sample_s: list[float] = []  # with the parts as they are now
+        self._sample_s: list[float] = []  # measured with the current parts
         self._since = 0
 
     @classmethod
     def of(cls, context: RoleContext, shares: Shares) -> Rebalance | None:
-        """As the topology asks for it; none where parts stay as they are, or nobody divides samples with this worker."""
+        """As the topology asks for it; ``None`` if parts stay as they are, or this worker divides samples with no other."""
         compute, members = context.topology.compute, shares.scope.members
         if compute.parts != "measured" or len(members) == 1:
             return None
-        # The others may evaluate or write a checkpoint while we wait for them.
+        # The others may evaluate or write a checkpoint while this worker waits for them.
         timeout_s = context.timeouts.barrier_s
         group = Group(context.endpoint, members, members.index(context.role.peer), f"parts/{members[0]}", timeout_s=timeout_s)
         return cls(group, shares, every=compute.rebalance_every, least=compute.accumulate, recorder=context.recorder)
 
     async def after(self, step: int, samples: int, seconds: float) -> None:
-        """The step is trained, on so many samples in so many seconds of computing. All of the scope call it for the same steps."""
+        """Called after ``step`` was trained: ``samples`` samples took ``seconds`` to compute. All of the scope call it for the same
+        steps."""
         self._steps += 1
         if step >= self._since and samples:
             self._sample_s.append(seconds / samples)

@@ -1,4 +1,4 @@
-"""The seam to layers that a worker does not compute itself: another process has those behind its own (`zmqtrain.merged_fc`)."""
+"""The interface to layers that a worker does not compute itself: another process has the layers after its own (`merged_fc`)."""
 
 from __future__ import annotations
 
@@ -25,67 +25,75 @@ if TYPE_CHECKING:
 class Step(Protocol):
     """Forward and backward of a batch, in the compute thread."""
 
-    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
+    def __call__(
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        hand_over: bool = True,
+        group_batch: float | None = None,
+        group_samples: int | None = None,
+    ) -> StepResult:
         """See `zmqtrain.train.step.TrainStep`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLayers:
-    """What a worker computes itself."""
+    """The layers that a worker computes itself."""
 
     model: nn.Module
-    """Maps the model's inputs to the activations that leave."""
+    """Maps the model's inputs to the activations that are sent."""
     optimizer: Optimizer
-    """All parameter groups of the task's, with this model's parameters alone."""
+    """All parameter groups of the task's optimizer, with only this model's parameters."""
     schedule: LRScheduler | None
     sizes: Mapping[str, int]
-    """Parameters of each layer of the whole model, by the layer's name."""
+    """The number of parameters of each layer of the whole model, by the layer's name."""
 
 
 class RemoteLayers(Protocol):
-    """A worker's side of them, with torch. `build`, and the step and the evaluation that are made, run in the compute thread; all
-    coroutines, `make_step` and `make_evaluation` on the loop's."""
+    """A worker's side of remote layers, with torch. `build`, and the step and the evaluation that are made, run in the compute
+    thread; all coroutines, `make_step` and `make_evaluation` run on the loop's thread."""
 
     def build(self, task: Task, device: Device) -> OwnLayers:
-        """Build the task's model, with torch seeded, without the remote layers. Raises `TaskError`, and `UsageError` for a task or
-        model for which there can be no remote layers."""
+        """Seed torch, and build the task's model without the remote layers. Raises `TaskError`, and `UsageError` if the task or the
+        model does not allow remote layers."""
         ...
 
     def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> Step:
-        """The training step through both. Raises `UsageError` where these settings cannot be right with remote layers."""
+        """The training step through own and remote layers. Raises `UsageError` if these settings do not work with remote layers."""
         ...
 
     def make_evaluation(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> Evaluation: ...
 
     async def keep(self, step: int, *, save: bool) -> None:
-        """Have the remote layers kept at ``step`` as they are now; ``save``: in a checkpoint, too."""
+        """Have the current state of the remote layers kept for ``step``. ``save``: in a checkpoint, too."""
         ...
 
     async def state(self, step: int) -> Mapping[str, Tensor]:
-        """The part of the model's state that was kept at ``step``, by the names of the whole model's state dict."""
+        """The part of the model's state that was kept for ``step``, by the names of the whole model's state dict."""
         ...
 
     async def hold(self, held: bool) -> None:
-        """Let nobody train the remote layers while this worker's group evaluates; then again."""
+        """``held``: stop all training of the remote layers while this worker's group evaluates. Otherwise: let it continue."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Every wait, now and later, raises ``error``. From any thread."""
+        """Every wait, now and later, raises ``error``. May be called in any thread."""
         ...
 
     async def close(self) -> None:
-        """Give up what is under way; this worker needs the remote layers no more."""
+        """Abandon any pending work; this worker no longer needs the remote layers."""
         ...
 
 
 class ModelledRemoteLayers(Protocol):
-    """A worker's side of them, on a modelled device."""
+    """A worker's side of remote layers on a modelled device."""
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
-        """Have a batch computed; ``sent`` is called once everything is on its way."""
+        """Have a batch computed. ``sent`` is called once everything has been sent."""
         ...
 
     async def close(self) -> None:
-        """This worker needs the remote layers no more."""
+        """This worker no longer needs the remote layers."""
         ...

@@ -1,4 +1,4 @@
-"""The memory of a replica: one run of parameters and one of gradients a bucket, of which the model's own tensors become views."""
+"""The memory of a replica: for each bucket one range of parameters and one of gradients; the model's tensors are views of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zmqtrain.collectives.unreached import Parts
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.unreached import Parts
 from zmqtrain.train.buckets import BucketPlan
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.shared import Allocate
@@ -22,15 +22,15 @@ class HeldBucket:
     plan: BucketPlan
     parameters: Tensor  # in the device's memory
     gradients: Tensor
-    host_parameters: Tensor  # what the network sees; the same tensors without staging
+    host_parameters: Tensor  # what the network sees; the same tensor without staging
     host_gradients: Tensor
-    views: list[Tensor]  # of `gradients`, one a parameter
-    parameter_views: list[Tensor]  # of `parameters`, one a parameter
-    written: set[int]  # parameters whose gradient was written in its place since the bucket was taken
-    host_sums: Tensor  # what updates go by, as the network sees it: `host_gradients`, or where several workers' are summed
-    sums: list[Tensor]  # what updates go by, one a parameter: `views`, or where several workers' gradients are summed
+    views: list[Tensor]  # views of `gradients`, one per parameter
+    parameter_views: list[Tensor]  # views of `parameters`, one per parameter
+    written: set[int]  # parameters whose gradient has been written to its place since the bucket was taken
+    host_sums: Tensor  # gradients for updates, as the network sees them: `host_gradients`, or the sums of several workers
+    sums: list[Tensor]  # gradients for updates, one per parameter: `views`, or the sums of several workers
     parts: Parts  # the parameters, in host memory
-    arrive: Callable[[], None] | None = None  # what the exchange wrote is on its way to the device
+    arrive: Callable[[], None] | None = None  # waits for the copy of the exchange's result to the device
 
 
 def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, allocate: Allocate) -> HeldBucket:
@@ -70,11 +70,12 @@ class ReplicaMemory:
         self._added_before: dict[str, Tensor] = {}
 
     def gradient_views(self) -> dict[str, Tensor]:
-        """Where the gradient of each parameter lies in its bucket, in the parameter's shape."""
+        """Views of each parameter's gradient in its bucket, by name, in the parameter's shape."""
         return dict(self._gradients())
 
     def fill_gradients(self, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Copy gradients, times ``factor``, to where the network sees them; zeros where there are none."""
+        """Copy ``gradients`` (by name, in the parameters' shapes), times ``factor``, to where the network sees them; missing ones
+        are zeros."""
         for held in self.buckets:
             for name, view in zip(held.plan.names, held.views, strict=True):
                 gradient = gradients.get(name)
@@ -89,7 +90,7 @@ class ReplicaMemory:
         self.synchronize()
 
     def fetch_gradients(self, factor: float = 1.0) -> None:
-        """The network has changed the gradients: have them, times ``factor``, in `gradient_views`."""
+        """Copy gradients that the network has changed, times ``factor``, to `gradient_views`."""
         for held in self.buckets:
             if self.staging is not None:
                 self.staging.to_device(held.host_gradients, held.gradients, nothing)()
@@ -97,23 +98,25 @@ class ReplicaMemory:
                 held.gradients.mul_(factor)
 
     def added_up(self) -> dict[str, Tensor]:
-        """The gradients of steps since the last exchange, by parameter: none right after one. They are the replica's own memory."""
+        """The gradients accumulated since the last exchange, by parameter; none right after one. They alias the replica's
+        memory."""
         return {name: parameter.grad for name, parameter in self.named.items() if parameter.grad is not None}
 
     def go_on_adding_to(self, gradients: Mapping[str, Tensor]) -> None:
-        """The next backward adds to what `added_up` gave in the run that this one resumes. Raises `CheckpointError`."""
+        """The next backward adds to ``gradients``, which `added_up` returned in the run that this one resumes. Raises
+        `CheckpointError`."""
         for name, gradient in gradients.items():
             parameter = self.named.get(name)
             if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
                 own = "none" if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
                 raise CheckpointError(
                     f"the checkpoint has a gradient of {name}, {gradient.dtype} {list(gradient.shape)}, but here it is {own}: "
-                    "resume with the model and the grid that it was made with"
+                    "resume with the model and the grid with which it was written"
                 )
         self._added_before = dict(gradients)
 
     def before_backward(self) -> None:
-        """Put back, once, what `go_on_adding_to` was given."""
+        """Write the gradients given to `go_on_adding_to` into the buckets, once."""
         for name, view in self._gradients() if self._added_before else ():
             if name in self._added_before:
                 with torch.no_grad():
@@ -122,12 +125,12 @@ class ReplicaMemory:
         self._added_before.clear()
 
     def finite(self) -> bool:
-        """Whether the gradients that an update goes by are finite. One synchronization."""
+        """Whether the gradients for the next update are finite. Synchronizes with the device once."""
         flats = [held.host_sums if self.staging is None else held.gradients for held in self.buckets]
         return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
 
     def bind(self) -> list[str]:
-        """Let parameters whose ``data`` was replaced be part of their buckets again, with the new content. Returns their names."""
+        """Return parameters whose ``data`` was replaced to their buckets, with the new content. Returns their names."""
         replaced = []
         for held in self.buckets:
             for name, view in zip(held.plan.names, held.parameter_views, strict=True):
@@ -139,22 +142,22 @@ class ReplicaMemory:
         return replaced
 
     def sample_parameters(self, most: int = 64) -> Tensor:
-        """A few elements of each bucket of parameters, the same ones each time: one dimension, float64."""
+        """A few elements of each bucket of parameters, always the same ones: one dimension, float64."""
         return torch.cat([held.parameters[:: -(-held.parameters.numel() // most)].double() for held in self.buckets])
 
     def flat_parameters(self) -> list[Tensor]:
-        """Each bucket's parameters, in one run of memory."""
+        """Each bucket's parameters: one dimension, the bucket's dtype."""
         return [held.parameters for held in self.buckets]
 
     def publish(self) -> None:
-        """The parameters were changed by the compute side: let the network see them, too."""
+        """The compute side has changed the parameters: make the change visible to the network."""
         if self.staging is not None:
             for held in self.buckets:
                 self.staging.to_host(held.parameters, held.host_parameters, nothing)
         self.synchronize()
 
     def fetch(self, bucket: int) -> None:
-        """What the exchange has written of a bucket is in the memory that the compute side reads."""
+        """Copy what the exchange has written to a bucket into the memory that the compute side reads."""
         held = self.buckets[bucket]
         if held.arrive is not None:
             held.arrive()
@@ -171,11 +174,11 @@ class ReplicaMemory:
 
 
 def nothing() -> None:
-    """Nobody waits for the end of this copy."""
+    """Called at the end of a copy for which nothing waits."""
 
 
 def views_of(plan: BucketPlan, flat: Tensor, named: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """The plan's parameters in flat memory, each in its own shape."""
+    """The plan's parameters as views of ``flat``, each in its own shape."""
     spans = zip(plan.names, plan.offsets, plan.offsets[1:], strict=False)
     return [_view(flat[start:stop], named[name]) for name, start, stop in spans]
 

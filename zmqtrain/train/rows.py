@@ -1,9 +1,10 @@
-"""Parameters that are divided over the rows of a group's grid, as buckets must know it."""
+"""How buckets describe parameters that are divided over the rows of a group's grid."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from zmqtrain.exchange.base import Rows
 from zmqtrain.parallel.grid import Grid
@@ -11,7 +12,7 @@ from zmqtrain.parallel.shard import Shard
 
 
 def rows_of(name: str, shards: Mapping[str, Shard] | None) -> tuple[str, int]:
-    """The grid over whose rows a parameter is divided, and the elements of the largest part; ``("", 0)`` where it is whole."""
+    """The grid over whose rows a parameter is divided, and the elements of the largest part; ``("", 0)`` if it is whole."""
     shard = None if shards is None else shards[name]
     if shard is None or shard.dimension is None:
         return "", 0
@@ -19,21 +20,25 @@ def rows_of(name: str, shards: Mapping[str, Shard] | None) -> tuple[str, int]:
 
 
 def rows_of_bucket(names: Sequence[str], shards: Mapping[str, Shard] | None) -> Rows | None:
-    """What all parameters of a bucket have in common; ``None`` where they are whole."""
+    """What all parameters of a bucket have in common; ``None`` if they are whole."""
     shard = None if shards is None else shards[names[0]]
     if shards is None or shard is None or shard.dimension is None:
         return None
     grid = _grid(shard)
+    parts = [[math.prod(shards[name].local_shape(row)) for name in names] for row in range(grid.rows)]
     return Rows(
         positions=tuple(grid.row(row * grid.columns) for row in range(grid.rows)),
-        numels=tuple(sum(math.prod(shards[name].local_shape(row)) for name in names) for row in range(grid.rows)),
+        numels=tuple(map(sum, parts)),
         own=shard.summed_over[0] // grid.columns,
+        starts=tuple(
+            tuple(start for start, numel in zip(accumulate(numels, initial=0), numels, strict=False) if numel) for numels in parts
+        ),
     )
 
 
 def share_of(shard: Shard, size: int) -> float:
-    """By what the gradient of a parameter is multiplied before it is summed over all ``size`` workers of a group: where those of a
-    column compute the same, each contributes its part of it. 1 for what is divided, and summed over its row alone."""
+    """The factor on a parameter's gradient before it is summed over all ``size`` workers of a group. If the workers of a column
+    compute the same gradient, each contributes its share. 1 for a divided parameter, whose gradient is summed over its row only."""
     return 1.0 if shard.dimension is not None else len(shard.summed_over) / size
 
 

@@ -1,4 +1,4 @@
-"""Where a replica's buckets lie: in the memory that the processes of its host share, if there is any."""
+"""Where a replica's buckets are: in memory shared by the processes of its host, if there is any."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 from zmqtrain.arena.arena import Arena
 from zmqtrain.arena.region import PAGE
 
-#: ``allocate(numel, dtype)``: zeroed memory of the host, in whole pages, which a device can pin one by one.
+#: ``allocate(numel, dtype)``: zeroed host memory, one dimension, in whole pages, so that a device can pin each block.
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 
 
 def allocate_privately(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this process's own."""
+    """Memory of this process alone, zeroed: one dimension."""
     nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 
 def allocate_in(arena: Arena | None) -> Allocate:
-    """Allocates what the processes of a host see of a replica.
+    """A function that allocates what the processes of a host see of a replica.
 
-    The function raises `HostMemoryError` where the host has too little memory left.
+    The function raises `HostMemoryError` if the host has too little memory left.
     """
     if arena is None:
         return allocate_privately
 
     def shared(numel: int, dtype: torch.dtype) -> Tensor:
-        # Others pin it, too; and no page is pinned twice.
+        # Other processes pin their blocks, too, and no page may be pinned twice.
         nbytes = numel * dtype.itemsize
         block = arena.allocate(-(-nbytes // PAGE) * PAGE + PAGE, "a bucket of the model")
         return torch.frombuffer(block.memory, dtype=dtype, count=numel, offset=-block.place.start % PAGE).zero_()

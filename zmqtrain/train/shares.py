@@ -1,8 +1,8 @@
-"""Which of a step's samples are a worker's: even parts, parts by given weights, or parts that change as the run goes on.
+"""Which samples of a step belong to a worker: even parts, parts by given weights, or parts that change during the run.
 
-Workers that wait for each other in every step divide its samples among them. That is a group; where groups are in step (all-reduce,
-synchronous model servers) it is all workers of all groups. A worker's gradient counts by its samples, over the samples that a group
-has in the mean, so whatever the parts are, the sum is the gradient of the mean loss over the whole batch.
+Workers that wait for each other in every step divide its samples among them. These are the workers of a group; if groups are in
+step (all-reduce, synchronous model servers), they are all workers of all groups. A worker's gradient is weighted by its number of
+samples, relative to the average number of a group, so the sum is the gradient of the mean loss over the whole batch for any parts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Scope:
 
     members: tuple[PeerId, ...]
     start: int
-    """Where their samples begin among those of all groups."""
+    """The index of their first sample among those of all groups."""
     samples: int
-    """How many they have in a step."""
+    """Their number of samples in a step."""
 
     @classmethod
     def of(cls, topology: Topology, placement: Placement, role: RolePlacement, batch_size: int | None = None) -> Scope:
-        """The worker's. ``batch_size``: of a group, instead of the file's."""
+        """The scope of a worker. ``batch_size``: of a group, in place of the file's."""
         batch = batch_size or topology.compute.batch_size
         if in_step(topology):
             return cls(tuple(worker.peer for worker in placement.workers), 0, batch * placement.groups)
@@ -40,7 +40,8 @@ class Shares:
     """A worker's samples, by step. `bounds` may be called in any thread."""
 
     def __init__(self, scope: Scope, parts: Sequence[int], place: int) -> None:
-        """``parts``: samples of each place, which is a worker of the scope or a column of its grid. ``place``: this worker's."""
+        """``parts``: the samples of each place, which is a worker of the scope or a column of its grid. ``place``: this
+        worker's."""
         self.scope, self._place = scope, place
         self._since: tuple[tuple[int, tuple[int, ...]], ...] = ((0, tuple(parts)),)
 
@@ -52,7 +53,7 @@ class Shares:
         even = [stop - start for start, stop in (even_bounds(batch, columns, column) for column in range(columns))]
         if compute.parts == "even":
             group = Scope(placement.group_members(role.group), batch * role.group, batch)
-            return cls(group, even, role.position % columns)  # those that divide the model have the same samples
+            return cls(group, even, role.position % columns)  # workers that divide the model between them have the same samples
         scope = Scope.of(topology, placement, role, batch_size)
         place = scope.members.index(role.peer)
         if compute.parts == "measured":
@@ -60,32 +61,33 @@ class Shares:
         weights = list(compute.parts)
         if len(weights) == len(scope.members):
             return cls(scope, parts_of(scope.samples, weights), place)
-        if len(weights) == compute.group_size:  # all groups alike
+        if len(weights) == compute.group_size:  # the same for all groups
             group = Scope(placement.group_members(role.group), batch * role.group, batch)
             return cls(group, parts_of(batch, weights), role.position)
-        own = weights[role.group * compute.group_size :][: compute.group_size]  # of all workers, and groups are not in step
+        own = weights[role.group * compute.group_size :][: compute.group_size]  # one for each worker, but groups are not in step
         return cls(scope, parts_of(batch, own), place)
 
     def at(self, step: int) -> tuple[int, ...]:
-        """The parts of all."""
+        """The parts of all places in ``step``."""
         return next(parts for since, parts in reversed(self._since) if since <= step)
 
     def samples(self, step: int) -> int:
-        """This worker's part."""
+        """The number of this worker's samples in ``step``."""
         return self.at(step)[self._place]
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Start and stop of this worker's samples among those of all groups in the step."""
+        """First and last (exclusive) of this worker's samples among those of all groups in the step."""
         start, stop = bounds_of(self.at(step), self._place)
         return self.scope.start + start, self.scope.start + stop
 
     def change(self, step: int, parts: Sequence[int]) -> None:
-        """Other parts from ``step`` on, which is later than all changes before. All of the scope call it alike."""
-        assert sum(parts) == sum(self.at(step)), "the parts of a step are all its samples"
-        self._since = (*self._since[-2:], (step, tuple(parts)))  # batches of steps before may still be fetched
+        """Use ``parts`` from ``step`` on, which must be later than all earlier changes. All workers of the scope make the same
+        call."""
+        assert sum(parts) == sum(self.at(step)), "the parts of a step must add up to all its samples"
+        self._since = (*self._since[-2:], (step, tuple(parts)))  # batches of earlier steps may still be fetched
 
 
 def in_step(topology: Topology) -> bool:
-    """Whether the groups' gradients are averaged in every step, so that each sample of it must count alike in all groups."""
+    """Whether the groups' gradients are averaged in every step, so that each sample must have the same weight in all groups."""
     exchange = topology.exchange
     return exchange.kind == "allreduce" or (exchange.kind == "model_server" and exchange.policy == "sync")

@@ -1,6 +1,6 @@
 """Workers of several groups on one slot take turns: one computes while another waits for the FC server, or for parameters.
 
-The worker of the first of these groups keeps the turns; the others ask it, over the network of their host.
+The worker of the first of these groups holds the mutex; the others request turns from it over the host's network.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from zmqtrain.wire.payload import Value
 
 
 class Slot:
-    """A worker's share of a slot. All methods on the loop's thread."""
+    """A worker's share of a slot. All methods are called on the loop's thread."""
 
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], timeout_s: float, recorder: Recorder) -> None:
-        """``members``: the workers that share the slot; the first one keeps the turns."""
+        """``members``: the workers that share the slot; the first one holds the mutex."""
         self._endpoint, self._owner, self._timeout_s, self._recorder = endpoint, members[0], timeout_s, recorder
         self._mutex = Mutex(members)
         self._granted: dict[PeerId, asyncio.Future[None]] = {}
@@ -31,7 +31,7 @@ class Slot:
 
     @classmethod
     def of(cls, context: RoleContext) -> Slot | None:
-        """The slot of a worker; ``None`` where it has one for itself."""
+        """The slot of a worker; ``None`` if it does not share one."""
         size, role = context.topology.compute.pipeline, context.role
         if size == 1:
             return None
@@ -40,7 +40,7 @@ class Slot:
         return cls(context.endpoint, members, context.timeouts.barrier_s, context.recorder)
 
     async def take(self, step: int) -> None:
-        """Wait for this worker's turn, in its ``step``. Raises `PeerTimeoutError`, or `PeerLostError` where the owner is gone."""
+        """Wait for this worker's turn in ``step``. Raises `PeerTimeoutError`, or `PeerLostError` if the mutex's holder is gone."""
         assert not self.held
         with self._recorder.span("wait for the slot", "wait", step=step):
             if self._owner == self._endpoint.peer:
@@ -51,7 +51,7 @@ class Slot:
         self.held = True
 
     async def give(self) -> None:
-        """Let the next one compute; nothing if it is not this worker's turn."""
+        """End this worker's turn; does nothing if it has none."""
         if not self.held:
             return
         self.held = False

@@ -23,7 +23,7 @@ from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, requi
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
-#: Where to look at targets means to wait for the device, it is done in so many steps only.
+#: If looking at targets means waiting for the device, it is done only in this many first steps.
 STEPS_LOOKED_AT = 10
 
 
@@ -33,23 +33,23 @@ class StepSettings:
 
     rank: int
     group_batch: int
-    """Samples of the whole group in a step: the worker's gradient counts by its share of them."""
+    """Samples of the whole group in a step: the worker's gradient is weighted by its share of them."""
     accumulate: int = 1
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
     blind: str = ""
-    """In words, what keeps gradients from saying that nothing has reached a parameter; empty: nothing."""
+    """Why gradients cannot show that no backward has reached a parameter, in words; empty if they can."""
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """Arithmetic in ``precision`` where that is safe; parameters keep their type."""
+    """A context that computes in ``precision`` where that is safe; parameters keep their type."""
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
 
 
 class TrainStep:
-    """Forward and backward over a batch, cut into micro-batches.
+    """Forward and backward over a batch, divided into micro-batches.
 
     The loss of n samples counts n / (the group's batch), so that the *sum* of a group's gradients is the gradient of its mean loss.
     """
@@ -63,18 +63,27 @@ class TrainStep:
         recorder: Recorder,
         weights: WeightSums | None = None,
     ) -> None:
-        """``weights``: for losses that give (sum, weight); None where the model is divided, and they are refused."""
+        """``weights``: for losses that return (sum, weight); None if the model is divided, in which case they are refused."""
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
         self._share = share_of_model(replica.model, settings.group_batch, loss)
-        self._weights, self._weight = weights, 0.0  # this step's, so far
+        self._weights, self._weight = weights, 0.0  # this step's weight so far
         self._weighted = False
         self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
-        self._looked = settings.rank != 0 or not settings.blind  # at what the first backward has reached
+        self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
-    def __call__(self, step: int, batch: Batch, *, hand_over: bool = True, group_batch: float | None = None) -> StepResult:
-        """Without ``hand_over`` the gradients are only added to. ``group_batch``: this step's, where it is another than usual.
+    def __call__(
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        hand_over: bool = True,
+        group_batch: float | None = None,
+        group_samples: int | None = None,
+    ) -> StepResult:
+        """Compute a step. Without ``hand_over`` gradients are only accumulated. ``group_batch``: this step's, by which gradients
+        are divided, if it differs. ``group_samples``: the samples that this worker's group has in it, if these differ.
 
         Raises `NonFiniteLossError` before anything of the step has left the worker or changed a parameter (on a CPU, before the
         backward of the micro-batch in question), and `TaskError`."""
@@ -83,7 +92,7 @@ class TrainStep:
         divisor = group_batch or settings.group_batch
         replica.model.train()
         replica.begin_step(step)
-        self._share.waited_s()  # evaluations are no part of the step
+        self._share.waited_s()  # discards waits during evaluations
         losses = self._losses.of_step(step)
         replica.sound = losses.sound
         self._weight = 0.0
@@ -91,16 +100,20 @@ class TrainStep:
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
-                self._share.begin(step, number, len(parts))
+                self._share.begin(step, number, len(parts), group_samples)
                 loss, total, times, counted = self._forward(part)
                 losses.add(loss, counted, wait=not hand_over)
-            if number == 0:  # the forward has waited for the step before, so its gradient has been judged
+            if number == 0:  # the forward has waited for the previous step, so its gradient has been judged
                 loss_scale = replica.loss_scale.value if replica.loss_scale else 1.0
                 scale, replica.divisor = loss_scale / divisor, loss_scale
             if self._weighted and number == len(parts) - 1:
                 self._weigh(step, scale, hand_over)
             replica.begin_backward(last=hand_over and number == len(parts) - 1)
-            with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
+            with (
+                self._recorder.span("backward", "compute", step=step),
+                self._share.backward(),
+                user_code("the backward pass"),
+            ):
                 (total * (scale * times)).backward()  # type: ignore[no-untyped-call]
             replica.end_backward()
         if hand_over and not self._looked:
@@ -116,27 +129,27 @@ class TrainStep:
         return StepResult(mean, losses.samples if self._share.counts else 0, self._clock() - start - exposed_s, exposed_s)
 
     def _look(self, step: int, batch: Batch) -> None:
-        """Targets that the loss leaves out are noticed, where that costs no synchronization; else in the first steps."""
+        """Check for targets that the loss leaves out: always if that needs no synchronization, otherwise in the first steps."""
         if self._looks and isinstance(batch.target, Tensor) and (batch.target.device.type == "cpu" or step < STEPS_LOOKED_AT):
             require_none_ignored(batch.target)
 
     def _weigh(self, step: int, scale: float, hand_over: bool) -> None:
-        """All weights of the step are known: gradients, which are of sums so far, are divided by them when they are handed over."""
+        """All weights of the step are known: gradients, which are those of sums so far, are divided by them when handed over."""
         if self._weights is None:
-            raise TaskError("Task.loss returned (sum, weight), which a model that is divided over a grid has no use for yet")
+            raise TaskError("Task.loss returned (sum, weight), which is not supported for a model that is divided over a grid")
         if not hand_over:
-            raise TaskError("Task.loss returned (sum, weight), which has no meaning over several steps: leave [exchange] every out")
+            raise TaskError("Task.loss returned (sum, weight), which is not supported over several steps: remove [exchange] every")
         self._replica.divisor = scale * self._weights.of_a_group(step, self._weight)
 
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
-        """The mean loss; what backward begins with, and so many times; and the samples."""
+        """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
         with autocast(self._device, self._settings.precision):
             with user_code("the model's forward"):
                 output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
                 nothing = output.sum() * 0.0
-                return nothing, nothing, 0, 0  # others of the group have all of them, and wait for this worker's backward
+                return nothing, nothing, 0, 0  # other workers of the group have all samples, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
                 loss = self._share.loss(self._loss, output, part.target)
         if (pair := parted(loss)) is not None and pair[0].requires_grad:
@@ -153,6 +166,6 @@ class TrainStep:
 
 def _describe(loss: Callable[..., Any] | object) -> str:
     if isinstance(loss, Tensor):
-        gradient = "" if loss.requires_grad else " that needs no gradient"
+        gradient = "" if loss.requires_grad else " that does not require a gradient"
         return f"a tensor of shape {list(loss.shape)}{gradient}"
     return f"a {type(loss).__name__}"

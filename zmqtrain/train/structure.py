@@ -1,4 +1,4 @@
-"""Targets as tensors and a plain description of how they make up the target, so that they can travel and be brought together."""
+"""Targets as tensors and a plain description of their structure, so that they can be sent and reassembled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zmqtrain.wire.payload import Value
 
 
 def take_apart(target: Any) -> tuple[Value, list[Tensor]]:
-    """The description of a target, and its tensors. Raises `TaskError` for one with anything else in it.
+    """Returns a description of the target's structure, and its tensors. Raises `TaskError` if it contains anything else.
 
-    A number in the description stands for the tensor of that place; ``["tuple", ...]``, ``["list", ...]`` and ``{...}`` for those.
+    In the description a number is the index of a tensor; ``["tuple", ...]``, ``["list", ...]`` and ``{...}`` are containers.
     """
     tensors: list[Tensor] = []
 
@@ -28,15 +28,15 @@ def take_apart(target: Any) -> tuple[Value, list[Tensor]]:
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {key: walk(each) for key, each in value.items()}
         raise TaskError(
-            f"a target of the task's data has a {type(value).__name__} in it; with merged_fc it travels to the FC server, so it "
-            "must be a tensor, or tuples, lists and dicts of tensors"
+            f"a target of the task's data contains a {type(value).__name__}; with merged_fc targets are sent to the FC server, so "
+            "they must be tensors, or tuples, lists and dicts of tensors"
         )
 
     return walk(target), tensors
 
 
 def put_together(structure: Value, tensors: Sequence[Tensor]) -> Any:
-    """The target that `take_apart` was given, of these tensors. Raises `ProtocolError` where they do not fit."""
+    """Rebuild the target that `take_apart` was given from these tensors. Raises `ProtocolError` if they do not match."""
 
     def walk(value: Value) -> Any:
         match value:
@@ -54,9 +54,9 @@ def put_together(structure: Value, tensors: Sequence[Tensor]) -> Any:
 
 
 def stacked(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Several workers' tensors, by place, with their samples one after another. Of one worker alone, they are as they came.
+    """Concatenate several workers' tensors, place by place, along the samples. Those of a single worker are returned unchanged.
 
-    Raises `ProtocolError` where they do not fit each other.
+    Raises `ProtocolError` if they do not fit each other.
     """
     if len({len(part) for part in parts}) != 1:
         raise ProtocolError("the workers of a group sent different numbers of tensors; they must have the same model and task")
@@ -64,6 +64,8 @@ def stacked(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     for tensors in zip(*parts, strict=True):
         if len({(each.dtype, each.shape[1:]) for each in tensors}) != 1:
             shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in tensors)
-            raise ProtocolError(f"the workers of a group sent tensors that do not fit each other ({shapes}): pad them to one size")
+            raise ProtocolError(
+                f"the workers of a group sent tensors of different shapes or types ({shapes}): pad them to one size"
+            )
         found.append(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
     return found

@@ -1,6 +1,6 @@
-"""A `Task`: what a person writes, and how it is found, called and checked.
+"""A `Task`: what a user writes, and how it is found, called and checked.
 
-A task's own code may raise anything; it reaches the caller as a `TaskError` with the original, and its traceback, as its cause.
+A task's own code may raise anything. The caller gets a `TaskError` whose cause is the original error, with its traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.topology.schema import Topology
 
-#: Of a batch's output and target: the mean over its samples, as a tensor of one element.
+#: Maps a batch's output and target to the mean over its samples, a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
 
 
@@ -39,46 +39,49 @@ class Task:
     """A model, its data and how it learns. Every worker builds its own from the same function, with the same seed."""
 
     model: Callable[[], nn.Module]
-    """Builds the model; called once on each worker, seeded alike on all."""
+    """Builds the model. Called once on each worker, with the same seed on all."""
     loss: Measure
-    """``loss(output, target)``: the *mean* loss over the samples it is given. Where samples do not count alike, the pair
-    ``(sum, weight)``: the sum of the losses, and of their weights. torch's cross-entropy with class weights is taken apart so by
-    itself."""
+    """``loss(output, target)``: the *mean* loss over the samples that it is given. If samples have different weights, the pair
+    ``(sum, weight)``: the sum of the weighted losses, and that of the weights. torch's cross-entropy with class weights is divided
+    in this way automatically."""
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
-    """Builds the optimizer from the model's parameters; it may make several parameter groups of them."""
+    """Builds the optimizer from the model's parameters; it may divide them into several parameter groups."""
     train_data: Any
     """A map-style dataset (``len(data)`` and ``data[i]``), a stream (``iter(data)``), or a `torch.utils.data.DataLoader` of either;
-    what of that counts says `zmqtrain.data.source`. Samples are whatever the collate function takes; how the model and the loss get
-    a batch says `zmqtrain.data.batch`: (input, ..., target), or a mapping with ``labels``. A `TensorDataset` is indexed a batch at
-    a time."""
+    `zmqtrain.data.source` says which settings of a loader are used. Samples are whatever the collate function accepts. How a batch
+    reaches the model and the loss is explained in `zmqtrain.data.batch`: (input, ..., target), or a mapping with ``labels``. A
+    `TensorDataset` is indexed a batch at a time."""
     eval_data: Any = None
-    """The same, for evaluation, with its own batch size and none of its processes; none means no evaluation."""
+    """The data for evaluation, as ``train_data``; of a loader, its own batch size is used but not its processes. None: no
+    evaluation."""
     metrics: Mapping[str, Measure] | None = None
-    """Means over the samples they are given. By default ``accuracy`` where the targets are class numbers, otherwise nothing."""
+    """Metrics, each the mean over the samples that it is given. By default ``accuracy`` if the targets are class numbers, otherwise
+    none."""
     schedule: Callable[[Optimizer], LRScheduler] | None = None
-    """A learning-rate schedule; stepped once after each training step."""
+    """Makes a learning-rate schedule, which is stepped once after each training step."""
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of samples, instead of torch's ``default_collate``."""
+    """Makes a batch from a list of samples, in place of torch's ``default_collate``."""
     transform: Callable[[Any], Any] | None = None
     """Applied to each training batch where it is loaded, for instance to augment it."""
     forward: Forward | None = None
-    """``forward(model, batch)``: the output, where a batch does not say by itself how the model is called. The loss and the metrics
-    get the whole batch as their target then."""
+    """``forward(model, batch)`` returns the output, for batches that do not show how the model is called. The loss and the metrics
+    then get the whole batch as their target."""
     num_workers: int = 0
-    """Processes that load training batches for each worker; 0: a thread of the worker does it. The batches are the same."""
+    """The number of processes that load training batches for each worker; 0: a thread of the worker does it. The batches are the
+    same."""
     prefetch_factor: int | None = None
-    """Batches that each of these processes is ahead; 2 if nothing is said."""
+    """How many batches each of these processes loads in advance; 2 by default."""
     pin_memory: bool | None = None
-    """Whether batches lie in memory that devices copy from; by default where there is such a device."""
+    """Whether batches are placed in pinned memory, from which devices copy; by default if there is such a device."""
     persistent_workers: bool = False
-    """Whether these processes stay for all epochs."""
+    """Whether these processes are kept for all epochs."""
     worker_init_fn: Callable[[int], Any] | None = None
     """Called in each of these processes, with its number, before it loads anything."""
     multiprocessing_context: Any = None
     """How these processes are started: ``fork`` by default; with ``spawn`` and ``forkserver`` the dataset is pickled."""
     shard: Shard | None = None
-    """``shard(dataset, rank, world)``: the part of a stream that one of ``world`` workers reads. Without it each worker reads all
-    of the stream and takes its samples of each step. With several ``num_workers`` the part must divide itself over them
+    """``shard(dataset, rank, world)``: the part of a stream that one of ``world`` workers reads. Without it each worker reads the
+    whole stream and takes its samples of each step. With several ``num_workers`` the part must divide itself between them
     (`torch.utils.data.get_worker_info`), as Hugging Face's and WebDataset's streams do."""
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class Task:
         self.evaluating()
 
     def training(self) -> Source:
-        """Where training samples come from. Raises `TaskError`."""
+        """The source of training samples. Raises `TaskError`."""
         return source_of(
             "Task.train_data",
             self.train_data,
@@ -107,7 +110,7 @@ class Task:
         )
 
     def evaluating(self) -> Source | None:
-        """Where samples for evaluation come from. Raises `TaskError`."""
+        """The source of samples for evaluation; ``None`` if there is none. Raises `TaskError`."""
         if self.eval_data is None:
             return None
         loader = isinstance(self.eval_data, DataLoader)
@@ -125,7 +128,7 @@ class Task:
         if not self.num_workers:
             if any(given.values()):
                 name = next(name for name in given if given[name])
-                raise TaskError(f"Task.{name} is for loader processes, and num_workers is 0: set num_workers, too")
+                raise TaskError(f"Task.{name} configures loader processes, but num_workers is 0: set Task.num_workers, too")
             return None
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise TaskError(f"Task.prefetch_factor = {self.prefetch_factor!r}: it must be at least 1")
@@ -150,7 +153,7 @@ def check_model(model: object) -> None:
     if not parameters:
         raise TaskError(
             f"the model {type(model).__name__} has no parameters, so there is nothing to train. Are its layers assigned as "
-            "attributes (layers in a plain list are not found; use torch.nn.ModuleList)?"
+            "attributes? (Layers in a plain list are not found; use torch.nn.ModuleList.)"
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -164,7 +167,7 @@ def check_model(model: object) -> None:
 
 
 def build_model(task: Task) -> nn.Module:
-    """The task's model, checked. Seed torch before."""
+    """The task's model, checked. Seed torch first."""
     with user_code("Task.model()"):
         model = task.model()
     check_model(model)
@@ -174,10 +177,10 @@ def build_model(task: Task) -> nn.Module:
 def build_optimizer_of(
     task: Task, model: nn.Module, *, lr_factor: float = 1.0, lr: float | None = None, momentum: float | None = None
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """The task's optimizer over the model's trainable parameters, with its learning rates multiplied, and its schedule.
+    """The task's optimizer of the model's trainable parameters, with changed learning rates, and the task's schedule.
 
-    ``lr``: instead of the first parameter group's; the others keep their ratios to it, and there is no schedule. ``momentum``: of
-    all groups. Raises `TaskError`."""
+    ``lr``: replaces the first parameter group's; the others keep their ratio to it, and there is no schedule. ``momentum``:
+    replaces that of all groups. Raises `TaskError`."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
     with user_code("Task.optimizer(parameters)"):
         optimizer = task.optimizer(parameters)
@@ -185,7 +188,7 @@ def build_optimizer_of(
         raise TaskError(f"Task.optimizer(parameters) returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise TaskError("Task.optimizer(parameters) made an optimizer of other parameters than those it was given")
+        raise TaskError("Task.optimizer(parameters) returned an optimizer of other parameters than those it was given")
     if momentum is not None:
         _set_momentum(optimizer, momentum)
     if lr is not None:
@@ -206,7 +209,7 @@ def build_optimizer_of(
 
 
 def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, LRScheduler | None]:
-    """The task's, as ``[optimizer]`` changes it."""
+    """The task's optimizer and schedule, as ``[optimizer]`` changes them."""
     settings = topology.optimizer
     return build_optimizer_of(
         task,
@@ -218,10 +221,12 @@ def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[O
 
 
 def _ratio(optimizer: Optimizer, lr: float) -> float:
-    """By what all learning rates are multiplied so that the first becomes ``lr``."""
+    """The factor on all learning rates that makes the first one ``lr``."""
     first = float(optimizer.param_groups[0]["lr"])
     if not first:
-        raise TaskError(f"[optimizer] lr = {lr:g} cannot replace the first parameter group's, which is 0: give it one")
+        raise TaskError(
+            f"[optimizer] lr = {lr:g} cannot replace the learning rate of the first parameter group, which is 0: set it in the task"
+        )
     return lr / first
 
 
@@ -229,7 +234,8 @@ def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
     for group in optimizer.param_groups:
         if explicit_of(group) is None:
             raise TaskError(
-                f"[optimizer] momentum = {momentum:g}: {type(optimizer).__name__} has none (no momentum, no betas); leave it out"
+                f"[optimizer] momentum = {momentum:g}: {type(optimizer).__name__} has neither momentum nor betas; remove the "
+                "setting"
             )
         changed = with_momentum(group, momentum)
         for key in ("momentum", "nesterov", "betas"):
@@ -240,13 +246,14 @@ def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turn whatever the task's own code raises into a `TaskError` that names ``what`` raised, with the original as its cause."""
+    """A context that turns anything the task's own code raises into a `TaskError` that says that ``what`` raised it, with the
+    original error as its cause."""
     try:
         yield
     except (ZmqTrainError, RunStopped):
         raise
     except SystemExit as error:
-        raise TaskError(f"{what} ends the process (sys.exit({error.code}))") from error
+        raise TaskError(f"{what} ended the process: it called sys.exit({error.code})") from error
     except Exception as error:
         raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 
@@ -260,7 +267,7 @@ def load_task(
         spec: where the function is; without ``:function`` it is called ``task``.
         args: ``[job] args``, passed as keyword arguments.
         data_path: passed as ``data`` if the function takes it; must exist.
-        folders: where a relative file, or a module beyond the installed ones, is looked for.
+        folders: where relative files, and modules that are not installed, are looked for.
 
     Raises:
         UsageError: there is no such file, module, function, argument or data path.
@@ -296,8 +303,8 @@ def _keywords(function: Callable[..., Any], spec: str, args: dict[str, Any], dat
             raise UsageError(f"[job] args: the task's function {spec} takes no argument {key!r}{hint}")
     if data_path is not None and not Path(data_path).exists():
         raise UsageError(
-            f"the data path {data_path} does not exist here. Mend [data] path, --data or ZMQTRAIN_DATA; "
-            "it must be there on every host"
+            f"the data path {data_path} does not exist on this host. Correct [data] path, --data or ZMQTRAIN_DATA; "
+            "the path must exist on every host"
         )
     if data_path is not None and ("data" in parameters or any_keyword):
         args.setdefault("data", data_path)
@@ -309,9 +316,9 @@ def _keywords(function: Callable[..., Any], spec: str, args: dict[str, Any], dat
         and name not in args
     ]
     if missing == ["data"]:
-        raise UsageError(f"the task's function {spec} needs data: give [data] path, --data PATH or ZMQTRAIN_DATA")
+        raise UsageError(f"the task's function {spec} needs data: set [data] path, --data PATH or ZMQTRAIN_DATA")
     if missing:
-        raise UsageError(f"the task's function {spec} needs the argument {missing[0]!r}: give it in [job] args")
+        raise UsageError(f"the task's function {spec} needs the argument {missing[0]!r}: set it in [job] args")
     return args
 
 
@@ -329,7 +336,7 @@ def _load_file(source: str, folders: Sequence[str | Path]) -> ModuleType:
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     _search(found.parent)
-    sys.modules[name] = module  # dataclasses and pickling of the task's classes look it up
+    sys.modules[name] = module  # needed by dataclasses, and to pickle the task's classes
     try:
         with user_code(f"importing {found}"):
             specification.loader.exec_module(module)
@@ -348,7 +355,7 @@ def _load_module(source: str, folders: Sequence[str | Path]) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(error.name + ".")):
             raise UsageError(
-                f"[job] task: there is no module {source!r} (no {error.name!r} installed, or in "
+                f"[job] task: there is no module {source!r} ({error.name!r} is neither installed nor in "
                 f"{', '.join(str(folder) for folder in folders)}); name a module, or a file that ends in .py"
             ) from None
         raise TaskError(f"importing {source} raised {type(error).__name__}: {error}") from error
@@ -357,6 +364,6 @@ def _load_module(source: str, folders: Sequence[str | Path]) -> ModuleType:
 
 
 def _search(folder: Path) -> None:
-    """Let imports find modules beside the task, after everything installed."""
+    """Let imports find modules beside the task, after all installed ones."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
-from zmqtrain.data.batch import batch_of
+from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
@@ -24,16 +24,19 @@ from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
-from zmqtrain.parallel.rewrite.model import ParallelModel
+from zmqtrain.parallel.placed.model import ParallelModel
+from zmqtrain.parallel.turns import turn
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
+from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
-from zmqtrain.train.divided import divide, make_fabric
+from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.random_state import BUILDING, seed_everything
+from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
@@ -41,6 +44,7 @@ from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
 from zmqtrain.train.unreached import what_blinds
+from zmqtrain.train.verifying import NotComparable, Ordinary, verify_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
@@ -48,19 +52,21 @@ from zmqtrain.wire.payload import Value
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """What a worker makes of its task."""
+    """What a worker builds from its task."""
 
     task: Task
     replica: TorchReplica
     schedule: LRScheduler | None
     source: Source
     partition: Partition | None
-    """None: a stream."""
+    """None for a stream."""
     fabric: NetworkFabric | None
+    ordinary: Ordinary | None
+    """What the divided model is compared with; ``None``: it is not."""
 
 
 class TorchWork:
-    """Implements `zmqtrain.train.work.Work`. Make one by `make`."""
+    """Implements `zmqtrain.train.work.Work`. Use `make` to create one."""
 
     def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members, remote: RemoteLayers | None) -> None:
         compute, role = context.topology.compute, context.role
@@ -100,6 +106,12 @@ class TorchWork:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
         self._members = members
+        self._ordinary = built.ordinary
+        self._verifying: NetworkFabric | None = None
+        if self._ordinary is not None:
+            self._verifying = make_fabric(context, device, "verify")
+            assert self._verifying is not None
+            self._replica.also_abort(self._verifying.abort)
 
     def _make_step(self, settings: StepSettings) -> TrainStep:
         context, device, loss = self._context, self._device, self._task.loss
@@ -108,12 +120,12 @@ class TorchWork:
         scope = Scope.of(context.topology, context.placement, role)
         groups = context.placement.groups if in_step(context.topology) else 1
         if divided:
-            # All rows of a grid of one column have the whole batch; the plain mean over it is right where no other group counts.
+            # With one column all rows have the whole batch, so its plain mean is right unless other groups count.
             if weighted is not loss and (context.topology.compute.columns > 1 or groups > 1 or settings.accumulate > 1):
                 raise UsageError(
-                    "the task's loss has class weights or an ignore_index, so its mean over a batch is no mean over its parts, "
-                    "which a "
-                    "grid of several columns, groups in step and micro-batches need: use groups without a grid"
+                    "the task's loss has class weights or an ignore_index, so the mean over a batch is not the mean of its parts' "
+                    "means, but a grid of several columns, groups in step and micro-batches combine such means: use groups without "
+                    "a grid"
                 )
             return TrainStep(self._replica, loss, device, settings, context.recorder)
         if settings.precision == "float16":
@@ -134,10 +146,9 @@ class TorchWork:
         *,
         make_remote: Callable[[Device], RemoteLayers] | None = None,
     ) -> TorchWork:
-        """Make this worker's device, load the task and build its model there, in the compute thread. Raises `TaskError` and
-        `UsageError`.
+        """Make this worker's device, load the task and build its model in the compute thread. Raises `TaskError` and `UsageError`.
 
-        ``task``: instead of the one that ``[job] task`` names. ``make_remote``: for a worker that has only the first layers."""
+        ``task``: in place of the one that ``[job] task`` names. ``make_remote``: for a worker that has only the first layers."""
         device = device_of(context, local_rank=context.role.slot, keep=context.topology.compute.keep_memory)
         remote: RemoteLayers | None = None
         try:
@@ -204,11 +215,11 @@ class TorchWork:
         if self._remote is not None:
             await self._remote.keep(step, save=save)
 
-    async def model_state(self, step: int, *, copied: bool) -> ModelState:
+    async def model_state(self, step: int, *, copied: bool, to: int = 0) -> ModelState:
         await self._device.run(self._replica.take_copies)
-        state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied))
+        state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied, to=to))
         if self._remote is not None and self._context.role.index == 0:
-            state |= await self._remote.state(step)
+            return {**state, **await self._remote.state(step)}
         return state
 
     async def send_model(
@@ -220,16 +231,42 @@ class TorchWork:
         asked = self._device.clock()
         batch = await self._batches.batch(step, ahead=ahead)
         data_s = self._device.clock() - asked
-        group_batch = self._batches.group_samples(step)
-        result = await self._device.run(lambda: self._step(step, batch, hand_over=hand_over, group_batch=group_batch))
+        if self._ordinary is not None:
+            batch = await self._device.run(partial(batch.to, self._device.torch_device))
+            await self._verify(self._ordinary, batch)
+        batches = self._batches
+        group_batch, own = batches.group_samples(step), batches.own_group_samples(step)
+        compute = partial(self._step, step, batch, hand_over=hand_over, group_batch=group_batch, group_samples=own)
+        result = await self._device.run(compute)
         self._batches.used(step)
         return replace(result, data_s=data_s)
+
+    async def _verify(self, ordinary: Ordinary, batch: Batch) -> None:
+        """Compare the divided model with the ordinary one, before the first step."""
+        context, fabric, started = self._context, self._verifying, self._device.clock()
+        model, device = self._replica.model, self._device.torch_device
+        assert isinstance(model, ParallelModel)
+        assert fabric is not None
+        self._ordinary = None
+        try:
+            found = await self._device.run(
+                lambda: verify_task(self._task, context.topology, fabric, model.grid, ordinary, batch, device)
+            )
+        except NotComparable as reason:
+            text = f"the divided model was not compared with the ordinary one: {reason}"
+            context.recorder.event("warning", text=text)
+        else:
+            seconds = self._device.clock() - started
+            context.recorder.event("verified", samples=found.samples, precision=found.precision, seconds=seconds)
+        finally:
+            self._verifying = None
+            await fabric.close()
 
     def after_step(self) -> None:
         if self._schedule is None:
             return
         with warnings.catch_warnings():
-            # torch misses optimizer.step(): it happens on the servers, or has happened before the run was resumed.
+            # torch expects optimizer.step() first, but it runs on the servers, or has run before the run was resumed.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._schedule.step()
 
@@ -248,7 +285,7 @@ class TorchWork:
         if group.rank == 0:
             await self._remote.hold(True)
         await barrier(group, (tag, "held"))
-        values = await self._evaluation.run(group, tag)  # which ends for all at once
+        values = await self._evaluation.run(group, tag)  # returns at the same time on all workers
         if group.rank == 0:
             await self._remote.hold(False)
         return values
@@ -263,8 +300,9 @@ class TorchWork:
         return None
 
     async def close(self, timeout_s: float) -> None:
-        if self._fabric is not None:
-            await self._fabric.close()
+        for fabric in (self._fabric, self._verifying):
+            if fabric is not None:
+                await fabric.close()
         if self._remote is not None:
             await self._remote.close()
         if self._bridge is not None:
@@ -273,7 +311,7 @@ class TorchWork:
         await self._device.close(timeout_s)
 
     def _there(self, step: int) -> tuple[int, ...] | None:
-        """Who has trained the step before, by rank, as far as they are still there; ``None``: all, since nobody may be lost."""
+        """The ranks that trained the previous step and are still present; ``None``: all, since no worker may be lost."""
         if not self._members.survives:
             return None
         before = max(0, step - 1)
@@ -284,8 +322,18 @@ class TorchWork:
         role, kind = self._context.role, self._context.topology.exchange.kind
         timeout_s = self._context.timeouts.barrier_s
         merged, data = self._remote is not None, self._batches
+        compute = self._context.topology.compute
         return Saver(
-            endpoint, kind, role.index, role.group, role.position, timeout_s=timeout_s, data=data, merged=merged, members=members
+            endpoint,
+            kind,
+            role.index,
+            role.group,
+            role.position,
+            timeout_s=timeout_s,
+            size=(compute.group_size, compute.columns),
+            data=data,
+            merged=merged,
+            members=members,
         )
 
 
@@ -307,16 +355,19 @@ def _build(
     started = device.clock()
     model: nn.Module
     sizes: Mapping[str, int] | None = None
-    with BUILDING:
+    shares: Mapping[str, float] | None = None
+    ordinary: Ordinary | None = None
+    with turn():
         seed_everything(job.seed)
         if remote is not None:
             own = remote.build(task, device)
             model, optimizer, schedule, sizes = own.model, own.optimizer, own.schedule, own.sizes
         else:
-            model = build_model(task).to(device.torch_device)
             if fabric is not None:
-                model = divided = divide(model, topology, fabric, context.recorder)
-                sizes = divided.sizes
+                model, ordinary = divided, _ = divided_model(task, topology, fabric, device.torch_device, context.recorder)
+                sizes, shares = divided.sizes, divided.shares
+            else:
+                model = build_model(task).to(device.torch_device)
             optimizer, schedule = build_optimizer(task, model, topology)
         seed_everything(job.seed, role.index)
     how = ReplicaSettings(
@@ -325,7 +376,7 @@ def _build(
         overlap=compute.overlap,
         gate_timeout_s=context.timeouts.barrier_s,
     )
-    device.watch(model, optimizer, sizes)
+    device.watch(model, optimizer, sizes, shares)
     replica = TorchReplica(
         model,
         optimizer,
@@ -334,10 +385,11 @@ def _build(
         recorder=context.recorder,
         allocate=allocate_in(context.arena),
         shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
+        norm=GradientNorm(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else None,
     )
     if fabric is not None:
         replica.also_abort(fabric.abort)
     if remote is not None:
         replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, source, partition, fabric)
+    return _Built(task, replica, schedule, source, partition, fabric, ordinary)

@@ -1,7 +1,7 @@
 """Losses whose mean is weighted: class weights, targets that do not count, tokens.
 
-Such a mean over a batch is no mean of the means over its parts. So the loss is a pair, (sum, weight), and the gradient of a step is
-that of all workers' sums over all workers' weights.
+The weighted mean over a batch is not the mean of the means over its parts. So the loss is a pair, (sum, weight), and the gradient
+of a step is that of all workers' sums, divided by all workers' weights.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from zmqtrain.data.bridge import Bridge
 from zmqtrain.errors import TaskError
 from zmqtrain.wire.tensor import TensorPayload
 
-#: What torch's losses ignore where nothing is said.
+#: The class that torch's losses ignore by default.
 IGNORED = -100
-#: torch's losses that weigh classes, and the modules that call them.
+#: torch's losses with class weights, and the modules that call them.
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 
 
 class ClassWeighted:
-    """A cross-entropy or negative log-likelihood as (sum, weight)."""
+    """A cross-entropy or negative log-likelihood that returns (sum, weight), each a tensor of one element."""
 
     def __init__(self, module: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         self._module = module
 
     def __call__(self, output: Any, target: Any) -> Any:
         module = self._module
-        if target.is_floating_point():  # of probabilities torch takes the plain mean
+        if target.is_floating_point():  # for probabilities torch computes the plain mean
             return module(output, target)
         weight = None if module.weight is None else module.weight.to(output.device)
         how: dict[str, Any] = {"weight": weight, "ignore_index": module.ignore_index, "reduction": "sum"}
@@ -47,7 +47,8 @@ class ClassWeighted:
 
 
 def taken_apart(loss: Any) -> Any:
-    """The loss as one that gives (sum, weight), if it is one of torch's with class weights or an ``ignore_index``; else itself."""
+    """The loss as one that returns (sum, weight), if it is torch's with class weights or an ``ignore_index``; otherwise
+    unchanged."""
     module = _module(loss)
     if module is None or module.reduction != "mean":
         return loss
@@ -62,11 +63,11 @@ def ignores(loss: Any) -> bool:
 
 
 def require_none_ignored(target: Any) -> None:
-    """Raise `TaskError` for targets that a plain mean leaves out."""
+    """Raise `TaskError` if there are targets that a plain mean leaves out."""
     if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == IGNORED).any()):
         raise TaskError(
-            f"targets are {IGNORED}, which the loss leaves out, so workers with fewer of them would count too little: make it a "
-            f"functools.partial(torch.nn.functional.cross_entropy, ignore_index={IGNORED}), or one that returns (sum, weight)"
+            f"some targets are {IGNORED}, which the loss leaves out, so workers with more of them would count too much. Pass "
+            f"functools.partial(torch.nn.functional.cross_entropy, ignore_index={IGNORED}), or a loss that returns (sum, weight)"
         )
 
 
@@ -82,21 +83,21 @@ def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
 
 
 class WeightSums:
-    """Sums weights over the workers whose gradients make one step's. Made on the event loop, called in the compute thread."""
+    """Sums weights over the workers that compute a step together. Made on the event loop's thread, called in the compute thread."""
 
     def __init__(self, group: Group, groups: int, bridge: Bridge) -> None:
-        """``group``: these workers, who are ``groups`` compute groups."""
+        """``group``: these workers, which form ``groups`` compute groups."""
         self._group, self._groups, self._bridge = group, groups, bridge
 
     @property
     def shared(self) -> bool:
-        """Whether there are other workers."""
+        """Whether there is more than one worker."""
         return self._group.size > 1
 
     def of_a_group(self, step: int, weight: float) -> float:
-        """The weight of a compute group's batch, in the mean. ``weight``: this worker's. All call it once a step.
+        """The average weight of a compute group's batch. ``weight``: this worker's. All workers call it once per step.
 
-        Raises `TaskError` where it is 0."""
+        Raises `TaskError` if it is 0."""
         if self._group.size > 1:
             weight = self._bridge.begin(self._sum(step, weight), "the sum of the loss's weights").wait()
         if not weight > 0:
@@ -112,7 +113,7 @@ class WeightSums:
 
 
 def parted(loss: Any) -> tuple[Tensor, Tensor | float] | None:
-    """(sum, weight), if that is what the task's loss has returned."""
+    """The pair (sum, weight), if the task's loss has returned one; otherwise ``None``."""
     match loss:
         case (Tensor() as total, Tensor() | int() | float() as weight) if total.numel() == 1:
             if isinstance(weight, Tensor) and weight.numel() != 1:
@@ -122,5 +123,5 @@ def parted(loss: Any) -> tuple[Tensor, Tensor | float] | None:
 
 
 def mean_of(total: Tensor, weight: Tensor | float) -> Tensor:
-    """Of one micro-batch; 0 where nothing in it counts."""
+    """The mean loss of one micro-batch, a tensor of one element; 0 if its weight is 0."""
     return total / (weight.clamp(min=torch.finfo(torch.float32).tiny) if isinstance(weight, Tensor) else weight or 1.0)

@@ -1,4 +1,4 @@
-"""The seam between a worker's loop and what it computes: a torch model, or a model of one."""
+"""The interface between a worker's loop and what it computes: a torch model, or a modelled one."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ ModelState: TypeAlias = "Mapping[str, Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step was like on one worker."""
+    """The measurements of a step on one worker."""
 
-    loss: float | None  # mean over the worker's samples; None where nothing is computed
+    loss: float | None  # mean over the worker's samples; None if nothing is computed
     samples: int
-    compute_s: float  # the whole step in the compute thread, without waiting
-    exposed_s: float  # waiting for parameters, and for the network between this worker and the FC server
-    fc_wait_s: float | None = None  # waiting for the FC server, its own computing and queue included; None where there is none
-    data_s: float = 0.0  # waiting for the batch, before the step's computing began
+    compute_s: float  # the whole step in the compute thread, without waits
+    exposed_s: float  # waits for parameters, and for the network between this worker and the FC server
+    fc_wait_s: float | None = None  # waits for the FC server, including its computing and its queue; None without FC server
+    data_s: float = 0.0  # wait for the batch, before the step's computation began
 
 
 class Work(Protocol):
-    """What one worker computes. All methods on the loop's thread."""
+    """What one worker computes. All methods are called on the loop's thread."""
 
     @property
     def replica(self) -> Replica: ...
 
     @property
     def shares(self) -> Shares:
-        """Which samples of each step are this worker's (unless they come from the ring)."""
+        """Which samples of each step belong to this worker (unless they come from the ring)."""
         ...
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None: nobody knows before the data ends."""
+        """None if it is not known before the data ends."""
         ...
 
     async def more(self, step: int) -> bool:
@@ -53,16 +53,16 @@ class Work(Protocol):
         ...
 
     def epoch(self, step: int) -> int:
-        """The epoch that ``step`` is in; of the step that comes next, or is computed."""
+        """The epoch of ``step``, which is being computed or comes next."""
         ...
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there is data to evaluate on."""
         ...
 
     def describe(self) -> dict[str, EventValue]:
-        """Sizes, for the record: parameters, buckets, ..."""
+        """Sizes for the record: parameters, buckets and so on."""
         ...
 
     def connect(self, on_ready: Callable[[Bucket], None]) -> None:
@@ -70,57 +70,59 @@ class Work(Protocol):
         ...
 
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
-        """Take back this worker's part of the checkpoint that the run resumes, if it does. Returns the step to go on with."""
+        """Restore this worker's part of the checkpoint that the run resumes, if any. Returns the step to continue with, or
+        ``None``."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """Whether there is a model to keep, and state to go on from."""
+        """Whether there is a model to keep, and a state to resume from."""
         ...
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
         """Send this worker's part of the checkpoint at ``step``; on return it is on disk."""
 
     async def keep_merged(self, step: int, *, save: bool) -> None:
-        """Worker 0: have the FC server, if there is one, keep its part of the model at ``step`` as it is now; ``save``: in the
-        checkpoint, too."""
+        """Worker 0: have the FC server, if there is one, keep the current state of its part of the model for ``step``. ``save``: in
+        the checkpoint, too."""
 
-    async def model_state(self, step: int, *, copied: bool) -> ModelState:
-        """The whole model's state, named as the task's model names it, on worker 0; all workers of a group that divides its model
-        call it together. ``copied``: the parameters change soon."""
+    async def model_state(self, step: int, *, copied: bool, to: int = 0) -> ModelState:
+        """The whole model's state, with the task's names, on the group's worker of position ``to``; all workers of a group that
+        divides its model call it together.
+        ``copied``: copy the parameters, since they are about to change."""
         ...
 
     async def send_model(
         self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
     ) -> None:
-        """Send the run's model at ``step``; on return it is on disk. ``about`` it: for people. ``alone``: not in a checkpoint."""
+        """Send the run's model at ``step``; on return it is on disk. ``about``: its description. ``alone``: not in a checkpoint."""
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
-        """Forward and backward. ``ahead``: another step follows, so its batch may be fetched meanwhile. Without ``hand_over`` the
-        gradients are only added to those of the steps that follow."""
+        """Forward and backward. ``ahead``: another step follows, so its batch may be fetched in the meantime. Without ``hand_over``
+        the gradients are only accumulated for the steps that follow."""
         ...
 
     def after_step(self) -> None:
-        """The step's update is done, or on its way to the servers."""
+        """The step's update is done, or has been sent to the servers."""
 
     def updating_s(self) -> float:
-        """Seconds that local updates took since the last call."""
+        """Seconds that local updates have taken since the last call."""
         ...
 
     async def quiet(self) -> None:
-        """Wait until nothing is computed and the parameters of all buckets are there."""
+        """Wait until nothing is being computed and the parameters of all buckets have arrived."""
 
     async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
-        """Evaluate together with the group's other members, each its own parameters on a share of the data. ``still``: other groups
-        train meanwhile, and the FC server is not to change."""
+        """Evaluate together with the group's other members: each its own parameters, on a share of the data. ``still``: other
+        groups train in the meantime, but the FC server must not change."""
         ...
 
     async def make_equal(self, group: Group, tag: str) -> float:
-        """Take the parameters of the group's first member. Returns how far this worker's were from them: the largest difference of
-        any."""
+        """Take the parameters of the group's first member. Returns the largest difference between this worker's own parameters and
+        those."""
         ...
 
     def state_mean(self, group: Group) -> None:
-        """The replica is the mean of the group's members now: state to an auditor whether it is what it must be."""
+        """The replica holds the mean of the group's members now: report to an auditor whether it is as expected."""
 
     async def close(self, timeout_s: float) -> None: ...

@@ -1,4 +1,4 @@
-"""A worker: one coroutine from the context to the end of training, in anybody's event loop."""
+"""A worker: one coroutine from the context to the end of training, in any event loop."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
 async def run_worker(context: RoleContext, *, task: Task | None = None, make_work: MakeWork = make_work) -> None:
     """Train to the end, or until the run is halted. Opens nothing, and leaves nothing running.
 
-    ``task`` replaces the one that ``[job] task`` names. ``make_work`` makes what is computed. Returns also when the run was
-    halted on purpose (another worker's loss is NaN). Raises what went wrong: `TaskError`, `UsageError`, `CheckpointError`,
-    `PeerLostError`, ...
+    Args:
+        context: the worker's role, topology and endpoint.
+        task: replaces the one that ``[job] task`` names.
+        make_work: makes what is computed.
+
+    Returns normally also if the run was halted on purpose (another worker's loss is not finite). Raises `TaskError`, `UsageError`,
+    `CheckpointError`, `PeerLostError` and the other errors of the run.
     """
     halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
     context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
@@ -73,17 +77,18 @@ async def _train(context: RoleContext, work: Work, members: Members, halted: asy
             life.cancel()
             await asyncio.wait({life})
         if not life.cancelled():
-            life.exception()  # it is raised above, or follows from what is
+            life.exception()  # already raised above, or a consequence of that error
 
 
 async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None], reason: Mapping[str, Any]) -> None:
-    """Another process stops the run."""
+    """Another process has stopped the run."""
     if reason.get("kind") != "nan":
         peer = str(reason.get("peer", "coordinator"))
         raise PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="the end of training")
     step = int(reason["step"])
     if applies_here(reason, loop.exchange, context.role.group) and loop.step <= step:
-        # The one with the bad loss still takes part in everything before its step: go on until there, so that all stop together.
+        # The worker with the bad loss still takes part in everything before its step: continue up to there, so that all stop
+        # together.
         if loop.step == step and loop.phase is Phase.ENDING:
             life.cancel()
         loop.stop_in = step
@@ -103,13 +108,13 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
 
 
 def saving_s(context: RoleContext) -> float:
-    """How long a checkpoint may take in a run that was stopped for a bad loss: agents end roles after ``request_s``, and until then
-    it must be known whether there is one."""
+    """How long a checkpoint may take in a run that is stopped for a bad loss. Agents end roles after ``request_s``; before that it
+    must be known whether there is a checkpoint."""
     return context.timeouts.request_s - 2 * context.timeouts.grace_s
 
 
 async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFiniteLossError) -> str:
-    """This worker's loss is bad: stop all, and keep what there was before this step. Returns what to say about it."""
+    """This worker's loss is not finite: stop the run, and keep the state before this step. Returns a sentence about that."""
     role = context.role
     reason = {"kind": "nan", "rank": role.index, "group": role.group, "step": error.step, "peer": role.peer, "message": str(error)}
     reason |= {"type": type(error).__name__, "verdict": error.verdict, "exit_code": error.exit_code}
@@ -117,9 +122,9 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
         await context.membership.halt(reason)
         async with asyncio.timeout(context.timeouts.request_s):
             await context.membership.halted.wait()
-        await loop.work.quiet()  # parameters that its forward did not come to may still be on their way
+        await loop.work.quiet()  # parameters that its forward has not reached may still be on their way
     loop.halted = True
-    # Another worker may have been first with a bad loss of its own: all keep one checkpoint, that of the first.
+    # Another worker may have had a bad loss earlier: all keep the same checkpoint, that of the first.
     first = context.membership.halt_reason or {}
     step = int(first["step"]) if first.get("kind") == "nan" else error.step
     kept = await loop.save_all(loop.last_good(step), within_s=saving_s(context))
@@ -127,7 +132,7 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
 
 
 async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) -> None:
-    """Wake the compute thread and end the exchange, as well as it goes within the grace time."""
+    """Wake the compute thread and end the exchange, as far as possible within the grace time."""
     loop.work.replica.abort(error)
     with suppress(ZmqTrainError, TimeoutError, ExceptionGroup):
         async with asyncio.timeout(context.timeouts.grace_s):

@@ -1,1 +1,1 @@
-"""What number of groups, momentum and learning rate reach the target soonest: pure decisions, no runs."""
+"""Decides which number of groups, momentum and learning rate reach the target soonest. Pure decisions, no runs."""

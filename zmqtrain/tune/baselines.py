@@ -1,4 +1,4 @@
-"""What the automatic optimizer is compared with: fixed settings, a schedule by rule of thumb, and Bayesian optimization."""
+"""Baselines for the automatic optimizer: fixed settings, a rule-of-thumb schedule, and Bayesian optimization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
-#: What most papers train with.
+#: The momentum of most papers.
 MOMENTUM, RATE = 0.9, 0.01
 #: The rule of thumb divides the learning rate by 10 after each of these shares of the time.
 DROPS = (0.5, 0.75, 1.0)
@@ -44,14 +44,14 @@ class Fixed(Machine):
         found: dict[float, float] = {}
         for rate in sorted(self._space.rates):
             setting = Setting(self._groups, MOMENTUM, rate)
-            outcome = yield self._probe(setting, "learning rate", "all learning rates, with all else fixed")
+            outcome = yield self._probe(setting, "learning rate", "all learning rates, with everything else fixed")
             found[rate] = outcome.loss
         best = self._best_rate(found)
         return Setting(self._groups, MOMENTUM, best) if math.isfinite(found[best]) else None
 
 
 class RuleOfThumb(Machine):
-    """One group, momentum 0.9, learning rate 0.01, a tenth of it after half of the time and again after three quarters."""
+    """One group, momentum 0.9, learning rate 0.01, divided by 10 after half of the time and again after three quarters."""
 
     def _life(self) -> Life:
         groups, before = self._space.groups[0], 0.0
@@ -62,7 +62,7 @@ class RuleOfThumb(Machine):
             before = share
             if (end := self._end()) is not None:
                 return end
-        return Done(self._setting, "the schedule is through")
+        return Done(self._setting, "the schedule has ended")
 
 
 class Bayesian(Machine):
@@ -83,17 +83,17 @@ class Bayesian(Machine):
                 asked.suggest_float("momentum", 0.0, 0.95),
                 asked.suggest_float("lr", min(space.rates), max(space.rates), log=True),
             )
-            outcome = yield self._probe(setting, "bayesian", "what the estimator expects most of")
-            # A loss that is no number would end the study; nothing is worse than a very large one.
+            outcome = yield self._probe(setting, "bayesian", "the estimator expects it to be the best")
+            # NaN would end the study, so a very large loss is reported instead.
             self._study.tell(asked, min(outcome.loss, 1e9) if not math.isnan(outcome.loss) else 1e9)
             if not outcome.diverged and (best is None or outcome.loss < best[0]):
                 best = outcome.loss, setting
         if best is None:
             return Done(None, "every trial diverged")
         setting = best[1]
-        self._decide("setting", f"the lowest loss of {self._count}: {best[0]:.4g}", groups=setting.groups)
+        self._decide("setting", f"the lowest loss of {self._count} trials: {best[0]:.4g}", groups=setting.groups)
         while (end := self._end()) is None:
-            yield from self._train(setting, self._left(setting.groups), "train", "the best of all trials")
+            yield from self._train(setting, self._left(setting.groups), "train", "the best setting of all trials")
             if self._diverged > 3:
                 return Done(setting, "training diverges every time")
             if self._diverged:
@@ -102,7 +102,7 @@ class Bayesian(Machine):
 
 
 def _study(seed: int) -> Any:
-    """Raises `UsageError` where optuna is not installed."""
+    """Make the study. Raises `UsageError` if optuna is not installed."""
     try:
         import optuna
     except ImportError as error:
@@ -112,7 +112,7 @@ def _study(seed: int) -> Any:
 
 
 def strategies(space: Space, *, trials: int, seed: int) -> dict[StrategyName, Callable[[], Machine]]:
-    """How to make each."""
+    """The constructor of each strategy, by name."""
     return {
         "omnivore": lambda: Search(space),
         "default": lambda: RuleOfThumb(space),

@@ -16,20 +16,20 @@ from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one number of groups has shown, with its best momentum."""
+    """The result of one number of groups, with its best momentum."""
 
     setting: Setting
     predicted_s: float
-    """Of an update, by the planner."""
+    """Predicted seconds of an update."""
     update_s: float
     """HE, measured."""
     updates: int | None
-    """SE: updates to the target; none where it was not reached."""
+    """SE: updates to the target; ``None`` if it was not reached."""
     seconds: float | None
-    """To the target."""
+    """Seconds to the target."""
 
     def to_value(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The point as JSON values."""
         return {
             "groups": self.setting.groups,
             "momentum": self.setting.momentum,
@@ -44,12 +44,12 @@ class Point:
 class EveryNumberOfGroups(Machine):
     """Trains to the target with each number of groups and each momentum, at one learning rate: the best with one group.
 
-    Momenta from the one that makes up for asynchrony on, as long as they get better. Whatever takes much longer
+    Momenta are tried from the one that compensates for asynchrony on, as long as they get better. A run that takes much longer
     than the best so far is ended."""
 
     def __init__(self, space: Space, most_updates: int, lr: float | None = None, beyond: float = 4.0) -> None:
-        """``most_updates``: after which a run has not reached the target. ``lr``: instead of the sweep. ``beyond``: how many times
-        as long as the best so far a run may take."""
+        """``most_updates``: updates after which a run has failed to reach the target. ``lr``: used instead of a sweep. ``beyond``:
+        how many times as long as the best so far a run may take."""
         self._most, self._lr, self._beyond = most_updates, lr, beyond
         super().__init__(space)
 
@@ -59,7 +59,7 @@ class EveryNumberOfGroups(Machine):
             found: dict[float, float] = {}
             for rate in sorted(space.rates):
                 setting = Setting(space.groups[0], max(space.momenta), rate)
-                outcome = yield self._probe(setting, "learning rate", "the best of a sweep")
+                outcome = yield self._probe(setting, "learning rate", "the best learning rate of a sweep")
                 found[rate] = outcome.loss
             lr = self._best_rate(found)
         soonest = math.inf
@@ -69,7 +69,7 @@ class EveryNumberOfGroups(Machine):
             while (momentum := next_momentum(space.momenta, near, tried)) is not None:
                 updates = math.ceil(min(self._beyond * soonest / self._update_s[groups], self._most))
                 setting = Setting(groups, momentum, lr)
-                reason = "from the beginning to the target"
+                reason = "train from the beginning to the target"
                 outcome = yield Trial(len(self.trials), setting, updates, "train", "curve", reason, None, self._give_up_above())
                 soonest = min(soonest, math.inf if outcome.reached is None else outcome.reached)
                 tried[momentum] = FOREVER_S + outcome.loss if outcome.reached is None else outcome.reached
@@ -93,7 +93,7 @@ class EveryNumberOfGroups(Machine):
 
 
 def penalties(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Each number of groups beside the best: in time an update, in updates, and in both."""
+    """Each number of groups relative to the best: in time per update, in updates, and in their product."""
     fastest = min((point.update_s for point in points), default=0.0)
     fewest = min((point.updates for point in points if point.updates), default=None)
     soonest = min((point.seconds for point in points if point.seconds), default=None)

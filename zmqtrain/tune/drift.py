@@ -1,4 +1,4 @@
-"""The closed loop: whether training is still what its setting was chosen for."""
+"""The closed loop: whether a setting still suits the training."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean, median, stdev
 
-#: Steps whose staleness counts, and how many there must be.
+#: The steps whose staleness is averaged, and the fewest for a mean.
 WINDOW, LEAST = 400, 100
-#: A group's first steps, with which its latest are compared: few of them, since one that has become slow makes few, or many.
+#: A group's first steps, with which its latest are compared: few, since a group that has become slow makes few steps.
 FIRST, LATEST = 60, (30, 100)
-#: How many standard errors their means must differ by, at least: what a group sees varies as much as it is, where times vary much.
+#: The means must differ by this many standard errors at least: if times vary much, the staleness of a group varies as much as its
+#: mean.
 ERRORS = 9.0
-#: How far measured momentum may go from what it was at first: fits of a thousand updates are no nearer.
+#: How far the fitted momentum may move from its first value: fits of a thousand updates are no more precise.
 MOMENTUM = 0.25
-#: Fits of which the median counts, at first and now.
+#: The number of fits of which the median is taken, at first and now.
 FITS = 3
-#: By what staleness may differ, as a share of what is expected, and in updates.
+#: How much staleness may differ from the expected value: as a share of it, and in updates.
 STALENESS, UPDATES = 0.5, 1.0
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group's staleness at first, and now."""
+    """A group's staleness, at first and now."""
 
     first: list[float] = field(default_factory=list)
     now: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST[-1]))
 
     def add(self, staleness: float) -> tuple[float, float] | None:
-        """What it was and is in the mean, where that is not the same any more."""
+        """Add a value. Returns the first and the current mean if they differ."""
         if len(self.first) < FIRST:
             self.first.append(staleness)
             return None
@@ -48,7 +49,7 @@ class _Group:
 
 @dataclass(slots=True)
 class Drift:
-    """Watches one training. What it finds may pass again: `reason` is how things are now."""
+    """Watches one training. What it finds may be temporary: `reason` is the current state."""
 
     groups: int
     explicit: float
@@ -57,18 +58,18 @@ class Drift:
     _of: dict[int, _Group] = field(default_factory=dict)
     _first: list[float] = field(default_factory=list)
     _fits: deque[float] = field(default_factory=lambda: deque(maxlen=FITS))
-    _found: dict[int | str, str | None] = field(default_factory=dict)  # group, or what all have together -> what is wrong
+    _found: dict[int | str, str | None] = field(default_factory=dict)  # group, or all groups together -> the problem
 
     @property
     def reason(self) -> str | None:
-        """Why to tune again, if there is a reason."""
+        """The reason to tune again; empty if there is none."""
         return next((found for found in self._found.values() if found is not None), None)
 
     def step(self, staleness: float | None, group: int = 0) -> str | None:
         """A step's mean staleness. Returns the reason.
 
-        As long as each group has one gradient under way, the mean of all is g - 1 whatever their speeds. One that becomes slow
-        shows in its own: others make more updates while it computes."""
+        As long as each group has one gradient in progress, the mean over all is g - 1 for any speeds. A group that becomes slow
+        shows in its own staleness: the others make more updates while it computes."""
         if staleness is None:
             return self.reason
         changed = self._of.setdefault(group, _Group()).add(staleness)
@@ -76,18 +77,20 @@ class Drift:
         if changed is not None:
             was, now = changed
             slower = "slower" if now > was else "faster"
-            said = f"the staleness of group {group} went from {was:.1f} to {now:.1f}: beside the others it has become {slower}"
+            said = (
+                f"the staleness of group {group} went from {was:.1f} to {now:.1f}: compared with the others it has become {slower}"
+            )
             self._found[group] = said
         self._staleness.append(staleness)
         if len(self._staleness) >= LEAST:
             mean, expected = fmean(self._staleness), self.groups - 1
-            said = f"staleness is {mean:.2f} in the mean, not {expected} as of {self.groups} groups that compute all the time"
+            said = f"the mean staleness is {mean:.2f}, but {self.groups} groups that compute all the time would have {expected}"
             self._found["mean"] = said if abs(mean - expected) > STALENESS * expected + UPDATES else None
         return self.reason
 
     def fitted(self, momentum: float) -> str | None:
-        """The momentum in all that servers have fitted: compared with what they fitted first, since a fit has errors of its own.
-        Returns the reason."""
+        """Take the total momentum that servers have fitted. It is compared with their first fits, since a fit has errors of its
+        own. Returns the reason."""
         if len(self._first) < FITS:
             self._first.append(momentum)
             return self.reason

@@ -1,4 +1,4 @@
-"""Momenta that were tried with one number of groups, and which of them is the best."""
+"""The momenta that were tried with one number of groups, and the best of them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 from zmqtrain.tune.trial import Outcome, Setting
 
-#: By how much a loss has risen before it counts as that.
+#: A loss counts as risen if it is higher by this factor.
 RISEN = 0.1
 
 
 @dataclass(slots=True)
 class Grid:
-    """What came of each. They are compared with their noise: a short trial flatters less momentum."""
+    """The results. They are compared with regard to noise: a short trial favours less momentum."""
 
     expected: Setting
-    """With the momentum that makes up for asynchrony. Another must be better by more than both standard errors."""
+    """The setting with the momentum that compensates for asynchrony. Another must be better by more than both standard errors."""
     begin: float | None
-    """The loss from which all of them begin, if that is known."""
+    """The loss at which all trials begin, if it is known."""
     worse: float
-    """By so much of a loss another is the worse one."""
+    """A loss is worse than another if it is higher by this fraction."""
     tried: dict[Setting, Outcome] = field(default_factory=dict)
 
     @property
     def best(self) -> Setting | None:
-        """None where all diverge."""
+        """The best trial; ``None`` if all diverged."""
         best: Setting | None = None
         for setting in sorted(self.tried, key=self._distance):
             if not self.tried[setting].diverged and (best is None or self._beats(setting, best)):
@@ -35,39 +35,39 @@ class Grid:
 
     @property
     def groups(self) -> int:
-        """How many all of them have."""
+        """The number of groups of all trials."""
         return self.expected.groups
 
     @property
     def loss(self) -> float:
-        """That of the best; infinite where all diverge."""
+        """The loss of the best trial; infinite if all diverged."""
         best = self.best
         return math.inf if best is None else self.tried[best].loss
 
     @property
     def updates(self) -> int:
-        """Of its longest trial."""
+        """The updates of the longest trial."""
         return max((outcome.updates for outcome in self.tried.values()), default=0)
 
     @property
     def rises(self) -> bool:
-        """Whether even the best has only made things worse."""
+        """Whether even the best trial has increased the loss."""
         best = self.best
         return best is not None and self.risen(self.tried[best])
 
     def risen(self, outcome: Outcome) -> bool:
-        """Whether it has only made things worse."""
+        """Whether the trial has increased the loss."""
         return self.begin is not None and outcome.loss > (1 + RISEN) * self.begin
 
     def tied(self) -> Sequence[Setting]:
-        """Those that can hardly be told apart from the best, and itself, by their losses."""
+        """The trials whose losses can hardly be distinguished from the best, including the best."""
         best = self.best
         if best is None or self.rises:
             return ()
         lowest = self.tried[best]
 
         def near(other: Outcome) -> bool:
-            # Both have seen the same data in the same order, so most of their noise is the same, too.
+            # All trials have seen the same data in the same order, so most of their noise is the same, too.
             noise = math.hypot(lowest.noise, other.noise) / 2
             return abs(other.loss - lowest.loss) <= max(self.worse * abs(lowest.loss), noise)
 

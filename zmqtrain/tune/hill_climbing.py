@@ -1,4 +1,4 @@
-"""Which momentum to try next: from a likely one on, as long as neighbours are better."""
+"""Chooses the next momentum to try: from a likely one on, as long as its neighbours are better."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 
 def next_momentum(momenta: Sequence[float], near: float, tried: Mapping[float, float]) -> float | None:
-    """The one nearest to ``near`` first, then neighbours of the best, on ``near``'s side first; none where both are worse.
+    """The next momentum: first the one closest to ``near``, then neighbours of the best, on ``near``'s side first; ``None`` if
+    both are worse.
 
-    ``tried``: the loss of each so far, infinite where it diverged. Then only smaller ones are worth a trial."""
+    ``tried``: the loss of each so far, infinite if it diverged. After that only smaller ones are worth a trial."""
     choices = sorted(momenta)
-    # Of two that are as near the lower one is the safer.
+    # Of two that are equally close, the lower one is safer.
     first = min(choices, key=lambda each: (round(abs(each - near), 9), each))
     if first not in tried:
         return first

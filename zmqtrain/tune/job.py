@@ -1,4 +1,4 @@
-"""A trial as a job: the file's, with the trial's setting."""
+"""Turns a trial into a job: the file's job with the trial's setting."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Trial
 
-#: A probe of several groups is stopped when it has made its updates; groups that are faster than others make more of them.
+#: The margin of a probe's length: a probe is stopped when all groups together have made its updates, and faster groups make more.
 SPARE = 4
-#: Checkpoints of a training: it can end before its time at each.
+#: The number of checkpoints of a training: it can end early at each of them.
 PARTS = 32
-#: Seconds of search and training together, where neither the file nor the job says more.
+#: The default limit for search and training together, in seconds.
 LIMIT_S = 3600.0
 
 
 def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:
     """The topology of a trial's run. ``weights``: the checkpoint at which it begins.
 
-    All that begin at one checkpoint see the same data in the same order, another than those before."""
+    All trials that begin at the same checkpoint see the same data in the same order, which differs from that of earlier trials."""
     grouped = regrouped(topology, trial.setting.groups)
     steps = math.ceil(trial.updates / trial.setting.groups)
     every = 0
-    if trial.kind == "train":  # checkpoints on the way: training may end before its time
+    if trial.kind == "train":  # checkpoints in between: training may end early
         every = math.ceil(steps / PARTS)
         steps = every * math.ceil(steps / every)
-    elif trial.keeps:  # one at its end
+    elif trial.keeps:  # a checkpoint at its end
         every = steps
     elif trial.setting.groups > 1:
         steps *= SPARE
@@ -59,15 +59,15 @@ def job_of(topology: Topology, trial: Trial, weights: Path | None) -> Topology:
 
 
 def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Space:
-    """What is searched, by ``[tune]`` and the predicted speeds. ``measured``: g* is not predicted, but measured first.
+    """The space of a search, from ``[tune]`` and the predicted speeds. ``measured``: g* is not predicted, but measured first.
 
-    Raises `UsageError` where there is nothing to choose from."""
+    Raises `UsageError` if there is nothing to choose from."""
     found = efficiencies(model)
     if not found:
         raise UsageError("the batch is smaller than any group: raise [compute] batch_size")
     update_s = {each.groups: each.seconds for each in found}
     if min(update_s.values()) <= 0:
-        update_s = dict.fromkeys(update_s, 1.0)  # nothing is known of the speed; it will be measured
+        update_s = dict.fromkeys(update_s, 1.0)  # the speed is not known; it will be measured
     tune = topology.tune
     return Space(
         update_s,
@@ -85,12 +85,13 @@ def space_of(topology: Topology, model: Model, *, measured: bool = True) -> Spac
 
 
 def space_for(space: Space, update_s: Mapping[int, float], *, job_s: float | None, spent_s: float = 0.0) -> Space:
-    """The space of a search whose speeds have been measured, for a job that takes so long (none: as long as the space allows).
+    """The space of a search whose speeds have been measured, for a job that takes ``job_s`` seconds (none: as long as the space
+    allows).
 
-    The job is trained to its end, whatever the loss. Searching may take ``share`` of search and training together. ``spent_s`` of
-    that has gone into measuring."""
+    The job is trained to its end, whatever the loss. The search may take ``share`` of search and training together, and
+    ``spent_s`` of it has been used for measuring."""
     limit_s = space.limit_s if job_s is None else job_s / (1 - space.share)
-    # A search looks at its share alone to see what it may take. Nothing would be left of a limit of 0.
+    # The search uses only its share of the limit, so the limit must not be 0.
     saturation = fewest(update_s)
     return replace(
         space, update_s=dict(update_s), saturation=saturation, limit_s=max(limit_s - spent_s / space.share, 1e-9), target=None

@@ -1,48 +1,49 @@
-"""When the learning rate decays: as soon as a lower one brings the loss to the target.
+"""Decides when the learning rate decays: as soon as a lower rate brings the loss to the target.
 
-The noise of the steps falls with it at once, by a part of the loss that a probe shows, and progress is slower from then on. So it
-is done at the end, and asked for no sooner than that is near.
+A lower rate reduces the noise of the steps at once, and a probe shows by how much; but progress is slower from then on. So it is
+lowered at the end, and probed only when the end is near.
 """
 
 from __future__ import annotations
 
 import math
 
-#: From which multiple of the target on it may bring the loss there at once; and if training begins within that.
+#: A lower rate may reach the target at once from this multiple of it; and the multiple if training begins within that.
 CLOSE, CLOSER = 1.4, 1.06
-#: And after which part of the way from the first loss to the target there is no more left than that.
+#: The part of the way from the first loss to the target after which this is possible, too.
 WAY = 0.75
-#: What it is taken to bring at least: less cannot be seen.
+#: The smallest assumed effect: less cannot be measured.
 GAIN = 0.02
-#: By which part of what is left the loss must have come nearer before it is asked again.
+#: The loss must have made up this part of the remaining difference before the next probe.
 NEARER = 0.5
 
 
 class LrDecay:
-    """Says at which loss to ask (with a probe at a lower rate), and decides by what the probe shows."""
+    """Says at which loss to probe a lower rate, and decides by the result of the probe."""
 
     def __init__(self, target: float | None, begin: float | None, first: float = math.inf) -> None:
-        """``target``: the loss to reach; without one it never decays. ``begin``: the loss where training stands. ``first``: the
-        loss of a model that has learned nothing."""
+        """``target``: the loss to reach; without one the rate never decays. ``begin``: the current loss. ``first``: the loss of an
+        untrained model."""
         self.decayed = False
         """Whether the learning rate has been lowered."""
         self.until: float | None = None
-        """The loss at which to ask; none: not at all."""
+        """The loss at which to probe; ``None``: never."""
         self._target = target
         if target is not None:
             close = max(CLOSER * target, min(CLOSE * target, target + (1 - WAY) * (first - target)))
             self.until = close if begin is None or begin > close else CLOSER * target
 
     def due(self, loss: float | None) -> bool:
-        """Whether to ask at this loss."""
+        """Whether to probe at this loss."""
         return self.until is not None and loss is not None and loss <= self.until
 
     def near(self, loss: float | None) -> bool:
-        """Whether training has ended at this loss because of that, give or take its noise."""
+        """Whether training has ended because it reached this loss, within its noise."""
         return self.until is not None and loss is not None and loss <= (1 + GAIN) * self.until
 
     def probed(self, begin: float, decayed: float) -> bool:
-        """Whether it decays now: a probe at a lower rate came from ``begin`` to ``decayed``. If not, ``until`` says when to ask."""
+        """Whether the rate decays now, after a probe at a lower rate went from ``begin`` to ``decayed``. If not, ``until`` says
+        when to probe again."""
         assert self._target is not None
         if decayed <= self._target:
             self.until, self.decayed = None, True
@@ -51,7 +52,7 @@ class LrDecay:
         return False
 
     def later(self, begin: float, at: float = math.inf) -> None:
-        """Not now, at a loss of ``begin``, but nearer to the target; no sooner than ``at`` this loss."""
+        """Postpone the next probe from the loss ``begin`` to one closer to the target, not before the loss ``at``."""
         assert self._target is not None
         self.until = min(at, begin - NEARER * (begin - self._target))
         if self.until <= (1 + GAIN) * self._target:

@@ -1,6 +1,7 @@
-"""The machine that all strategies are: it says what to try next, and is told what came of it.
+"""The base of all strategies: a machine that says what to try next, and takes the result.
 
-A strategy is a generator of trials; the machine's state is what it was told, so that it is resumed by telling it again (`replay`).
+A strategy is a generator of trials; the machine's state consists of the results so far, so it is resumed by replaying them
+(`replay`).
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ from typing import Any, Self, TypeAlias
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial, Watch
 
-#: A probe that has come to so many times the loss that it began with is given up.
+#: A probe is given up if its loss reaches this multiple of its first loss.
 GIVE_UP = 3.0
-#: Of the very first loss: three times less than that is no divergence, but a batch that is harder than others.
+#: A loss below this fraction of the very first one is not a divergence, even if it has tripled: the batch may just be a hard one.
 LITTLE = 0.1
-#: A search that has a time limit makes its probes so short that it can afford so many of them, if that is not too short.
+#: A search with a time limit shortens its probes so that it can afford this many of them, if they do not get too short.
 PROBES = 18
-#: Training that nothing limits is asked for this long: ten years.
+#: The length of unlimited training in seconds: ten years.
 FOREVER_S = 3e8
 
 Life: TypeAlias = Generator[Trial, Outcome, Done]
 
 
 class Machine(ABC):
-    """Decides what to try next. Whoever runs the trials tells it what came of each."""
+    """Decides what to try next. Its caller runs the trials and passes on the results."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         self._update_s = dict(space.update_s)
         self._told: list[Outcome] = []
         self.trials: list[tuple[Trial, Outcome]] = []
-        """All so far, in order."""
+        """All trials so far, in order."""
         self._decisions: list[Decision] = []
-        self._lengths: dict[int, float] = {}  # of probes since the last training, in updates
-        self._seen: dict[Setting, Outcome] = {}  # what came of them
-        self._first: dict[int | None, float] = {}  # where trials begin -> loss there
+        self._lengths: dict[int, float] = {}  # lengths of the probes since the last training, in updates
+        self._seen: dict[Setting, Outcome] = {}  # their outcomes
+        self._first: dict[int | None, float] = {}  # the starting point of trials -> the loss there
         self.search_s = 0.0
-        """Time that went into probes, with starting and ending them."""
+        """Seconds spent on probes, including their start and end."""
         self.train_s = 0.0
-        self._start: int | None = None  # where training stands
+        self._start: int | None = None  # the number of the trial at whose end training stands
         self._setting: Setting | None = None
         self._reached = self._finished = False
         self._diverged = 0  # trainings one after another
-        self._stalled = False  # the last training has brought nothing
-        self._drifted = False  # it was ended for that
+        self._stalled = False  # the last training made no progress
+        self._drifted = False  # it was ended for that reason
         self._algorithm = self._life()
         self._now: Trial | Done
         self._advance(None)
@@ -55,13 +56,13 @@ class Machine(ABC):
     # The machine
 
     def next(self) -> Trial | Done:
-        """What to do now; the same until it is told of it."""
+        """The next trial, or the end; the same until its result is given."""
         return self._now
 
     def result(self, trial: Trial, outcome: Outcome) -> None:
-        """What came of the trial that `next` gave."""
+        """Take the outcome of the trial that `next` returned."""
         if trial != self._now:
-            raise ValueError(f"this is not the trial that is under way: {trial}")
+            raise ValueError(f"this is not the trial that is running: {trial}")
         self._told.append(outcome)
         self.trials.append((trial, outcome))
         if outcome.updates:
@@ -75,32 +76,32 @@ class Machine(ABC):
         self._advance(outcome)
 
     def decisions(self) -> list[Decision]:
-        """Those since the last call."""
+        """The decisions since the last call."""
         found, self._decisions = self._decisions, []
         return found
 
     def to_value(self) -> dict[str, Any]:
-        """All that it was told, as JSON values."""
+        """All results so far, as JSON values."""
         return {"outcomes": [outcome.to_value() for outcome in self._told]}
 
     def replay(self, value: Mapping[str, Any]) -> Self:
-        """Make a new machine what the one was that `to_value` was called on. Raises ``ValueError`` for one of another space."""
+        """Bring a new machine to the state that `to_value` wrote. Raises ``ValueError`` if it belongs to a different space."""
         for each in value["outcomes"]:
             trial = self.next()
             if isinstance(trial, Done):
-                raise ValueError("it was told more than this search asks for: it is of another space")
+                raise ValueError("it has more results than this search asks for, so it belongs to a different search")
             self.result(trial, Outcome.from_value(each))
         self.decisions()
         return self
 
     @property
     def start(self) -> int | None:
-        """The trial at whose end training stands; none: at the initial parameters."""
+        """The trial at whose end training stands; ``None``: the initial parameters."""
         return self._start
 
     @property
     def share(self) -> float:
-        """Of all time so far, how much went into probes."""
+        """The share of all time so far that was spent on probes."""
         total = self.search_s + self.train_s
         return self.search_s / total if total else 0.0
 
@@ -122,25 +123,25 @@ class Machine(ABC):
     # For strategies
 
     def _probe_s(self) -> float:
-        """How long a probe is to take."""
+        """The length of a probe in seconds."""
         space = self._space
         return min(space.probe * self._update_s[space.groups[-1]], space.share * space.limit_s / PROBES)
 
     def _probe(self, setting: Setting, phase: str, reason: str, *, times: int = 1) -> Trial:
         groups = setting.groups
-        # As long as the ones before, which it will be compared with: what was measured since is not what matters.
+        # As long as the earlier probes, with which it will be compared, even if other speeds were measured since.
         length = self._lengths.setdefault(groups, max(self._space.probe / 4, self._probe_s() / self._update_s[groups]))
         updates = max(groups, round(times * length))
         return Trial(len(self.trials), setting, updates, "probe", phase, reason, self._start, self._give_up_above())
 
     def _leg(self, setting: Setting, updates: int, phase: str, reason: str, start: int | None) -> Trial:
-        """A probe from there that may be gone on from."""
+        """A probe from ``start`` that other trials may continue."""
         first = self._first.get(None)
         above = None if first is None else GIVE_UP * first
         return Trial(len(self.trials), setting, max(setting.groups, updates), "probe", phase, reason, start, above, keeps=True)
 
     def _adopt(self, setting: Setting, number: int, spent_s: float) -> None:
-        """What has been a probe, or some one after another, is training: it goes on from there. ``spent_s``: their time."""
+        """Turn a probe, or a chain of probes, into training that continues from its end. ``spent_s``: their time."""
         self.search_s -= spent_s
         self.train_s += spent_s
         self._setting, self._start, self._diverged = setting, number, 0
@@ -151,30 +152,32 @@ class Machine(ABC):
         self._seen.clear()
 
     def _speed(self, groups: int) -> Trial:
-        """A few steps from the beginning, which tell how long an update takes with so many groups."""
-        space, reason = self._space, "how long an update takes with each number of groups"
+        """A few steps from the beginning, which measure how long an update takes with ``groups`` groups."""
+        space, reason = self._space, "to measure how long an update takes with each number of groups"
         setting = Setting(groups, 0.0, min(space.rates))
         return Trial(len(self.trials), setting, groups * space.speed, "probe", "speed", reason)
 
     def _try(self, setting: Setting, phase: str, reason: str) -> Generator[Trial, Outcome, Outcome]:
-        """A probe, unless the same one has been made from here."""
+        """A probe, unless the same one was made from this point already."""
         if setting not in self._seen:
             self._seen[setting] = yield self._probe(setting, phase, reason)
         return self._seen[setting]
 
     def _around_s(self) -> float:
-        """What starting and ending a run takes."""
+        """The seconds that starting and ending a run takes."""
         probes = [outcome for each, outcome in self.trials if each.kind == "probe"]
         return fmean(each.spent_s - each.seconds for each in probes) if probes else 0.0
 
     def _affords(self, *trials: Trial, part: float = 1.0) -> bool:
-        """Whether there is time for these probes: all may take their share of the time limit. ``part``: of that share."""
+        """Whether there is time for these probes within the search's share of the time limit. ``part``: the part of that share to
+        use."""
         around_s = self._around_s()
         cost_s = sum(each.updates * self._update_s[each.setting.groups] + around_s for each in trials)
         return self.search_s + cost_s <= part * self._space.share * self._space.limit_s
 
     def _best_rate(self, losses: Mapping[float, float]) -> float:
-        """Of learning rates that are as good as the best the highest: a model that has not begun to learn shows no difference."""
+        """The highest of the learning rates that are as good as the best: a model that has not begun to learn shows no
+        difference."""
         lowest = min(losses.values())
         return max(rate for rate, loss in losses.items() if loss <= lowest + self._space.worse * abs(lowest))
 
@@ -182,7 +185,7 @@ class Machine(ABC):
         if self._reached:
             return Done(self._setting, "the target is reached", reached=True)
         if self._finished:
-            return Done(self._setting, "the job is through", reached=True)
+            return Done(self._setting, "the job is complete", reached=True)
         if self.search_s + self.train_s >= self._space.limit_s:
             return Done(self._setting, f"the time is up: {self._space.limit_s:g} s")
         return None
@@ -192,13 +195,13 @@ class Machine(ABC):
         return None if first is None else GIVE_UP * max(first, LITTLE * begin)
 
     def _left(self, groups: int) -> int:
-        """Updates until the time is up."""
+        """The updates that fit into the remaining time."""
         left_s = self._space.limit_s - self.search_s - self.train_s
         return max(groups, math.ceil(left_s / self._update_s[groups]))
 
     def _due(self, groups: int, search_s: float) -> int:
-        """Updates of training that make the search's share of all time small enough; to the end, where there would be too little
-        time after it for another search like the last one (``search_s``)."""
+        """Updates of training that make the search's share of all time small enough; to the end, if there would be too little time
+        after it for another search like the last one (``search_s``)."""
         owed_s = self.search_s * (1 - self._space.share) / self._space.share - self.train_s
         left_s = self._space.limit_s - self.search_s - self.train_s
         wanted_s = max(owed_s, self._space.period * self._update_s[groups])
@@ -216,7 +219,7 @@ class Machine(ABC):
         until: float | None = None,
         watch: Watch | None = None,
     ) -> Generator[Trial, Outcome, Outcome]:
-        """Go on from where training stands. ``until``: a loss at which that is enough. ``watch``: whether it gets anywhere."""
+        """Continue training. ``until``: the loss at which to stop. ``watch``: how to detect a lack of progress."""
         trial = Trial(
             len(self.trials),
             setting,
@@ -236,7 +239,7 @@ class Machine(ABC):
         self._reached, self._finished = outcome.reached is not None, outcome.finished
         if outcome.diverged:
             self._diverged += 1
-            self._decide("diverged", f"training with {setting} diverged after all: back to its start", **values_of(setting))
+            self._decide("diverged", f"training with {setting} diverged later: back to its start", **values_of(setting))
             return outcome
         self._start, self._diverged = trial.number, 0
         self._stalled = outcome.stood is not None or outcome.loss > (1 - self._space.worse) * outcome.first
@@ -250,5 +253,5 @@ class Machine(ABC):
 
 
 def values_of(setting: Setting) -> dict[str, Any]:
-    """As plain values."""
+    """A setting as plain values."""
     return {"groups": setting.groups, "momentum": setting.momentum, "lr": setting.lr}

@@ -1,4 +1,4 @@
-"""A trial's run as its events tell it: losses and times, and when it has gone on for long enough."""
+"""Follows a trial's run by its events: losses and times, and when the run should end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zmqtrain.tune.drift import Drift
 from zmqtrain.tune.progress import Progress
 from zmqtrain.tune.trial import Outcome, Smoothed, Trial
 
-#: Losses before one that is far too high counts: the first few are noisy.
+#: The number of losses before a very high one counts as divergence: the first few are noisy.
 PATIENCE = 5
 
 
 class TrialMonitor:
     """Feed it the run's events (`observe`); `outcome` at the end.
 
-    An update is a group's step, once all its workers have told of it. Events come in batches, of one worker after another, so what
-    happened when is known at the end only; until then the order in which it is heard is near enough.
+    An update is a group's step, once all its workers have reported it. Events arrive in batches, worker by worker, so their exact
+    order is known only at the end; until then the order of arrival is close enough.
     """
 
     def __init__(self, trial: Trial, group_size: int, target: float | None = None, smooth: int = 20) -> None:
@@ -29,19 +29,19 @@ class TrialMonitor:
         self._trial, self._size = trial, group_size
         self._target = target if trial.kind == "train" or trial.keeps else None
         self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # group and step -> time and loss of each worker so far
-        self._updates: list[tuple[float, float]] = []  # when, and the mean loss of the group's batch
+        self._updates: list[tuple[float, float]] = []  # the time, and the mean loss of the group's batch
         self._began: float | None = None
-        self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # the one to see divergence soon
+        self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # short, to detect divergence soon
         self._staleness: list[float] = []
         self._momentum: float | None = None
         self.diverged = False
-        """Its loss is no number, or far above what it began with."""
+        """Whether its loss is NaN or infinite, or far above its first loss."""
         self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
         self._drifted: str | None = None
         self._progress = None if trial.watch is None else Progress(trial.watch)
         self._stood: str | None = None
-        self._close = False  # its smoothed loss has come to where the trial is to end
-        self._kept: Counter[object] = Counter()  # step of a checkpoint -> workers whose part of it is kept
+        self._close = False  # its smoothed loss has reached the end of the trial
+        self._kept: Counter[object] = Counter()  # step of a checkpoint -> workers whose part of it is on disk
         self.stop: str | None = None
         """Why the run should end, once there is a reason."""
 
@@ -51,7 +51,8 @@ class TrialMonitor:
         return len(self._updates)
 
     def observe(self, event: Mapping[str, Any], rank: int | None = None) -> None:
-        """Take an event of a role, as it stands in ``events.jsonl`` (with its time). ``rank``: whose it is, if a worker's."""
+        """Take an event of a role, as in ``events.jsonl`` (with its time). ``rank``: the worker's rank, if it is a worker's
+        event."""
         values = event.get("values") or {}
         if event.get("kind") == "step":
             self._step(rank or 0, event, values)
@@ -67,15 +68,15 @@ class TrialMonitor:
             stood = None if self._progress is None else self._progress.reason
             if whole and self.stop is None and (self._close or drifted is not None or stood is not None):
                 self._drifted, self._stood = drifted, stood
-                self.stop = drifted or stood or f"the loss has come to {self._trial.until:.4g}"
+                self.stop = drifted or stood or f"the loss has reached {self._trial.until:.4g}"
         elif event.get("kind") == "server" and isinstance(values.get("momentum"), float):
             self._momentum = values["momentum"]
 
     def outcome(self, *, whole_s: float = 0.0, diverged: bool = False, finished: bool = False) -> Outcome:
-        """What came of it. ``whole_s``: the run's time in all. ``diverged``, ``finished``: the run itself says so.
+        """The outcome of the trial. ``whole_s``: the total time of the run. ``diverged``, ``finished``: as reported by the run.
 
-        A probe hears that it has enough a while later. What it did until then costs time, but does not count otherwise: other
-        probes might have had more of it."""
+        A probe gets the message to stop with a delay. The steps until then cost time, but do not count otherwise: other probes may
+        have had more of them."""
         self._updates.sort()
         if self._trial.kind == "probe":
             del self._updates[self._trial.updates :]
@@ -111,7 +112,7 @@ class TrialMonitor:
         told = self._open.setdefault(key, [])
         told.append((time, loss))
         if not math.isfinite(loss):
-            self.diverged, self.stop = True, f"the loss is {loss}: this diverges"
+            self.diverged, self.stop = True, f"the loss is {loss}: training diverges"
         if len(told) == self._size:
             del self._open[key]
             self._update(max(when for when, _ in told), fmean(each for _, each in told))
@@ -122,7 +123,7 @@ class TrialMonitor:
         if self._progress is not None:
             self._progress.add(loss)
         if above is not None and smooth > above and self.updates > PATIENCE:
-            self.diverged, self.stop = True, f"the loss is {loss:.4g}: this diverges"
+            self.diverged, self.stop = True, f"the loss is {loss:.4g}: training diverges"
         elif self._trial.kind == "probe" and not self._trial.keeps and self.updates >= self._trial.updates:
             self.stop = "the probe has made its updates"
         elif self._target is not None and self._aim.settled and aim <= self._target:

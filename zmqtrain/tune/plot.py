@@ -1,4 +1,4 @@
-"""What a search tried, and the trade-off over groups, as self-contained SVGs."""
+"""Draws the trials of a search, and the trade-off over groups, as self-contained SVGs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zmqtrain.tune.trial import Outcome, Trial
 
 WIDTH, HEIGHT = 720, 360
 FRAME = svg.Frame(64, 44, WIDTH - 150, HEIGHT - 52)
-#: Where the legend begins.
+#: The x coordinate at which the legend begins.
 BESIDE = FRAME.right + 12
 
 
 def trials_svg(title: str, trials: Sequence[tuple[Trial, Outcome]]) -> str:
-    """Loss over time: a bar from each trial's first loss to its last, as wide as it took; training is filled. Colours are numbers
-    of groups. Before a bar is the time that starting and ending its run took."""
+    """Loss over time: a bar from each trial's first loss to its last, as wide as its duration; training is filled. Colours are
+    numbers of groups. The gap before a bar is the time for starting and ending its run."""
     bars = []
     time = 0.0
     for trial, outcome in trials:
@@ -50,7 +50,7 @@ def trials_svg(title: str, trials: Sequence[tuple[Trial, Outcome]]) -> str:
 
 
 def curves_svg(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """HE, SE and the total time over the number of groups, each beside its best; logarithmic both ways."""
+    """HE, SE and the total time over the number of groups, each relative to its best; both axes are logarithmic."""
     names = {"he": "time an update (HE)", "se": "updates (SE)", "total": "time in all"}
     values = [row[name] for row in rows for name in names if row[name]]
     high = max(1.0, math.log2(max(values, default=2.0)) * 1.05)

@@ -1,4 +1,4 @@
-"""Whether training gets anywhere: it is asked again soon where it stands still, or is above what another setting has shown."""
+"""Decides whether training makes progress, or has stalled or fallen behind another setting."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from statistics import fmean, stdev
 
 from zmqtrain.tune.trial import Watch
 
-#: By which part of what it has seen a training goes on before it is looked at again.
+#: A training is checked again after this part of its updates so far.
 AGAIN = 0.4
-#: How often, one look after another, it must not be seen to fall.
+#: The number of successive checks without a visible fall of the loss after which training counts as stalled.
 LOOKS = 2
-#: Losses of which a mean has an error.
+#: The fewest losses for a standard error.
 LEAST = 4
-#: A training stands still that would take so many times as long again as it has taken, even if it falls by one standard error more.
+#: A training counts as stalled if it would need this many times its time so far, even if the loss falls by one standard error more.
 FAR = 2.0
-#: Where no loss is to be reached: the part of the loss that is to go.
+#: Without a target: the part of the loss that remains to be reduced.
 PART = 0.25
 
 
 class Progress:
-    """Watches one training's losses, update by update. What it finds may pass again: `reason` is how things are now.
+    """Watches one training's losses, update by update. What it finds may be temporary: `reason` is the current state.
 
-    Of all so far the third quarter is compared with the last, so that the longer it goes on the smaller a fall can be seen. What
-    falls too little to be seen need not stand still: what counts is what it may fall by, noise included, beside what is left."""
+    The third quarter of all losses is compared with the last, so that longer trainings show smaller falls. A fall that is too
+    small to be seen does not mean that training has stalled: the possible fall, including noise, is compared with what is left."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -32,10 +32,10 @@ class Progress:
         self._losses: list[float] = []
         self._still = 0
         self.reason: str | None = None
-        """Why to ask again, if there is a reason."""
+        """The reason to look for another setting; empty if there is none."""
 
     def add(self, loss: float) -> str | None:
-        """An update's loss. Returns the reason."""
+        """Add the loss of an update. Returns the reason."""
         self._losses.append(loss)
         count = len(self._losses)
         if count >= self._next:
@@ -53,7 +53,7 @@ class Progress:
         self._still = self._still + 1 if still or risen else 0
         after = f"after {len(self._losses)} updates"
         if watch.below is not None and now - error > watch.below:
-            self.reason = f"the loss is {now:.4g} {after}: another setting had {watch.below:.4g} with fewer"
+            self.reason = f"the loss is {now:.4g} {after}: another setting had {watch.below:.4g} with fewer updates"
         elif self._still >= LOOKS:
             self.reason = f"the loss stands still: {was:.4g}, and {now:.4g} +- {error:.2g} {after}"
         else:
@@ -61,5 +61,5 @@ class Progress:
 
 
 def mean_of(losses: Sequence[float]) -> tuple[float, float]:
-    """Their mean, and its standard error."""
+    """The mean of losses, and its standard error."""
     return fmean(losses), stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0

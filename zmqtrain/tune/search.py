@@ -4,7 +4,7 @@
 
     search = Search(space)
     while not isinstance(trial := search.next(), Done):
-        search.result(trial, outcome)          # of a run that somebody makes of the trial
+        search.result(trial, outcome)          # of a run of the trial
 
 * Cold start: one group, from large steps (rate and momentum) to small ones until that gets no better. Then twice as many groups,
   again and again, with the momentum that makes up for them, as long as they are better in the same time. Some training.
@@ -28,49 +28,50 @@ from zmqtrain.plan.efficiency import fewest
 from zmqtrain.tune.grid import Grid
 from zmqtrain.tune.lr_decay import LrDecay
 from zmqtrain.tune.machine import Life, Machine, values_of
-from zmqtrain.tune.race import Point, Race, Runner, above, better, pace
+from zmqtrain.tune.race import LegEnd, Race, Runner, above, better, pace
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done, Outcome, Setting, Trial, Watch
 
-#: How often the learning rate is lowered where nothing trains at all.
+#: How often the learning rate is lowered if nothing trains at all.
 MOST_LOWERED = 3
-#: How often the first training goes on while the loss has hardly fallen.
+#: How often the first training is extended while the loss has hardly fallen.
 MOST_COLD = 8
-#: Of all time, after how much it does not.
+#: The part of all time after which it is not extended any more.
 COLDEST = 0.2
-#: By what the probes are longer that decide a tie, or ask for a lower learning rate.
+#: The factor by which probes are longer that decide a tie, or try a lower learning rate.
 LONGER = 2
-#: By what a lower learning rate must be better in a short trial.
+#: The fraction by which a lower learning rate must be better in a short trial.
 LOWER = 0.1
-#: Momenta that are nearer to each other than this are not told apart.
+#: Momenta that are closer to each other than this are treated as equal.
 APART = 0.1
 #: A momentum that is as good as none.
 SMALL = 0.05
-#: Of settings that are tied, how many are tried for longer.
+#: The most tied settings that get a longer trial.
 MOST_TIED = 2
-#: Updates of the first leg of a race, at least.
+#: The fewest updates of the first leg of a race.
 LEAST = 10
-#: Training is looked at after so many first legs, at first; after a choice of groups and momentum, of which the better ones show
-#: late, after so many probes of it.
+#: Training is first checked after this many first legs; after a choice of groups and momentum, whose benefits show late, after this
+#: many probes.
 WATCH, LONG_WATCH = 4, 8
-#: Each time that nothing came of asking it trains so many times as long before it is asked again.
+#: Each time that looking for another setting brought nothing, training is this many times longer until the next attempt.
 PATIENCE = 2.0
-#: What asking may take, as a part of what has been trained; all of it where that has not come half way.
+#: The cost limit of looking for another setting, as a part of the training so far; all of it if training has not come half way.
 ASK = 0.5
-#: By which part of what is left smaller steps must bring a loss down at once, so that nothing else is asked.
+#: If smaller steps bring the loss down by this part of what is left, nothing else is tried.
 MUCH = 0.4
 #: After how many first legs it is asked for the first time whether smaller steps bring a loss well on its way to the target; after
 #: how many times as many updates again; which part of the way that is; and what it may take beside all training.
 GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 4, 3.0, 0.15, 0.3
-#: Training is divided for that only if it is so many times as long: what begins anew has no momentum yet.
+#: Training is divided for that only if it is this many times as long: each new start begins without momentum.
 SPLIT = 1.5
-#: Where nobody knows when the target is reached: what a search may take of all time so far, and about how many probes one takes.
+#: If the time to the target is not known: the share of all time so far that a search may take, and the approximate number of its
+#: probes.
 EARLY, CHOICE = 0.25, 6
-#: What a probe for the learning rate's fall may take of all time so far.
+#: The share of all time so far that a probe of a lower learning rate may take.
 FALLS = 0.1
-#: More groups are tried from the beginning if an update takes so many times less.
+#: More groups are tried from the beginning if an update is faster by this factor.
 WORTH = 1.4
-#: What the cold start may take of the time that there is for searching; and all before the end of training.
+#: The share of the search time that the cold start may take, and that of everything before the end of training.
 COLD = 0.5
 GRID = 0.85
 NOTHING_TRAINS = "nothing trains from here on: even one group with the lowest learning rates diverges"
@@ -82,9 +83,9 @@ class Search(Machine):
     def __init__(self, space: Space) -> None:
         self._total = max(space.momenta)  # momentum of the optimizer and of asynchrony
         self._race = Race(space.worse)
-        self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the training that is under way
-        self._patience = 1.0  # how much longer it trains before it is asked whether it gets anywhere
-        self._stood = False  # the last training got nowhere
+        self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the current training
+        self._patience = 1.0  # the factor for the time until the next check of progress
+        self._stood = False  # the last training made no progress
         self._glance_at = GLANCE * first_leg(space)  # updates of the leader
         super().__init__(space)
 
@@ -94,7 +95,9 @@ class Search(Machine):
             saturation = yield from self._speeds()
         else:
             saturation = space.saturation
-            self._decide("saturation", "the fewest groups that are as fast as any, as far as is known", groups=saturation)
+            self._decide(
+                "saturation", "the smallest number of groups that is as fast as any, as far as is known", groups=saturation
+            )
         lead = yield from self._rates()
         if lead is None:
             return Done(None, "no learning rate trains at all: even the lowest ones diverge")
@@ -103,7 +106,7 @@ class Search(Machine):
             return end
         groups, rate = saturation, self._lead.setting.lr / (10 if self._diverged else 1)
         if groups > self._lead.setting.groups:
-            self._decide("groups", f"more than {groups} groups would be no faster (g*)", groups=groups)
+            self._decide("groups", f"more than {groups} groups would not be faster (g*)", groups=groups)
         while True:
             if self._diverged > MOST_LOWERED:
                 return Done(self._setting, NOTHING_TRAINS)
@@ -122,7 +125,7 @@ class Search(Machine):
             rate = yield from self._long(chosen, due, watch)
             if (end := self._end()) is not None:
                 return end
-            if self._drifted and self._affords(*map(self._speed, space.groups)):  # hosts are not as fast as they were
+            if self._drifted and self._affords(*map(self._speed, space.groups)):  # the hosts' speeds have changed
                 groups = yield from self._speeds()
             if self._stood and (yield from self._ask()):
                 rate = self._lead.setting.lr
@@ -130,7 +133,7 @@ class Search(Machine):
                     return end
 
     def _follow(self, runner: Runner) -> None:
-        """What it has come to is where training stands."""
+        """Make the runner's state the current training."""
         assert runner.number is not None
         self._lead = runner
         self._glance_at = max(GLANCE * first_leg(self._space), round(GLANCE_AGAIN * runner.updates))
@@ -139,7 +142,8 @@ class Search(Machine):
     def _go_on(
         self, setting: Setting, updates: int, phase: str, reason: str, *, until: float | None = None, watch: int = 0
     ) -> Generator[Trial, Outcome, Outcome]:
-        """Training, that ends where it gets nowhere: ``watch`` updates at least, and more each time that nothing came of asking."""
+        """Training that ends if it makes no progress: after at least ``watch`` updates, and more each time that other settings
+        brought nothing."""
         others = [each for each in self._race.runners if each is not self._lead and each.updates <= self._lead.updates]
         below = min((each.loss + each.noise for each in others), default=None)
         begin = self._lead.loss if setting == self._lead.setting else None
@@ -152,7 +156,7 @@ class Search(Machine):
         return outcome
 
     def _cold(self) -> Generator[Trial, Outcome, Done | None]:
-        """Some training, and more while the loss has hardly fallen. Whether that is the end."""
+        """The first training, extended while the loss has hardly fallen. Returns whether the search ends here."""
         space = self._space
         for _ in range(MOST_COLD if space.cold and space.target is None else 0):
             if (end := self._end()) is not None:
@@ -163,13 +167,13 @@ class Search(Machine):
                 continue
             if self._diverged or self._lead.loss <= (1 - LOWER) * self._first[None] or self.train_s > COLDEST * space.limit_s:
                 break
-            self._decide("cold start", "the loss has hardly fallen yet, so trials would tell nothing: as long again")
+            self._decide("cold start", "the loss has hardly fallen yet, so trials would show nothing: the same length again")
         self._stalled = False  # it has only just begun, and its learning rate is the best of a sweep
         return self._end()
 
     def _too_soon(self) -> int | None:
-        """Updates to train until a search for groups and momentum takes no more than its part of all time so far; none where it may
-        begin. As long as nobody knows when the target will be reached it might cost more than it gains."""
+        """Updates to train until a search for groups and momentum takes no more than its share of all time so far; none if it may
+        begin now. As long as the time to the target is not known, a search might cost more than it gains."""
         space = self._space
         if space.target is None:
             return None
@@ -181,19 +185,19 @@ class Search(Machine):
         return min(self._left(groups), max(first_leg(self._space), math.ceil(owed_s / self._update_s[groups])))
 
     def _ask(self) -> Generator[Trial, Outcome, bool]:
-        """Training gets nowhere: whether a tenth of the learning rate does from there, or one of those that were left behind, from
-        where it was left. Returns whether training goes on as that."""
+        """Training has stalled: try a tenth of the learning rate, and the settings that fell behind, from where they stopped.
+        Returns whether training continues with one of them."""
         lead, begin_s, space = self._lead, self.search_s, self._space
         goal, again = space.target or 0.0, self._patience > 1
         far = lead.loss > (self._first[None] + goal) / 2
-        may_s = self.train_s * (1 if far else ASK)  # the longer it has trained the more it is worth to ask
+        may_s = self.train_s * (1 if far else ASK)  # the longer it has trained, the more such trials may cost
 
         def affords(trial: Trial) -> bool:
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
         lower = yield from self._lower(lead, affords, tenth=again)
-        # What has learned much is nearer to its end than anything else; what has learned little may as well be another.
+        # A training that has learned much is closer to its end than the others; one that has learned little may be replaced.
         if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
             return self._smaller(lead, lower)
         here = lead.here if lower is None else lower.here
@@ -202,7 +206,7 @@ class Search(Machine):
         if lower is not None:
             return self._smaller(lead, lower)
         self._patience *= PATIENCE
-        self._decide("stands still", "nothing that was tried gets further: it goes on, and is asked again later")
+        self._decide("stands still", "nothing that was tried is better: training continues, and is checked again later")
         return False
 
     def _lower(self, lead: Runner, affords: Callable[[Trial], bool], *, tenth: bool) -> Generator[Trial, Outcome, Runner | None]:
@@ -210,7 +214,7 @@ class Search(Machine):
         rate. Nothing is lost by it where training stands still, so that its own error is all that counts."""
         setting = lead.setting if self._setting is None else self._setting
         runner = Runner(replace(setting, lr=setting.lr / 10) if tenth else self._slower(setting))
-        reason = "whether smaller steps do where training stands still"
+        reason = "whether smaller steps help now that training has stalled"
         trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 5), "ask", reason, self._start)
         if not affords(trial):
             return None
@@ -218,8 +222,10 @@ class Search(Machine):
         return None if runner.diverged or runner.loss + runner.noise >= lead.loss else runner
 
     def _smaller(self, lead: Runner, lower: Runner) -> bool:
-        """Go on with them."""
-        self._decide("setting", f"{lower.setting} gets from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting))
+        """Continue with smaller steps."""
+        self._decide(
+            "setting", f"{lower.setting} brings the loss from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting)
+        )
         assert lower.number is not None
         lead.tell(*self.trials[lower.number])
         self._adopt(lower.setting, lower.number, lower.spent_s)
@@ -233,7 +239,7 @@ class Search(Machine):
         return max(slow, key=lambda each: (round(pace(each), 9), each.momentum))
 
     def _others(
-        self, lead: Runner, here: Point, affords: Callable[[Trial], bool], *, anew: bool
+        self, lead: Runner, here: LegEnd, affords: Callable[[Trial], bool], *, anew: bool
     ) -> Generator[Trial, Outcome, bool]:
         """Those left behind, from where they were left: always the one that is furthest ahead of where the leader was after
         as many samples, until one is better than what training has come to (``here``), or as good with half as many samples.
@@ -246,11 +252,11 @@ class Search(Machine):
             runner = runners[0]
             if runner.curve and better(runner.here, replace(here, updates=lead.updates)):
                 told = f"its loss is {runner.loss:.4g} after {runner.updates} updates, not {here.loss:.4g} after {lead.updates}"
-                self._decide("setting", f"{runner.setting} goes on instead: {told}", **values_of(runner.setting))
+                self._decide("setting", f"{runner.setting} continues instead: {told}", **values_of(runner.setting))
                 lead.spent = True
                 self._follow(runner)
                 return True
-            reason = "whether it does better than what stands still"
+            reason = "whether it does better than the training that has stalled"
             trial = self._leg(runner.setting, max(first_leg(self._space), runner.updates), "ask", reason, runner.number)
             if not affords(trial):
                 break
@@ -260,14 +266,14 @@ class Search(Machine):
     def _long(self, setting: Setting, updates: int, watch: int) -> Generator[Trial, Outcome, float]:
         """Training, and the learning rate to go on with. Beyond the paper, it falls to a tenth as soon as that brings the loss to
         the target; the paper tries a tenth each time."""
-        reason = f"the best of what was tried: {setting}"
+        reason = f"the best setting that was tried: {setting}"
         decay = LrDecay(self._space.target, self._first.get(self._start), self._first.get(None, math.inf))
         while True:
             begin = self._first.get(self._start)
             if begin is not None and decay.due(begin):
                 lower = replace(setting, lr=setting.lr / 10)
                 if (yield from self._decays(decay, lower, begin)):
-                    setting, reason = lower, "the learning rate falls, for the target is near"
+                    setting, reason = lower, "the learning rate is lowered, since the target is near"
                     if self._end() is not None:
                         return setting.lr
             outcome, updates = yield from self._stretch(setting, updates, "train", reason, watch, decay)
@@ -310,26 +316,26 @@ class Search(Machine):
                     return outcome, updates
 
     def _until_glance(self) -> int:
-        """Updates until the next."""
+        """Updates until the next look at smaller steps."""
         return max(2 * first_leg(self._space), self._glance_at - self._lead.updates)
 
     def _glance(self) -> Generator[Trial, Outcome, bool]:
         """Whether the noise of the steps is most of what keeps the loss from the target: smaller ones bring it well on its way
         at once. Less than that is no reason, since they always look good in a short trial. Returns whether training goes on so."""
         lead, goal, setting, start = self._lead, self._space.target, self._setting, self._start
-        assert goal is not None  # nothing else would tell how much is left
+        assert goal is not None  # otherwise it is not known how much is left
         assert setting is not None
         assert start is not None
         self._glance_at = round(GLANCE_AGAIN * lead.updates)
         runner = Runner(self._slower(setting))
-        reason = "whether noise is most of what is left"
+        reason = "whether noise is most of what separates the loss from the target"
         trial = self._leg(runner.setting, max(first_leg(self._space), lead.updates // 10), "ask", reason, start)
         cost_s = trial.updates * self._update_s[setting.groups] + 2 * self._around_s()
         if cost_s > GLANCE_S * self.train_s or not self._affords(trial):
             return False
         here, then = self._first[start], lead.at(lead.updates // 2)
         falls = 0.0 if then is None else trial.updates * max(0.0, (then.loss - lead.loss) / (lead.updates / 2))
-        if here - goal < 2 * falls:  # it is there soon in any case
+        if here - goal < 2 * falls:  # it reaches the target soon in any case
             return False
         runner.tell(trial, (yield trial))
         if runner.diverged or here - falls - runner.loss < MOST * (here - goal):
@@ -337,7 +343,7 @@ class Search(Machine):
         return self._smaller(lead, runner)
 
     def _soon(self, outcome: Outcome) -> float:
-        """What a probe of which all losses count would come to if it went on for half as long again, at the pace that it had."""
+        """The loss that a probe would reach if it continued at its pace for half its length again."""
         over = min(self._space.smooth, outcome.updates // 3)
         if outcome.end is None or over < self._space.smooth:
             return outcome.loss
@@ -345,13 +351,13 @@ class Search(Machine):
         return outcome.end - slope * (outcome.updates + over) / 2
 
     def _decays(self, decay: LrDecay, lower: Setting, begin: float) -> Generator[Trial, Outcome, bool]:
-        """Whether the learning rate falls now. If so, the probe that says so is training."""
+        """Whether the learning rate is lowered now. If so, the probe that showed it becomes training."""
         may_s = FALLS * (self.search_s + self.train_s)
         updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
-        reason = "whether a lower learning rate reaches the target by now"
+        reason = "whether a lower learning rate reaches the target now"
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
         if updates < first_leg(self._space) or not self._affords(trial):
-            self._enough(f"no other learning rate at a loss of {begin:.4g}")
+            self._enough(f"the same learning rate at a loss of {begin:.4g}")
             decay.later(begin)
             return False
         outcome = yield trial
@@ -361,17 +367,17 @@ class Search(Machine):
             self._lead.tell(trial, outcome)
             self._adopt(lower, trial.number, outcome.spent_s)
             return True
-        then = "no sooner than it is reached anyway" if decay.until is None else f"later, at {decay.until:.4g}"
+        then = "training reaches the target without it" if decay.until is None else f"later, at {decay.until:.4g}"
         self._decide("learning rate", f"a tenth would bring the loss from {begin:.4g} to {loss:.4g}: {then}", lr=10 * lower.lr)
         return False
 
     def _speeds(self) -> Generator[Trial, Outcome, int]:
-        """Hardware efficiency of all numbers of groups, and g*."""
+        """Measure the hardware efficiency of all numbers of groups, and g*."""
         for groups in self._space.groups:
             yield self._speed(groups)
         measured = {groups: self._update_s[groups] for groups in self._space.groups}
         found = fewest(measured)
-        self._decide("saturation", "the fewest groups that are as fast as any", groups=found, update_s=measured)
+        self._decide("saturation", "the smallest number of groups that is as fast as any", groups=found, update_s=measured)
         return found
 
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
@@ -385,7 +391,7 @@ class Search(Machine):
         settings = sorted((Setting(one, *pair) for pair in pairs), key=pace, reverse=True)
         for setting in settings:
             runner, before = race.enter(setting), race.leader
-            reason = "from large steps to small ones as long as that is better"
+            reason = "from large steps to small ones, as long as the loss improves"
             if not (yield from self._further(runner, first_leg(space), phase, reason)):
                 break
             if runner.diverged:
@@ -399,7 +405,7 @@ class Search(Machine):
             if race.leader is not None:
                 break
             lowest = replace(lowest, lr=lowest.lr / 10)
-            self._decide("learning rate", "the lowest one diverges: a tenth of it", lr=lowest.lr)
+            self._decide("learning rate", "the lowest learning rate diverges: a tenth of it", lr=lowest.lr)
             yield from self._further(race.enter(lowest), first_leg(space), phase, "nothing trains yet")
         if (lead := race.leader) is not None:
             self._decide("learning rate", f"the lowest loss of one group: {lead.loss:.4g}", **values_of(lead.setting))
@@ -409,7 +415,7 @@ class Search(Machine):
         """A leg of one, if there is time. Of several that none has been made of yet one is made in any case."""
         trial = self._leg(runner.setting, updates, phase, reason, runner.number)
         if self._race.leader is not None and not self._affords(trial, part=COLD):
-            self._enough(f"not {runner.setting} for longer")
+            self._enough(f"no longer trial of {runner.setting}")
             return False
         runner.tell(trial, (yield trial))
         return True
@@ -418,7 +424,7 @@ class Search(Machine):
         """How many groups help a model that has learned nothing: twice as many, as long as they are better in the same time. At
         best they need as few updates, so that what they gain is what an update takes less."""
         space = self._space
-        reason = "as many groups as still help at first, with the momentum that makes up for them"
+        reason = "the most groups that still help at first, with the momentum that compensates for them"
         for more in [each for each in space.groups if each <= saturation]:
             groups = lead.setting.groups
             if more < 2 * groups or self._update_s[groups] < WORTH * self._update_s[more]:
@@ -433,7 +439,7 @@ class Search(Machine):
                 good = not rival.diverged and not self._worse(rival.loss, point.loss)
                 if not good or (last and not self._worse(point.loss, rival.loss)):
                     fared = "diverges" if rival.diverged else f"ends at {rival.loss:.4g} after {point.loss:.4g}"
-                    told = f"at first {more} groups are no better than {groups} in the same time ({fared})"
+                    told = f"at first {more} groups are not better than {groups} in the same time ({fared})"
                     self._decide("groups", told, groups=groups)
                     rival.behind = True
                     return lead
@@ -460,18 +466,18 @@ class Search(Machine):
                 return
             setting = replace(found.expected, momentum=momentum)
             if found.tried and setting not in self._seen and not self._affords(self._probe(setting, phase, reason), part=GRID):
-                self._enough(f"no more momenta for {setting.groups} groups")
+                self._enough(f"no further momenta for {setting.groups} groups")
                 return
             found.tried[setting] = yield from self._try(setting, phase, reason)
             if found.best is not None and found.best != setting:
                 return
 
     def _enough(self, then: str) -> None:
-        self._decide("time", f"the search has had its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
+        self._decide("time", f"the search has used its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
 
     def _near(self, groups: int, total: float | None = None) -> float:
-        """The momentum that acts with the implicit one of so many groups like what is wanted in all (``total``): the largest
-        momentum of one group, or less where more groups could do without any."""
+        """The explicit momentum that gives, with the implicit momentum of ``groups`` groups, the wanted ``total``: at most the
+        largest momentum of one group, and less if more groups could do without any."""
         momentum = round(compensated(self._total if total is None else total, implicit_momentum(groups - 1)), 3)
         return momentum if momentum >= SMALL else 0.0
 
@@ -481,7 +487,7 @@ class Search(Machine):
         known = self._setting
         if known is None or known.groups == chosen.groups or self._diverged:
             return chosen
-        outcome = yield from self._try(known, "as before", "whether another number of groups is better at all")
+        outcome = yield from self._try(known, "as before", "whether another number of groups is better")
         if chosen.lr < known.lr:
             better = loss <= (1 - LOWER) * outcome.loss
         elif chosen.groups < known.groups:
@@ -490,7 +496,7 @@ class Search(Machine):
             better = self._worse(outcome.loss, loss)
         if outcome.diverged or better:
             return chosen
-        self._decide("groups", f"{known} is as good in the same time (loss {outcome.loss:.4g}): as before", **values_of(known))
+        self._decide("groups", f"{known} is as good in the same time (loss {outcome.loss:.4g}): it is kept", **values_of(known))
         return known
 
     def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, Grid | None]:
@@ -508,7 +514,7 @@ class Search(Machine):
             if found.best is None or found.best.momentum > 0:
                 return (yield from self._settle(found))
             if self._space.fewer(groups) is None or self._total <= implicit_momentum(groups - 1):
-                self._decide("momentum", "0 is the best, and fewer groups are no better", groups=groups)
+                self._decide("momentum", "a momentum of 0 is the best, and fewer groups are not better", groups=groups)
                 return (yield from self._settle(found))
             self._total = implicit_momentum(groups - 1)
 
@@ -530,7 +536,7 @@ class Search(Machine):
             fewer = self._space.fewer(groups)
             if fewer is not None:
                 if best is not None and not self._affords(self._probe(Setting(fewer, 0.0, rates[0]), "grid", ""), part=GRID):
-                    self._enough(f"{groups} groups it is")
+                    self._enough(f"{groups} groups are chosen")
                     return best
                 self._decide("groups", f"{_why(found)}; half of {groups}", groups=fewer)
                 groups = fewer
@@ -539,11 +545,11 @@ class Search(Machine):
             else:
                 lowered += 1
                 rates = [rates[-1] / 10, rates[-1] / 100]
-                self._decide("learning rate", "everything diverges, even with the fewest groups: lower ones", lr=rates[0])
+                self._decide("learning rate", "everything diverges, even with the fewest groups: lower learning rates", lr=rates[0])
 
     def _grid(self, groups: int, rates: Sequence[float], enough: float = -math.inf) -> Generator[Trial, Outcome, Grid]:
-        """The momentum that makes up for so many groups and those below it, with the first rate; with lower ones where that gets
-        nowhere. ``enough``: a loss that is good enough."""
+        """The momentum that compensates for ``groups`` groups and those below it, with the first rate; with lower rates if that
+        makes no progress. ``enough``: a loss that is good enough."""
         reason = "momentum and learning rate at a fixed number of groups"
         found: Grid | None = None
         for rate in rates:
@@ -551,7 +557,7 @@ class Search(Machine):
             if found is None or best is None:
                 found = yield from self._climb(Setting(groups, self._near(groups), rate), "grid", reason, enough)
                 continue
-            # Fewer groups are the better answer to a loss that rises.
+            # If the loss rises, fewer groups are the better answer.
             if not (self._stalled or (found.rises and self._space.fewer(groups) is None)):
                 break
             lower = yield from self._climb(replace(best, lr=rate), "grid", reason, enough)
@@ -566,7 +572,7 @@ class Search(Machine):
         """Settings that can hardly be told apart from the one that was found are tried again for longer, if there is time. The
         momentum that makes up for asynchrony needs no such proof."""
         tied = found.tied()[:MOST_TIED]
-        trials = [self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER) for setting in tied]
+        trials = [self._probe(setting, "tie", "the losses can hardly be distinguished", times=LONGER) for setting in tied]
         if len(tied) < 2 or found.best == found.expected or not self._affords(*trials, part=GRID):
             return found
         self._decide(
@@ -574,7 +580,7 @@ class Search(Machine):
         )
         longer = replace(found, tried={})
         for setting in tied:
-            longer.tried[setting] = yield self._probe(setting, "tie", "the losses can hardly be told apart", times=LONGER)
+            longer.tried[setting] = yield self._probe(setting, "tie", "the losses can hardly be distinguished", times=LONGER)
         return found if longer.best is None else longer
 
     def _worse(self, one: float, other: float) -> bool:
@@ -592,5 +598,5 @@ def _why(found: Grid) -> str:
     if found.rises:
         return "the loss rises: too many groups for this learning rate"
     if found.best.momentum == 0:
-        return "the best momentum is 0: asynchrony may bring too much of its own"
-    return "fewer may be as good, from gradients that are less old"
+        return "the best momentum is 0: asynchrony alone may bring too much momentum"
+    return "fewer may be as good, with gradients that are less stale"

@@ -1,4 +1,4 @@
-"""What a search asks for and what it is told: settings, trials and their outcomes, as plain data."""
+"""The data of a search: settings, trials and their outcomes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-#: The last part of a trial, of which the loss counts.
+#: The last part of a trial, whose mean loss is its result.
 SCORED = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is searched for."""
+    """A combination of the values that are searched."""
 
     groups: int
     momentum: float
-    """The optimizer's own."""
+    """The optimizer's own momentum."""
     lr: float
 
     def __str__(self) -> str:
@@ -27,45 +27,45 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """By what training is judged whether it gets anywhere."""
+    """How to judge whether training makes progress."""
 
     after: int
-    """Updates after which it is looked at."""
+    """Updates after which it is checked."""
     trained: int = 0
     """Updates that were made before it."""
     begin: float | None = None
-    """The loss after those, if that is known."""
+    """The loss after those, if it is known."""
     goal: float | None = None
     """The loss to reach."""
     below: float | None = None
-    """A loss to which another setting came with fewer updates."""
+    """A loss that another setting reached with fewer updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Some training, to be done and told about."""
+    """Some training that the search asks for."""
 
     number: int
     setting: Setting
     updates: int
-    """Of the servers, by all groups together."""
+    """Updates of the servers, by all groups together."""
     kind: Literal["probe", "train"]
-    """A probe is to learn something, and what it trains is thrown away. Training goes on from its end."""
+    """A probe only gives information, and its model is thrown away. Training is continued from its end."""
     phase: str
-    """Of the search, in a word or two."""
+    """The phase of the search, in a word or two."""
     reason: str
     start: int | None = None
-    """The training trial whose end it begins at; none: the initial parameters."""
+    """The training trial at whose end it begins; ``None``: the initial parameters."""
     give_up_above: float | None = None
-    """A loss from which on it is not worth going on."""
+    """A loss at which it is not worth continuing."""
     until: float | None = None
-    """A smoothed loss at which training has done its part: it ends at its next checkpoint."""
+    """A smoothed loss at which training is complete: it ends at its next checkpoint."""
     scored: float = SCORED
-    """The last part of it, of which the loss counts."""
+    """The last part of it, whose mean loss is the result."""
     keeps: bool = False
-    """Of a probe: other trials may begin at its end."""
+    """Whether other trials may begin at the end of this probe."""
     watch: Watch | None = None
-    """Of training: it ends at its next checkpoint if it gets nowhere."""
+    """How to check progress: training ends at its next checkpoint if it makes none."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -74,35 +74,35 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial."""
+    """The result of a trial."""
 
     updates: int
-    """That were made."""
+    """The updates that were made."""
     seconds: float
-    """They took, as the world counts."""
+    """The seconds that the updates took, in the time of the world."""
     first: float
-    """Loss at its begin."""
+    """The loss at its beginning."""
     loss: float
-    """Mean loss of its last part; infinite where it diverged."""
+    """The mean loss of its last part; infinite if it diverged."""
     noise: float = 0.0
-    """Standard error of that mean."""
+    """The standard error of that mean."""
     reached: float | None = None
     """Seconds after which the target was reached, if it was."""
     reached_updates: int | None = None
     staleness: float | None = None
     """Mean, measured."""
     momentum: float | None = None
-    """In all, as fitted by the servers."""
+    """The total momentum, as fitted by the servers."""
     whole_s: float = 0.0
-    """What the run took in all: starting, training, and until it had ended."""
+    """The total seconds of the run, from its start to its end."""
     finished: bool = False
-    """The job itself is through: nothing is left to train."""
+    """Whether the job itself is done: nothing is left to train."""
     end: float | None = None
-    """Mean loss of its last updates, as many as are smoothed over."""
+    """The mean loss of its last updates, over the smoothing window."""
     drifted: str | None = None
-    """Why it was ended before its time: what was measured is not what it was chosen for."""
+    """Why it was ended early: the measurements do not match those for which the setting was chosen."""
     stood: str | None = None
-    """Why it was ended before its time: it gets nowhere."""
+    """Why it was ended early: it made no progress."""
 
     @property
     def diverged(self) -> bool:
@@ -110,18 +110,18 @@ class Outcome:
 
     @property
     def spent_s(self) -> float:
-        """What it cost. What was done after the target was reached does not count."""
+        """Its cost in seconds, without the time after the target was reached."""
         after_s = 0.0 if self.reached is None else self.seconds - self.reached
         return max(self.whole_s, self.seconds) - after_s
 
     @property
     def around_s(self) -> float:
-        """What starting and ending the run cost."""
+        """The seconds for starting and ending the run."""
         return max(0.0, self.whole_s - self.seconds)
 
     @property
     def update_s(self) -> float:
-        """Hardware efficiency as measured."""
+        """The measured hardware efficiency."""
         return self.seconds / self.updates if self.updates else 0.0
 
     @classmethod
@@ -137,8 +137,8 @@ class Outcome:
         scored: float = SCORED,
         **measured: Any,
     ) -> Outcome:
-        """From losses and their times since the begin, in order. ``target`` is reached by the loss as smoothed over ``smooth``.
-        ``scored``: the last part of them, of which the loss counts."""
+        """The outcome from losses and their times since the beginning, in order. ``target``: to be reached by the loss smoothed
+        over ``smooth`` updates. ``scored``: the last part of the losses, whose mean is the result."""
         values = [loss for _, loss in losses]
         if not values:
             return cls(updates, seconds, math.nan, math.inf, **measured)
@@ -160,13 +160,13 @@ class Outcome:
         )
 
     def to_value(self) -> dict[str, Any]:
-        """As JSON values; `from_value` gives an equal outcome."""
+        """The outcome as JSON values; `from_value` restores it."""
         values = asdict(self)
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Outcome:
-        """What `to_value` was called on. Raises ``TypeError`` for anything else."""
+        """The outcome that `to_value` wrote. Raises ``TypeError`` for anything else."""
         values = dict(value)
         values["first"] = math.nan if values["first"] is None else values["first"]
         values["loss"] = math.inf if values["loss"] is None else values["loss"]
@@ -175,7 +175,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Something that the search has made up its mind about."""
+    """A decision of the search, with its reason."""
 
     what: str
     reason: str
@@ -187,23 +187,23 @@ class Done:
     """The search is over."""
 
     setting: Setting | None
-    """The last one trained with; none where nothing could be trained at all."""
+    """The last setting that was trained with; ``None`` if nothing could be trained at all."""
     reason: str
     reached: bool = False
 
 
 class Smoothed:
-    """An exponential mean of losses, less noisy than each. It begins as their plain mean."""
+    """An exponential moving average of losses. It begins as their plain mean."""
 
     __slots__ = ("_count", "_over", "value")
 
     def __init__(self, over: int = 20) -> None:
-        """``over``: it forgets at 1/over a value."""
+        """``over``: the weight of a new value is 1/over."""
         self.value = math.nan
         self._count, self._over = 0, over
 
     def add(self, loss: float) -> float:
-        """The mean, with one more."""
+        """Add a loss and return the mean."""
         self._count += 1
         share = 1 / min(self._count, self._over)
         self.value = loss if self._count == 1 else self.value + (loss - self.value) * share
@@ -211,7 +211,7 @@ class Smoothed:
 
     @property
     def settled(self) -> bool:
-        """Whether enough was seen."""
+        """Whether it has seen enough losses."""
         return self._count >= self._over
 
 

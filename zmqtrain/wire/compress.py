@@ -1,28 +1,29 @@
 """Compression of gradients on the wire.
 
-A compressed payload is an ordinary payload whose ``meta`` is an envelope that says how to undo it, so networks carry it like any
-other, and `decompress` needs nothing but the message::
+A compressed payload is an ordinary payload whose ``meta`` is an envelope that says how to decompress it. So networks carry it like
+any other, and `decompress` needs nothing but the message::
 
     sender    compressor.encode(key, payload)  ->  payload on the wire  ->  decompress(payload)    receiver
 
 ====== ====================================== ================================ =====================================
-name   on the wire                            of float32                       what is lost
+name   in the message                         size relative to float32         loss
 ====== ====================================== ================================ =====================================
 none   the payload itself                     1                                nothing
 fp16   float16                                1/2                              precision beyond 11 bits; saturates
 bf16   bfloat16                               1/2                              precision beyond 8 bits
-int8   float32 scale a block, int8 elements   1/4                              at most half a step of each block's scale
-topk   int32 indices, their values            2 * ratio                        nothing for good: the rest is sent later
+int8   float32 scale per block, int8 elements 1/4                              at most half a step of each block's scale
+topk   int32 indices, their values            2 * ratio                        nothing in the end: the rest is sent later
 ====== ====================================== ================================ =====================================
 
-Elements that are not finite stay so (int8 makes them NaN), since zero would hide that a run diverges. Types that a codec cannot
-shrink (integers, and float16 by fp16) pass unchanged. Phantoms shrink as tensors would.
+Elements that are not finite stay so (int8 makes them NaN), since zeros would hide that a run diverges. Types that a codec cannot
+shrink (integers, and float16 with fp16) pass unchanged. Phantoms shrink as tensors would.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import numpy as np
@@ -31,8 +32,6 @@ from zmqtrain.errors import WireError
 from zmqtrain.wire.dtypes import DTYPES, dtype_named, torch_dtype
 from zmqtrain.wire.limits import DEFAULT_LIMITS
 from zmqtrain.wire.payload import Payload, Value
-from zmqtrain.wire.phantom import PhantomPayload
-from zmqtrain.wire.tensor import TensorPayload
 
 if TYPE_CHECKING:
     import torch
@@ -40,42 +39,44 @@ if TYPE_CHECKING:
 CodecName = Literal["none", "fp16", "bf16", "int8", "topk"]
 CODECS: Final[tuple[CodecName, ...]] = get_args(CodecName)
 
-#: Elements that share a scale in int8: small enough for outliers to spoil few others, large enough for 0.4 % overhead.
+#: Elements that share a scale in int8: few enough that an outlier affects few others, enough that scales add only 0.4 %.
 BLOCK: Final = 1024
-#: Top-k sends at least one element in so many, which bounds how much memory a small message can make a receiver take.
+#: Top-k sends at least one of this many elements, which limits how much memory a small message can make a receiver allocate.
 LARGEST_REDUCTION: Final = 10_000
-#: Stands for "not finite" among int8 elements, which otherwise are -127 to 127.
+#: The code for "not finite" among int8 elements, which otherwise are -127 to 127.
 _NOT_FINITE: Final = -128
-#: Envelope of elements that a codec cannot shrink.
+#: The envelope of elements that a codec cannot shrink.
 _RAW: Final = "raw"
 
 
 class Compressor(Protocol):
-    """A sender's side of a codec. What it keeps between steps (top-k only) belongs into checkpoints."""
+    """A sender's side of a codec. What it keeps between steps (top-k only) belongs in checkpoints."""
 
     name: CodecName
 
     def encode(self, key: str, payload: Payload) -> Payload:
-        """What to send for ``payload``. ``key`` names the stream it is one step of: the same bucket or piece each step, with always
-        the same size. The result may alias ``payload`` (where nothing shrinks), so that must stay as it is until it is sent."""
+        """The payload to send for ``payload``. ``key`` identifies the stream of which it is one step: the same bucket or piece in
+        each step, always of the same size. The result may alias ``payload`` (if nothing shrinks), which must not change until it is
+        sent."""
         ...
 
     def decode(self, payload: Payload) -> Payload:
-        """The flat payload, of the sender's element type and ``meta``, that ``encode`` was given, as far as the codec keeps it.
+        """The flat payload that ``encode`` was given, with the sender's element type and ``meta``, as far as the codec preserves
+        it.
 
-        May alias what was received. Raises `WireError` for what no ``encode`` of this codec has made.
+        May alias what was received. Raises `WireError` for a payload that ``encode`` of this codec cannot have made.
         """
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What was not sent yet, by key; empty for codecs that keep nothing. Tensors alias the compressor's own."""
+        """What has not been sent yet, by key; empty for codecs that keep nothing. Tensors alias the compressor's own."""
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None: ...
 
 
 def make_compressor(name: str, ratio: float = 0.01) -> Compressor:
-    """The compressor called ``name``; ``ratio`` is the share of elements that top-k sends. Raises `ValueError`."""
+    """The compressor called ``name``. ``ratio``: the share of elements that top-k sends. Raises `ValueError`."""
     match name:
         case "none":
             return NoCompressor()
@@ -83,11 +84,11 @@ def make_compressor(name: str, ratio: float = 0.01) -> Compressor:
             return DenseCompressor(name)
         case "topk":
             return TopKCompressor(ratio)
-    raise ValueError(f"no compression {name!r}; there are {', '.join(CODECS)}")
+    raise ValueError(f"there is no compression {name!r}; choose one of {', '.join(CODECS)}")
 
 
 class NoCompressor:
-    """Sends payloads as they are."""
+    """Sends payloads unchanged."""
 
     name: CodecName = "none"
 
@@ -105,7 +106,7 @@ class NoCompressor:
 
 
 class DenseCompressor:
-    """fp16, bf16 and int8: every element travels, in fewer bits. Nothing is kept between steps."""
+    """fp16, bf16 and int8: every element is sent, in fewer bits. Nothing is kept between steps."""
 
     def __init__(self, name: Literal["fp16", "bf16", "int8"]) -> None:
         self.name: CodecName = name
@@ -114,11 +115,8 @@ class DenseCompressor:
         if not _shrinks(self.name, payload.dtype):
             return _unchanged(payload)
         envelope = _envelope(self.name, payload)
-        if isinstance(payload, PhantomPayload):
-            dtype, numel = _wire_form(self.name, payload.numel)
-            return PhantomPayload(numel, dtype, envelope)
-        flat = _flat(payload)
-        return TensorPayload.of(_to_int8(flat) if self.name == "int8" else _to_half(flat, _HALVES[self.name]), envelope)
+        dtype, numel = _wire_form(self.name, payload.numel)
+        return payload.mapped(dtype, numel, _to_int8 if self.name == "int8" else partial(_to_half, name=dtype), envelope)
 
     def decode(self, payload: Payload) -> Payload:
         return decompress(payload, self.name)
@@ -131,10 +129,11 @@ class DenseCompressor:
 
 
 class TopKCompressor:
-    """Sends the largest ``ratio`` of the elements by magnitude; adds the others to the next step's (error feedback).
+    """Sends the share ``ratio`` of elements with the largest magnitudes; adds the others to those of the next step (error
+    feedback).
 
-    So over the steps the sum of what was sent, and of what is kept, is the sum of what was given. Takes memory for one residual
-    a key (float32, or float64 for float64).
+    So over all steps, what was sent plus what is kept equals what was given. Needs memory for one residual per key (float32, or
+    float64 for float64).
     """
 
     name: CodecName = "topk"
@@ -152,11 +151,14 @@ class TopKCompressor:
             raise ValueError(f"top-k indices have 32 bits: {payload.numel} elements are too many for one payload")
         count = math.ceil(payload.numel * self.ratio)
         envelope = {**_envelope(self.name, payload), "count": count}
-        if isinstance(payload, PhantomPayload):
-            return PhantomPayload(count * (4 + dtype_named(payload.dtype).itemsize), "uint8", envelope)
+        nbytes = count * (4 + dtype_named(payload.dtype).itemsize)
+        return payload.mapped("uint8", nbytes, lambda gradient: self._largest(key, gradient, payload.dtype, count), envelope)
+
+    def _largest(self, key: str, gradient: torch.Tensor, dtype: str, count: int) -> torch.Tensor:
+        """Indices (int32) and values of the ``count`` largest elements of residual and gradient, as uint8; keeps the rest."""
         import torch
 
-        gradient = _flat(payload)
+        gradient = _aligned(gradient)
         residual = self._residuals.get(key)
         if residual is None:
             residual = self._residuals[key] = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -165,10 +167,9 @@ class TopKCompressor:
         residual.add_(gradient)
         indices = _largest(residual, count)
         exact = residual[indices]
-        values = _to_half(exact, payload.dtype) if gradient.itemsize == 2 else exact
-        residual[indices] = (exact - values).nan_to_num_(0.0, 0.0, 0.0)  # rounding is kept, what is not finite was sent
-        packed = torch.cat((indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8)))
-        return TensorPayload.of(packed, envelope)
+        values = _to_half(exact, dtype) if gradient.itemsize == 2 else exact
+        residual[indices] = (exact - values).nan_to_num_(0.0, 0.0, 0.0)  # keeps rounding errors; what is not finite was sent
+        return torch.cat((indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8)))
 
     def decode(self, payload: Payload) -> Payload:
         return decompress(payload, self.name)
@@ -181,27 +182,24 @@ class TopKCompressor:
 
 
 def decompress(payload: Payload, codec: str | None = None) -> Payload:
-    """Undo a compressor's ``encode`` (of ``codec``, where given). Raises `WireError` where the payload is not the result of one."""
+    """Undo a compressor's ``encode`` (of ``codec``, if given). Raises `WireError` if the payload is not the result of one."""
     envelope = payload.meta
     if type(envelope) is not dict or not envelope.keys() >= _ENVELOPE:
         raise WireError(f"{payload!r} is not compressed")
     name, dtype, numel, meta = (envelope[field] for field in ("codec", "dtype", "numel", "meta"))
     if type(name) is not str or (codec is not None and name not in (codec, _RAW)):
-        raise WireError(f"{payload!r} is compressed by {name!r}, where {codec or 'a codec'} is expected")
+        raise WireError(f"{payload!r} is compressed with {name!r}, but {codec or 'a codec'} was expected")
     if type(dtype) is not str or dtype not in DTYPES or type(numel) is not int or numel < 0:
         raise WireError(f"{payload!r} stands for {numel!r:.40} elements of type {dtype!r:.40}")
     if name == _RAW:
         return _open_unchanged(payload, dtype, numel, meta)
     if not _shrinks(name, dtype):
-        raise WireError(f"{payload!r} is compressed by {name!r} from {dtype!r}, which no codec does")
+        raise WireError(f"{payload!r} is compressed with {name!r} from {dtype!r}, which no codec does")
     if name == "topk":
         return _open_topk(payload, dtype, numel, envelope.get("count"), meta)
     if (payload.dtype, payload.numel) != _wire_form(name, numel):
-        raise WireError(f"{payload!r} cannot be {numel} elements compressed by {name}")
-    if isinstance(payload, PhantomPayload):
-        return PhantomPayload(numel, dtype, meta)
-    flat = _flat(payload)
-    return TensorPayload.of(_from_int8(flat, numel, dtype) if name == "int8" else flat.to(torch_dtype(dtype)), meta)
+        raise WireError(f"{payload!r} cannot be {numel} elements compressed with {name}")
+    return payload.mapped(dtype, numel, partial(_from_int8 if name == "int8" else _from_half, numel=numel, dtype=dtype), meta)
 
 
 _ENVELOPE: Final = frozenset({"codec", "dtype", "numel", "meta"})
@@ -220,7 +218,7 @@ def _envelope(name: str, payload: Payload) -> dict[str, Value]:
 
 
 def _shrinks(name: str, dtype: str) -> bool:
-    """Whether there is such a codec, and it does anything for elements of the type."""
+    """Whether there is such a codec, and it shrinks elements of this type."""
     return name in _SHRINKS and dtype in _SHRINKS[name]
 
 
@@ -229,35 +227,27 @@ def _wire_form(name: str, numel: int) -> tuple[str, int]:
     return ("uint8", numel + 4 * -(-numel // BLOCK)) if name == "int8" else (_HALVES[name], numel)
 
 
-def _flat(payload: Payload) -> torch.Tensor:
-    """The elements, flat and where a type of several bytes may be read at any fourth byte."""
-    if not isinstance(payload, TensorPayload):
-        raise WireError(f"{payload!r} has no elements to compress or decompress")
-    flat = payload.tensor.view(-1)
-    return flat.clone() if payload.numel and payload.pointer % 4 else flat
+def _aligned(flat: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if its memory is not aligned for types of several bytes."""
+    return flat.clone() if flat.numel() and flat.data_ptr() % 4 else flat
 
 
 def _unchanged(payload: Payload) -> Payload:
-    envelope = _envelope(_RAW, payload)
-    if isinstance(payload, TensorPayload):
-        return payload.part(0, payload.numel).with_meta(envelope)
-    if isinstance(payload, PhantomPayload):
-        return PhantomPayload(payload.numel, payload.dtype, envelope)
-    raise TypeError(f"{payload!r} has no elements to compress")
+    if not payload.dtype:
+        raise TypeError(f"{payload!r} has no elements to compress")
+    return payload.part(0, payload.numel).with_meta(_envelope(_RAW, payload))
 
 
 def _open_unchanged(payload: Payload, dtype: str, numel: int, meta: Value) -> Payload:
     if (payload.dtype, payload.numel) != (dtype, numel):
-        raise WireError(f"{payload!r} is not the {numel} elements of {dtype} that it says")
-    if isinstance(payload, TensorPayload):
-        return payload.part(0, numel).with_meta(meta)
-    return PhantomPayload(numel, dtype, meta)
+        raise WireError(f"{payload!r} is not {numel} elements of {dtype}, as it claims")
+    return payload.part(0, numel).with_meta(meta)
 
 
 def _to_half(flat: torch.Tensor, name: str) -> torch.Tensor:
     import torch
 
-    half = torch_dtype(name)
+    half, flat = torch_dtype(name), _aligned(flat)
     result = flat.to(half)
     if flat.numel():
         low, high = torch.aminmax(flat)
@@ -270,6 +260,7 @@ def _to_half(flat: torch.Tensor, name: str) -> torch.Tensor:
 def _to_int8(flat: torch.Tensor) -> torch.Tensor:
     import torch
 
+    flat = _aligned(flat)
     numel = flat.numel()
     blocks = -(-numel // BLOCK)
     packed = torch.empty(blocks * 4 + numel, dtype=torch.uint8, device=flat.device)
@@ -286,9 +277,9 @@ def _to_int8(flat: torch.Tensor) -> torch.Tensor:
         lost = ~rows.isfinite()
         rows = rows.masked_fill(lost, 0.0)
         peaks = rows.abs().amax(1, keepdim=True)
-    largest = torch.finfo(torch.float32).max  # of the scale, or, where elements have 32 bits, of 127 times the scale
+    largest = torch.finfo(torch.float32).max  # of the scale or, if elements have 32 bits, of 127 times the scale
     scales = (peaks / 127).clamp_max_(largest if flat.dtype == torch.float64 else largest / 127 * (1 - 1e-6)).to(torch.float32)
-    scales.masked_fill_(scales == 0, 1.0)  # nothing but zeros, or so small that the scale itself is none
+    scales.masked_fill_(scales == 0, 1.0)  # only zeros, or values so small that the scale itself is zero
     codes = (rows / scales).round_().clamp_(-127, 127).to(torch.int8)
     if lost is not None:
         codes.masked_fill_(lost, _NOT_FINITE)
@@ -297,10 +288,15 @@ def _to_int8(flat: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def _from_half(packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
+    assert packed.numel() == numel
+    return _aligned(packed).to(torch_dtype(dtype))
+
+
 def _from_int8(packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
     import torch
 
-    blocks = -(-numel // BLOCK)
+    packed, blocks = _aligned(packed), -(-numel // BLOCK)
     target = torch_dtype(dtype)
     if not numel:
         return torch.empty(0, dtype=target, device=packed.device)
@@ -317,7 +313,7 @@ def _from_int8(packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices, rising, of the ``count`` elements of the largest magnitude; those that are not finite first."""
+    """Indices, in ascending order, of the ``count`` elements with the largest magnitudes; those that are not finite come first."""
     import torch
 
     magnitudes = values.abs()
@@ -331,7 +327,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
         selected[np.isnan(selected)] = np.inf
     threshold = selected.min()
     indices = np.flatnonzero(sizes >= threshold)
-    if indices.size > count:  # equal to the threshold are more than there is room for: the first of them go
+    if indices.size > count:  # more elements equal the threshold than there is room for: take the first ones
         ties = np.flatnonzero(sizes == threshold)[count - indices.size :]
         indices = np.setdiff1d(indices, ties, assume_unique=True)
     return torch.from_numpy(indices)
@@ -345,17 +341,20 @@ def _open_topk(payload: Payload, dtype: str, numel: int, count: Value, meta: Val
         raise WireError(f"{payload!r} is not {count} indices and values of {dtype}")
     if numel * info.itemsize > DEFAULT_LIMITS.message_bytes:
         raise WireError(f"{payload!r} stands for {numel} elements, above the limit")
-    if isinstance(payload, PhantomPayload):
-        return PhantomPayload(numel, dtype, meta)
+    return payload.mapped(dtype, numel, lambda packed: _scattered(packed, dtype, numel, count), meta)
+
+
+def _scattered(packed: torch.Tensor, dtype: str, numel: int, count: int) -> torch.Tensor:
+    """The ``numel`` elements of ``dtype`` of which ``packed`` (uint8) has ``count`` indices and values; the others are 0."""
     import torch
 
-    packed = _flat(payload)
+    info, packed = dtype_named(dtype), _aligned(packed)
     indices = packed[: count * 4].view(torch.int32)
     if int(indices[0]) < 0 or int(indices[-1]) >= numel or not bool((indices[1:] > indices[:-1]).all()):
-        raise WireError(f"{payload!r} holds indices that do not rise from 0 to below {numel}")
+        raise WireError(f"the indices of a top-k payload are not in ascending order from 0 to below {numel}")
     values = packed[count * 4 :]
     if info.itemsize > 4 and count % 2:
-        values = values.clone()  # the indices end at a fourth byte, which is no eighth
+        values = values.clone()  # the indices end at a multiple of 4 bytes, not necessarily of 8
     result = torch.zeros(numel, dtype=torch_dtype(dtype), device=packed.device)
     result[indices.long()] = values.view(result.dtype)
-    return TensorPayload.of(result, meta)
+    return result

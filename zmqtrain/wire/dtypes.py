@@ -1,6 +1,6 @@
-"""Element types on the wire: their names, sizes and counterparts in numpy and torch.
+"""Element types in messages: their names, sizes and counterparts in numpy and torch.
 
-Names are torch's own, so ``getattr(torch, name)`` is the torch type. Elements travel little-endian, as they lie in memory.
+Names are torch's own, so ``getattr(torch, name)`` is the torch type. Elements are sent little-endian, as they are in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class DType:
     name: str
     itemsize: int
     kind: Kind
-    #: How the elements lie in a numpy array; `uint8` with `raw` set where numpy has no such type.
+    #: The numpy type of the elements; `uint8` with `raw` set if numpy has no such type.
     storage: np.dtype[Any]
-    #: numpy has no such type: arrays hold bytes, `itemsize` a piece for each element.
+    #: numpy has no such type: arrays hold bytes, `itemsize` of them for each element.
     raw: bool
-    #: numpy's arithmetic on the type is right and fast (it is neither for 16-bit floats).
+    #: Whether numpy's arithmetic on the type is correct and fast (it is neither for 16-bit floats).
     numpy_arithmetic: bool
 
 
@@ -41,7 +41,7 @@ def _raw(name: str, itemsize: int) -> DType:
     return DType(name, itemsize, "float", np.dtype("uint8"), raw=True, numpy_arithmetic=False)
 
 
-#: All element types that may travel, by name.
+#: All element types that can be sent, by name.
 DTYPES: dict[str, DType] = {
     dtype.name: dtype
     for dtype in (
@@ -69,11 +69,11 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.storage: dtype for dtype in DTYPE
 
 
 def dtype_named(name: str) -> DType:
-    """The element type called ``name``. Raises `ValueError` for one that does not travel."""
+    """The element type called ``name``. Raises `ValueError` for one that cannot be sent."""
     try:
         return DTYPES[name]
     except KeyError:
-        raise ValueError(f"no element type {name!r} travels on the wire; there are {', '.join(DTYPES)}") from None
+        raise ValueError(f"element type {name!r} cannot be sent; choose one of {', '.join(DTYPES)}") from None
 
 
 def dtype_of_numpy(dtype: np.dtype[Any]) -> DType:
@@ -81,18 +81,18 @@ def dtype_of_numpy(dtype: np.dtype[Any]) -> DType:
     try:
         return _BY_NUMPY[dtype]
     except KeyError:
-        raise ValueError(f"numpy dtype {dtype.str!r} does not travel on the wire; there are {', '.join(DTYPES)}") from None
+        raise ValueError(f"numpy dtype {dtype.str!r} cannot be sent; choose one of {', '.join(DTYPES)}") from None
 
 
 @functools.cache
 def dtype_of_torch(dtype: torch.dtype) -> DType:
-    """The element type of a torch tensor. Raises `ValueError` for quantized and other types that do not travel."""
+    """The element type of a torch tensor. Raises `ValueError` for quantized and other types that cannot be sent."""
     return dtype_named(str(dtype).removeprefix("torch."))
 
 
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type called ``name`` on the wire."""
+    """The torch type that messages call ``name``."""
     import torch
 
     found = getattr(torch, dtype_named(name).name)

@@ -1,14 +1,14 @@
 """A message: a header and the bytes of a payload.
 
-The header is a msgpack list. Its first two members, `MAGIC` and the version, stay for ever, so that every release can tell
-every other from garbage; the rest belongs to the version::
+The header is a msgpack list. Its first two members, `MAGIC` and the version, never change, so that every release can tell
+messages of every other release from garbage; the rest depends on the version::
 
-    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags], and its CRC-32 behind it
+    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags], followed by its CRC-32
 
-Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define kinds of its own, whose ``meta`` only it understands.
-The flags are the link's, too: how it carries these bytes.
+Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define its own kinds, whose ``meta`` only it understands.
+The flags belong to the link, too: they say how it carries these bytes.
 
-Decoding raises `WireError` for anything that is no message within the limits, and no other error. Encoding raises `ValueError` or
+Decoding raises only `WireError`, for anything that is not a message within the limits. Encoding raises `ValueError` or
 `TypeError` for a tag or value that the other side would refuse. Tuples within a ``meta`` arrive as lists.
 """
 
@@ -41,30 +41,30 @@ Tag: TypeAlias = tuple[str | int, ...]
 
 
 class WireVersionError(WireError):
-    """A message of another wire version. The caller that knows the peer turns it into `VersionMismatchError`."""
+    """A message of another wire version. A caller that knows the peer turns it into `VersionMismatchError`."""
 
     def __init__(self, theirs: int) -> None:
         self.ours, self.theirs = WIRE_VERSION, theirs
-        super().__init__(f"a message of wire version {theirs}, but this process speaks {WIRE_VERSION}")
+        super().__init__(f"a message has wire version {theirs}, but this process uses {WIRE_VERSION}")
 
 
 class Header(NamedTuple):
-    """What stands before the bytes. A tuple and no dataclass, since one is made for every message and chunk."""
+    """What precedes the bytes. A tuple and not a dataclass, since one is made for every message and chunk."""
 
-    #: What the message is: ``tensor``, ``phantom``, ``value``, or a kind of the link's own.
+    #: The kind of message: ``tensor``, ``phantom``, ``value``, or one of the link's own kinds.
     kind: str
-    #: What the message is about.
+    #: The tag that identifies the message.
     tag: Tag = ()
-    #: Place of the frame in its lane.
+    #: The frame's number in its lane.
     sequence: int = 0
-    #: Which message of the link the bytes belong to, where a message travels in chunks.
+    #: The link's number of the message to which the bytes belong, if it is sent in chunks.
     message: int = 0
-    #: Element type; empty where there are no elements.
+    #: Element type; empty if there are no elements.
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    #: Where in the message's body the bytes of this frame begin.
+    #: The position in the message's body at which the bytes of this frame begin.
     offset: int = 0
-    #: Size of the message's whole body; for phantoms of the body that is not there.
+    #: The size of the message's whole body; for phantoms, of the body that is not sent.
     nbytes: int = 0
     meta: Value = None
     #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
@@ -81,16 +81,16 @@ class Message:
 
 
 _LENGTH: Final = 12
-#: Behind a header stands the CRC-32 of its bytes. TCP's own sum of 16 bits lets one error in some ten thousand pass, and a wrong
-#: step or size does harm far from where it happened. (Tensors are not summed: that would cost as much as copying them.)
+#: A header is followed by the CRC-32 of its bytes. TCP's own 16-bit checksum misses one error in some ten thousand, and a wrong
+#: step or size does harm far from its origin. (Tensors have no checksum: that would cost as much as copying them.)
 _CHECK_BYTES: Final = 4
 _pack = msgpack.packb
-#: How every header of this version begins: list of 12, the magic, the version.
+#: The first bytes of every header of this version: a list of 12, the magic, the version.
 _PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * (_LENGTH - 2)])[: len(MAGIC) + 3])
 
 
 def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The header's bytes. Raises `ValueError` or `TypeError` where the other side would refuse its tag or ``meta``."""
+    """The header's bytes. Raises `ValueError` or `TypeError` if the other side would refuse its tag or ``meta``."""
     kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags, version = header
     try:
         data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags))
@@ -98,7 +98,7 @@ def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
         if meta is not None:
             check_value(meta, limits.depth, limits.items)
     except OverflowError as error:
-        raise ValueError(f"the header of {kind} {tag} holds an integer beyond 64 bits") from error
+        raise ValueError(f"the header of {kind} {tag} contains an integer of more than 64 bits") from error
     except WireError as error:
         raise ValueError(f"the header of {kind} {tag} cannot be sent: {error}") from error
     data += crc32(data).to_bytes(_CHECK_BYTES, "little")
@@ -114,12 +114,12 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     """The header in ``data``, every field checked. Raises `WireError`; for another version `WireVersionError`."""
     size = len(data)
     if size > limits.header_bytes:
-        raise WireError(f"a header of {size} bytes, above the limit of {limits.header_bytes}")
+        raise WireError(f"a header has {size} bytes, above the limit of {limits.header_bytes}")
     if data[: len(_PREFIX)] != _PREFIX:
         _refuse(data)
     data, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if crc32(data) != int.from_bytes(check, "little"):
-        raise WireError(f"a header of {size} bytes was damaged on its way")
+        raise WireError(f"a header of {size} bytes was damaged on the way")
     fields = _unpack(data, limits.items)
     kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta, flags = fields[2:]
     if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
@@ -131,9 +131,9 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         if type(number) is not int or number < 0:
             raise WireError(f"the header's {name} is {_shown(number)}")
     if nbytes > limits.message_bytes:
-        raise WireError(f"a message of {nbytes} bytes is declared, above the limit of {limits.message_bytes}")
+        raise WireError(f"a message claims to have {nbytes} bytes, above the limit of {limits.message_bytes}")
     if offset > nbytes:
-        raise WireError(f"bytes from {offset} on are declared in a message of {nbytes}")
+        raise WireError(f"a frame claims to hold bytes from {offset} on in a message of {nbytes}")
     if type(raw_shape) is not list or len(raw_shape) > limits.dimensions:
         raise WireError(f"the header's shape is {_shown(raw_shape)}")
     if type(dtype) is not str:
@@ -141,9 +141,9 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     if dtype or kind in (TENSOR, PHANTOM):
         _check_elements(dtype, raw_shape, nbytes, limits)
     elif raw_shape:
-        raise WireError(f"a shape {raw_shape} is declared without an element type")
+        raise WireError(f"a header has the shape {raw_shape}, but no element type")
     if kind == VALUE and (dtype or nbytes > limits.value_bytes):
-        raise WireError(f"a value of {nbytes} bytes and type {_shown(dtype)} is declared; the limit is {limits.value_bytes}")
+        raise WireError(f"a value claims to have {nbytes} bytes and type {_shown(dtype)}; the limit is {limits.value_bytes}")
     if meta is not None:
         check_value(meta, limits.depth, limits.items)
     return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta, flags)
@@ -152,7 +152,7 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
 def describe(
     payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Header, Sequence[memoryview]]:
-    """The header of a whole message and its body, not copied. ``header.nbytes`` is the body's size (but for phantoms)."""
+    """The header of a whole message and its body, not copied. ``header.nbytes`` is the body's size (except for phantoms)."""
     if isinstance(payload, TensorPayload):
         header = Header(TENSOR, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta)
         return header, payload.frames()
@@ -175,39 +175,39 @@ def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> 
         if len(body) != header.nbytes:
             raise WireError(f"{len(body)} bytes were received for a value of {header.nbytes}")
         if header.nbytes and crc32(body) != header.meta:
-            raise WireError(f"a value of {header.nbytes} bytes was damaged on its way")
+            raise WireError(f"a value of {header.nbytes} bytes was damaged on the way")
         return ValuePayload(unpack_value(body, limits) if header.nbytes else header.meta)
-    raise WireError(f"{len(body)} bytes of kind {_shown(header.kind)} are no payload")
+    raise WireError(f"{len(body)} bytes of kind {_shown(header.kind)} are not a payload")
 
 
 def encode(payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0) -> list[bytes | memoryview]:
-    """All frames of a message that travels whole: the header, and the body's frames, not copied."""
+    """All frames of a message that is sent whole: the header, and the body's frames, not copied."""
     header, body = describe(payload, tag, sequence=sequence, message=message)
     return [encode_header(header), *body]
 
 
 def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Message:
-    """The message in ``frames``. A tensor aliases its frame, if it is one. Raises `WireError`."""
+    """The message in ``frames``. A tensor aliases its frame, if it is in one frame. Raises `WireError`."""
     if not 0 < len(frames) <= limits.frames:
-        raise WireError(f"a message of {len(frames)} frames; there must be 1 to {limits.frames}")
+        raise WireError(f"a message has {len(frames)} frames; there must be 1 to {limits.frames}")
     header = decode_header(frames[0], limits)
     if header.flags:
-        raise WireError(f"a whole message with the flags {header.flags}")
+        raise WireError(f"a whole message has the flags {header.flags}, but must have none")
     received = sum(len(frame) for frame in frames[1:])
     expected = 0 if header.kind == PHANTOM else header.nbytes
     if header.offset or received != expected:
-        raise WireError(f"{received} bytes from {header.offset} on were received where a whole message has {expected}")
+        raise WireError(f"{received} bytes from {header.offset} on were received, but a whole message has {expected}")
     body = frames[1] if len(frames) == 2 else b"".join(frames[1:])
     return Message(header, open_body(header, body, limits))
 
 
 def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """A value's bytes. Raises `TypeError` or `ValueError` for what `unpack_value` would refuse."""
+    """The value as bytes. Raises `TypeError` or `ValueError` if `unpack_value` would refuse them."""
     try:
         data: bytes = _pack(value)
         check_value(value, limits.depth, limits.value_items)
     except OverflowError as error:
-        raise ValueError("the value holds an integer beyond 64 bits") from error
+        raise ValueError("the value contains an integer of more than 64 bits") from error
     except WireError as error:
         raise ValueError(f"the value cannot be sent: {error}") from error
     if len(data) > limits.value_bytes:
@@ -218,29 +218,30 @@ def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
 def unpack_value(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Value:
     """The value in ``data``. Raises `WireError`."""
     if len(data) > limits.value_bytes:
-        raise WireError(f"a value of {len(data)} bytes, above the limit of {limits.value_bytes}")
+        raise WireError(f"a value has {len(data)} bytes, above the limit of {limits.value_bytes}")
     value: Value = _unpack(data, limits.value_items)
     check_value(value, limits.depth, limits.value_items)
     return value
 
 
 def check_value(value: object, depth: int, items: int) -> None:
-    """Raise `WireError` for what is no `Value`, is nested deeper than ``depth``, or has more than ``items`` members at a place."""
+    """Raise `WireError` if ``value`` is not a `Value`, is nested deeper than ``depth``, or has more than ``items`` members in one
+    list or map."""
     if type(value) in _SCALARS:
         return
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise WireError(f"a map has the key {_shown(key)}, which is no string")
+                raise WireError(f"a map has the key {_shown(key)}, which is not a string")
         members: Collection[object] = value.values()
     elif type(value) in (list, tuple):
         members = cast("Collection[object]", value)
     elif isinstance(value, _NEARLY_SCALARS):
         return
     else:
-        raise WireError(f"a {type(value).__name__} is nothing that travels")
+        raise WireError(f"a {type(value).__name__} cannot be sent")
     if depth <= 0:
-        raise WireError("a value is nested too deep")
+        raise WireError("a value is nested too deeply")
     if len(members) > items:
         raise WireError(f"a list or map has {len(members)} members, above the limit of {items}")
     for member in members:
@@ -249,12 +250,12 @@ def check_value(value: object, depth: int, items: int) -> None:
 
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
-#: Enumerations, numpy's float64 and the like are sent as what they derive from.
+#: Enumerations, numpy's float64 and the like are sent as their base types.
 _NEARLY_SCALARS: Final = (int, float, str, bytes, bytearray, memoryview)
 
 
 def _shown(value: object) -> str:
-    """A foreign value in an error's text. Towers of lists have no `repr` (it would overflow the stack)."""
+    """A foreign value for an error's text. `repr` of deeply nested lists would overflow the stack."""
     if isinstance(value, (str, bytes)):
         return repr(value[:60])
     return repr(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
@@ -265,23 +266,23 @@ def _check_tag(tag: Sequence[Any], limits: Limits) -> None:
         raise WireError(f"a tag has {len(tag)} items, above the limit of {limits.tag_items}")
     for item in tag:
         if type(item) is not int and (not isinstance(item, str) or len(item) > limits.tag_characters):
-            raise WireError(f"a tag holds {_shown(item)}, where whole numbers and short strings may stand")
+            raise WireError(f"a tag contains {_shown(item)}; its items must be whole numbers and short strings")
 
 
 def _check_elements(dtype: str, shape: list[Any], nbytes: int, limits: Limits) -> None:
     info = DTYPES.get(dtype)
     if info is None:
-        raise WireError(f"elements of the unknown type {_shown(dtype)} are declared")
+        raise WireError(f"a header has the unknown element type {_shown(dtype)}")
     count = extent = info.itemsize
     for length in shape:
         if type(length) is not int or length < 0:
-            raise WireError(f"a shape with the length {_shown(length)} is declared")
+            raise WireError(f"a header has a shape with the length {_shown(length)}")
         count *= length
         extent *= length or 1  # a length of 0 must not hide others that overflow
     if extent > limits.message_bytes:
-        raise WireError(f"the declared shape {shape} of {dtype} is above the limit of {limits.message_bytes} bytes")
+        raise WireError(f"a header has the shape {shape} of {dtype}, above the limit of {limits.message_bytes} bytes")
     if count != nbytes:
-        raise WireError(f"{nbytes} bytes are declared for {dtype}{shape}, which takes {count}")
+        raise WireError(f"a header has {nbytes} bytes for {dtype}{shape}, which needs {count}")
 
 
 def _unpack(data: Buffer, items: int) -> Any:
@@ -292,7 +293,7 @@ def _unpack(data: Buffer, items: int) -> Any:
 
 
 def _refuse(data: Buffer) -> NoReturn:
-    """Say why bytes that do not begin as a header of this version are refused."""
+    """Raise the reason why bytes that do not begin like a header of this version are refused."""
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_ext_len=0, max_array_len=64, max_map_len=0)
     try:
         unpacker.feed(data)
@@ -300,9 +301,9 @@ def _refuse(data: Buffer) -> NoReturn:
         magic = unpacker.unpack()
         version = unpacker.unpack()
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"{len(data)} bytes that are no message of zmqtrain") from error
+        raise WireError(f"{len(data)} bytes are not a message of zmqtrain") from error
     if magic != MAGIC or type(version) is not int:
-        raise WireError(f"{len(data)} bytes that are no message of zmqtrain")
+        raise WireError(f"{len(data)} bytes are not a message of zmqtrain")
     if version != WIRE_VERSION:
         raise WireVersionError(version)
-    raise WireError(f"a header of {length} fields, where version {WIRE_VERSION} has {_LENGTH}")
+    raise WireError(f"a header has {length} fields, but in version {WIRE_VERSION} it has {_LENGTH}")

@@ -1,15 +1,18 @@
-"""A tensor of which only the size travels: simulated worlds move these through the very same code."""
+"""A tensor of which only the size is sent: simulated worlds move these with the same code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from zmqtrain.wire.dtypes import dtype_named
-from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.payload import Payload, Value, WithoutMemory
+
+if TYPE_CHECKING:
+    import torch
 
 
-class PhantomPayload:
+class PhantomPayload(WithoutMemory):
     """``numel`` elements of ``dtype`` that no process holds in memory. In-place methods check sizes and do nothing else."""
 
     __slots__ = ("dtype", "meta", "nbytes", "numel")
@@ -21,7 +24,7 @@ class PhantomPayload:
 
     def __init__(self, numel: int, dtype: str = "float32", meta: Value = None) -> None:
         if numel < 0:
-            raise ValueError(f"a payload of {numel} elements")
+            raise ValueError(f"a payload cannot have {numel} elements")
         self.dtype = dtype
         self.numel = numel
         self.nbytes = numel * dtype_named(dtype).itemsize
@@ -33,26 +36,17 @@ class PhantomPayload:
 
     def part(self, start: int, stop: int) -> PhantomPayload:
         if not 0 <= start <= stop <= self.numel:
-            raise ValueError(f"a part {start}:{stop} of {self.numel} elements")
+            raise ValueError(f"{start}:{stop} is not a part of {self.numel} elements")
         return PhantomPayload(stop - start, self.dtype)
 
     def empty_like(self) -> PhantomPayload:
         return PhantomPayload(self.numel, self.dtype)
 
-    def copy_(self, other: Payload) -> None:
-        self._check(other)
+    def with_meta(self, meta: Value) -> PhantomPayload:
+        return PhantomPayload(self.numel, self.dtype, meta)
 
-    def add_(self, other: Payload) -> None:
-        self._check(other)
-
-    def scale_(self, factor: float) -> None:
-        return None
-
-    def average_(self, other: Payload) -> None:
-        self._check(other)
-
-    def frames(self) -> Sequence[memoryview]:
-        return ()
+    def mapped(self, dtype: str, numel: int, function: Callable[[torch.Tensor], torch.Tensor], meta: Value) -> PhantomPayload:
+        return PhantomPayload(numel, dtype, meta)
 
     def _check(self, other: Payload) -> None:
         if other.numel != self.numel:

@@ -1,4 +1,4 @@
-"""A tensor that travels: one run of memory, seen by torch and numpy alike.
+"""A tensor that can be sent: one range of memory, seen by torch and numpy alike.
 
 torch is imported only where a method needs it, so processes that merely pass tensors on never load it.
 """
@@ -6,7 +6,7 @@ torch is imported only where a method needs it, so processes that merely pass te
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,11 +26,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class TensorPayload:
-    """Elements in memory. Aliases the memory that it was made of; keeps it alive; never copies it.
+    """Elements in memory. Aliases the memory from which it was made and keeps it alive; never copies it.
 
-    Make one by `of` (a tensor or an array) or by `received` (bytes that came over the network). In-place methods need writable
-    memory (`ValueError` otherwise) and the other's ``numel`` equal to their own; another float type of the other is converted.
-    Payloads of CUDA tensors compute, but have no `frames`: copy them to (pinned) host memory first.
+    Make one with `of` (from a tensor or an array) or `received` (from bytes that came over the network). In-place methods need
+    writable memory (`ValueError` otherwise) and an operand with the same ``numel``; an operand of another float type is converted.
+    Payloads of CUDA tensors can compute, but have no `frames`: copy them to (pinned) host memory first.
     """
 
     __slots__ = ("_array", "_info", "_tensor", "dtype", "meta", "nbytes", "numel", "shape")
@@ -54,20 +54,20 @@ class TensorPayload:
 
     @classmethod
     def of(cls, source: torch.Tensor | Array, meta: Value = None) -> TensorPayload:
-        """The memory of a torch tensor (any device) or numpy array, without a copy.
+        """The memory of a torch tensor (on any device) or numpy array, not copied.
 
-        Raises `ValueError` where it is not contiguous, or its element type does not travel.
+        Raises `ValueError` if it is not contiguous, or its element type cannot be sent.
         """
         if isinstance(source, np.ndarray):
             info = dtype_of_numpy(source.dtype)
             if not source.flags.c_contiguous:
-                raise ValueError(f"the array of shape {source.shape} is not contiguous, so its memory cannot be sent as it lies")
+                raise ValueError(f"the array of shape {source.shape} is not contiguous, so its memory cannot be sent directly")
             return cls(info, source.shape, source.reshape(-1), None, meta)
         info = dtype_of_torch(source.dtype)
         if not source.is_contiguous():
             raise ValueError(
-                f"the tensor of shape {tuple(source.shape)} is not contiguous, so its memory cannot be sent as it lies: "
-                "call .contiguous() first, where a copy will do"
+                f"the tensor of shape {tuple(source.shape)} is not contiguous, so its memory cannot be sent directly: "
+                "call .contiguous() first, if a copy is acceptable"
             )
         if source.is_conj() or source.is_neg():
             raise ValueError("the tensor is a lazy conjugate or negative, so its memory holds other values: resolve it first")
@@ -76,9 +76,9 @@ class TensorPayload:
 
     @classmethod
     def received(cls, buffer: Buffer, dtype: str, shape: Sequence[int], meta: Value = None) -> TensorPayload:
-        """The elements that lie in ``buffer``, without a copy (but for small buffers that lie askew in memory).
+        """The elements in ``buffer``, not copied (except small buffers that are not aligned).
 
-        Raises `WireError` where the sizes do not fit or the type is unknown. Over read-only memory the payload is read-only.
+        Raises `WireError` if the sizes do not fit or the type is unknown. Over read-only memory the payload is read-only.
         """
         try:
             info = dtype_named(dtype)
@@ -88,28 +88,28 @@ class TensorPayload:
         view = memoryview(buffer)
         nbytes = math.prod(shape) * info.itemsize
         if view.nbytes != nbytes or min(shape, default=0) < 0:
-            raise WireError(f"{view.nbytes} bytes were received for {dtype}{list(shape)}, which takes {nbytes}")
+            raise WireError(f"{view.nbytes} bytes were received for {dtype}{list(shape)}, which needs {nbytes}")
         if not nbytes:
             return cls(info, shape, np.empty(0, info.storage), None, meta)
         array = np.frombuffer(view, info.storage)
         if not array.flags.aligned or (info.raw and array.__array_interface__["data"][0] % info.itemsize):
-            array = array.copy()  # ZeroMQ packs small messages at any address; from 8 KiB on they are aligned
+            array = array.copy()  # ZeroMQ places small messages at any address; from 8 KiB on they are aligned
         return cls(info, shape, array, None, meta)
 
     @classmethod
     def empty(cls, numel: int, dtype: str, meta: Value = None) -> TensorPayload:
-        """``numel`` elements in fresh host memory, with undefined content."""
+        """``numel`` elements in new host memory, with undefined content."""
         info = dtype_named(dtype)
         return cls(info, (numel,), np.empty(numel * info.itemsize if info.raw else numel, info.storage), None, meta)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory as a torch tensor of `shape`. Never write to it where `writable` is false."""
+        """The memory as a torch tensor of `shape`. Never write to it if `writable` is false."""
         flat = self._flat()
         return flat if len(self.shape) == 1 else flat.view(self.shape)
 
     def numpy(self) -> Array:
-        """The memory as a numpy array of `shape`. Raises `TypeError` for types that numpy has not, and off the host."""
+        """The memory as a numpy array of `shape`. Raises `TypeError` for types that numpy lacks, and for memory of a device."""
         if self._info.raw:
             raise TypeError(f"numpy has no {self.dtype}: use .tensor, or .frames() for the bytes")
         return self._host().reshape(self.shape)
@@ -121,12 +121,12 @@ class TensorPayload:
 
     @property
     def _exact(self) -> bool:
-        """Whether the elements are integers or truth values, for which only numpy has all the arithmetic."""
+        """Whether the elements are integers or booleans, for which only numpy has all the arithmetic."""
         return self._info.kind in ("int", "bool")
 
     @property
     def pointer(self) -> int:
-        """Address of the first element."""
+        """The address of the first element."""
         if self._array is None:
             return self._flat().data_ptr()
         address = self._array.__array_interface__["data"][0]
@@ -134,9 +134,9 @@ class TensorPayload:
         return address
 
     def part(self, start: int, stop: int) -> TensorPayload:
-        """Elements ``start`` to ``stop`` as a flat view. It does not inherit `meta`."""
+        """Elements ``start`` up to ``stop`` as a flat view. It does not inherit `meta`."""
         if not 0 <= start <= stop <= self.numel:
-            raise ValueError(f"a part {start}:{stop} of {self.numel} elements")
+            raise ValueError(f"{start}:{stop} is not a part of {self.numel} elements")
         info = self._info
         if self._array is None:
             return TensorPayload(info, (stop - start,), None, self._flat()[start:stop], None)
@@ -146,6 +146,11 @@ class TensorPayload:
     def with_meta(self, meta: Value) -> TensorPayload:
         """The same memory with another ``meta``."""
         return TensorPayload(self._info, self.shape, self._array, self._tensor, meta)
+
+    def mapped(self, dtype: str, numel: int, function: Callable[[torch.Tensor], torch.Tensor], meta: Value) -> TensorPayload:
+        result = TensorPayload.of(function(self.tensor.view(-1)), meta)
+        assert (result.dtype, result.numel) == (dtype, numel), "the function gives what was announced"
+        return result
 
     def empty_like(self) -> TensorPayload:
         if self._array is None:
@@ -170,7 +175,7 @@ class TensorPayload:
             _add(mine, theirs)
             return
         target, addend = self._target(), source._flat()
-        if source._info.itemsize == 1 and source._info.raw:  # torch adds no 8-bit floats
+        if source._info.itemsize == 1 and source._info.raw:  # torch cannot add 8-bit floats
             addend = addend.float()
         if self._info.itemsize == 1:
             target.copy_(target.float().add_(addend))
@@ -192,12 +197,12 @@ class TensorPayload:
             self._target().mul_(factor)
 
     def average_(self, other: Payload) -> None:
-        # Adding first, not `lerp`: both sides of an exchange then get the same bits, whoever calls it.
+        # Add first, instead of `lerp`: both sides of an exchange then get the same bits.
         self.add_(other)
         self.scale_(0.5)
 
     def frames(self) -> Sequence[memoryview]:
-        """One view of the bytes (format ``B``), none if there are no elements. The view is writable where the memory is."""
+        """One view of the bytes (format ``B``); none if there are no elements. The view is writable if the memory is."""
         if not self.nbytes:
             return ()
         return (self._host().data.cast("B"),)
@@ -205,16 +210,16 @@ class TensorPayload:
     def _operand(self, other: Payload) -> TensorPayload:
         """``other``, checked to fit."""
         if not isinstance(other, TensorPayload):
-            raise TypeError(f"a tensor cannot take up {other!r}, which has no elements in memory")
+            raise TypeError(f"{other!r} has no elements in memory, so it cannot be combined with a tensor")
         if other.numel != self.numel:
             raise ValueError(f"{other!r} does not fit {self!r}: the numbers of elements differ")
         if _RANK[other._info.kind] > _RANK[self._info.kind]:
-            raise TypeError(f"{other.dtype} elements cannot go into {self.dtype}")
+            raise TypeError(f"{other.dtype} elements cannot be converted to {self.dtype}")
         return other
 
     def _host(self) -> Array:
         if self._array is None:
-            raise ValueError(f"{self!r} lies in the memory of {self._flat().device}: copy it to host memory before sending it")
+            raise ValueError(f"{self!r} is in the memory of {self._flat().device}: copy it to host memory before sending it")
         return self._array
 
     def _flat(self) -> torch.Tensor:
@@ -224,9 +229,9 @@ class TensorPayload:
         return self._tensor
 
     def _target(self) -> torch.Tensor:
-        """The flat tensor, to be written to. (torch knows no read-only memory and would write to it.)"""
+        """The flat tensor, to be written to. (torch does not know read-only memory and would write to it.)"""
         if not self.writable:
-            raise ValueError(f"{self!r} lies in read-only memory")
+            raise ValueError(f"{self!r} is in read-only memory")
         return self._flat()
 
     def __repr__(self) -> str:
@@ -234,9 +239,9 @@ class TensorPayload:
         return f"TensorPayload({self.dtype}{list(self.shape)}{meta})"
 
 
-# numpy would warn of overflow and of infinity minus infinity. Gradients may do that; who looks for it looks at the loss.
-# (A decorator, since the context manager takes longer than adding up 256 numbers. torch's own loops are no faster, and would start
-# threads of their own for the event loop's thread.)
+# numpy would warn about overflow and infinity minus infinity. Gradients may have those; they show in the loss.
+# (A decorator, since the context manager takes longer than adding 256 numbers. torch's own loops are no faster, and would start
+# threads of their own from the event loop's thread.)
 @np.errstate(all="ignore")
 def _add(target: Array, addend: Array) -> None:
     np.add(target, addend, out=target)
@@ -247,12 +252,12 @@ def _scale(target: Array, factor: float) -> None:
     np.multiply(target, target.dtype.type(factor), out=target)
 
 
-#: A type of a higher rank does not go into one of a lower rank: something would be lost without a word.
+#: The ranks of kinds of types: one of a higher rank cannot be converted to a lower one without losing something.
 _RANK: Final = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
 
 def _array_of(flat: torch.Tensor, info: DType) -> Array | None:
-    """The memory of a flat tensor as an array; None where it does not lie in host memory."""
+    """The memory of a flat tensor as an array; None if it is not in host memory."""
     if flat.device.type != "cpu":
         return None
     if info.raw:
@@ -264,7 +269,7 @@ def _array_of(flat: torch.Tensor, info: DType) -> Array | None:
 
 
 class _Writable:
-    """Shows an array's memory to numpy as writable."""
+    """Presents an array's memory to numpy as writable."""
 
     __slots__ = ("__array_interface__", "keep")
 
@@ -279,7 +284,7 @@ def _tensor_of(array: Array, info: DType) -> torch.Tensor:
     if not array.size:
         return torch.empty(0, dtype=torch_dtype(info.name))
     if not array.flags.writeable:
-        # torch warns about read-only memory and cannot express it; `TensorPayload._target` guards it instead.
+        # torch warns about read-only memory and cannot represent it; `TensorPayload._target` checks it instead.
         array = np.asarray(_Writable(array))
     tensor = torch.from_numpy(array)
     return tensor.view(torch_dtype(info.name)) if info.raw else tensor

@@ -1,14 +1,17 @@
-"""A message without elements: only what its ``meta`` says."""
+"""A message without elements: only its ``meta``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
-from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.payload import Payload, Value, WithoutMemory
+
+if TYPE_CHECKING:
+    import torch
 
 
-class ValuePayload:
+class ValuePayload(WithoutMemory):
     """A small value. `dtype` is empty, there are no elements, and in-place methods take only other payloads without elements."""
 
     __slots__ = ("meta",)
@@ -24,26 +27,17 @@ class ValuePayload:
 
     def part(self, start: int, stop: int) -> ValuePayload:
         if start or stop:
-            raise ValueError(f"a part {start}:{stop} of a value without elements")
+            raise ValueError(f"{start}:{stop} is not a part of a value, which has no elements")
         return ValuePayload()
 
     def empty_like(self) -> ValuePayload:
         return ValuePayload()
 
-    def copy_(self, other: Payload) -> None:
-        self._check(other)
+    def with_meta(self, meta: Value) -> ValuePayload:
+        return ValuePayload(meta)
 
-    def add_(self, other: Payload) -> None:
-        self._check(other)
-
-    def scale_(self, factor: float) -> None:
-        return None
-
-    def average_(self, other: Payload) -> None:
-        self._check(other)
-
-    def frames(self) -> Sequence[memoryview]:
-        return ()
+    def mapped(self, dtype: str, numel: int, function: Callable[[torch.Tensor], torch.Tensor], meta: Value) -> ValuePayload:
+        raise TypeError(f"{self!r} has no elements")
 
     def _check(self, other: Payload) -> None:
         if other.numel:

@@ -166,5 +166,5 @@ def test_bad_worlds() -> None:
         Schedule(6, 0, "hypercube")
     with pytest.raises(ValueError, match="a world of 0"):
         Schedule(0, 0)
-    with pytest.raises(ValueError, match="rank 4 of 4"):
+    with pytest.raises(ValueError, match="no rank 4 in a world of 4"):
         Schedule(4, 0).partners(0, 4)

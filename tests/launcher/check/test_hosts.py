@@ -60,7 +60,7 @@ def findings(look: PreflightReport, model_bytes: int = 0) -> list[Finding]:
 
 def test_gpus_that_the_file_does_not_name() -> None:
     (found,) = [each for each in findings(look_of({"gpus": 8})) if each.warning]
-    assert (found.host, found.detail) == ("a", "6 of its 8 GPUs would be idle: workers take one each, and there are 2")
+    assert (found.host, found.detail) == ("a", "6 of its 8 GPUs would be idle: each of its 2 workers uses one")
     assert 'devices = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"' in found.remedy
     assert not [each for each in findings(look_of({"gpus": 2})) if each.warning]
 
@@ -70,28 +70,28 @@ def test_gpus_that_are_not_seen() -> None:
     look = look_of({"gpus": 2})
     found = [each for each in findings_of(topology, place(topology), look, OURS, 0) if each.warning]
     assert [(each.host, each.ok) for each in found] == [("b", True)]
-    assert "no NVIDIA device is seen there" in found[0].detail
+    assert "no NVIDIA device that can be seen" in found[0].detail
 
 
 def test_hosts_that_are_well() -> None:
     found = findings(look_of(), GIB)
     assert all(finding.ok and not finding.remedy for finding in found)
     assert {finding.name: finding.detail for finding in found} == {
-        "ways": "every host reaches the others (2 ways): keys exchanged, all encrypted",
-        "clocks": "the furthest (a) is 1 ms from the one here, give or take 2 ms",
-        "network": "930 Mbit/s or more on each way, round trips of 400 us at most",
+        "ways": "every host reaches the others (2 links): keys were exchanged, everything is encrypted",
+        "clocks": "the clock that differs most (a) is 1 ms from the one here, ± 2 ms",
+        "network": "930 Mbit/s or more on each link, round trips of 400 us at most",
     }
 
 
 @pytest.mark.parametrize(
     ("facts", "what", "remedy"),
     [
-        ({"names": {"bee": []}}, "does not know bee", "address"),
-        ({"names": {"bee": ["127.0.1.1"]}}, "bee means 127.0.1.1 there, the host itself", "/etc/hosts"),
-        ({"names": {"bee": ["::1"]}}, "bee means ::1 there", "/etc/hosts"),
-        ({"run_folder": ["/state", 2**20]}, "1 MiB free in /state, where a run may write 64 MiB", "XDG_STATE_HOME"),
-        ({"scratch_folder": ["/tmp", 2**20]}, "1 MiB free in /tmp", "TMPDIR"),
-        ({"memory_bytes": GIB}, "1 GiB of memory free; the model's copies in 2 roles need 6 GiB", "fewer slots"),
+        ({"names": {"bee": []}}, "cannot resolve bee", "address"),
+        ({"names": {"bee": ["127.0.1.1"]}}, "resolves bee to 127.0.1.1, its own loopback address", "/etc/hosts"),
+        ({"names": {"bee": ["::1"]}}, "resolves bee to ::1, its own loopback address", "/etc/hosts"),
+        ({"run_folder": ["/state", 2**20]}, "only 1 MiB free in /state, but a run may write 64 MiB", "XDG_STATE_HOME"),
+        ({"scratch_folder": ["/tmp", 2**20]}, "only 1 MiB free in /tmp", "TMPDIR"),
+        ({"memory_bytes": GIB}, "1 GiB of memory free, but the model's copies in 2 roles need 6 GiB", "fewer slots"),
         ({"paths": {"/data": False}}, "no /data", "--data"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_keeps_a_host_from_taking_part(facts: dict[str, Any], what: str, re
     [
         ({"shm_bytes": 64 * 2**20}, "/dev/shm has 64 MiB"),
         ({"shared_memory_missing": "no futex"}, "no futex: its 2 workers"),
-        ({"packages": {"numpy": "1.26"}}, "numpy 1.26, and 2.1 here"),
+        ({"packages": {"numpy": "1.26"}}, "numpy 1.26, but this machine has 2.1"),
     ],
 )
 def test_what_is_only_worth_a_word(facts: dict[str, Any], what: str) -> None:
@@ -125,13 +125,13 @@ def test_clocks() -> None:
 def test_ways() -> None:
     none = look_of(ways=[WayReport("a", "b", "no answer within 10 s"), WayReport("b", "a", "", 9e8, 3e-4)])
     (fault,) = (finding for finding in findings(none) if not finding.ok)
-    assert (fault.host, fault.detail) == ("a", "does not reach b at bee (no answer within 10 s)")
+    assert (fault.host, fault.detail) == ("a", "cannot reach b at bee (no answer within 10 s)")
     assert "ports" in fault.remedy
     slow = look_of(
         ways=[WayReport("a", "b", "", 9e8, 3e-4), WayReport("b", "a", "", 9e8, 3e-4), WayReport("b", "c", "", 9e7, 3e-4)]
     )
     (note,) = (finding for finding in findings(slow) if finding.remedy)
-    assert (note.ok, note.host, note.detail) == (True, "b", "carries 90 Mbit/s to c, and most ways carry 900 Mbit/s")
+    assert (note.ok, note.host, note.detail) == (True, "b", "its link to c carries 90 Mbit/s, but most links carry 900 Mbit/s")
 
 
 def test_hosts_that_could_not_be_looked_at() -> None:

@@ -121,7 +121,7 @@ def test_the_first_pod_launches_where_all_run_the_same_command() -> None:
     [
         ("SLURM_NODEID=x", "SLURM_NODEID is 'x'"),
         ("SLURM_NODEID=0 SLURM_LOCALID=1", "--ntasks-per-node=1"),
-        ("SLURM_NODEID=0 SLURM_JOB_NODELIST=n[1", "SLURM_JOB_NODELIST has brackets"),
+        ("SLURM_NODEID=0 SLURM_JOB_NODELIST=n[1", "SLURM_JOB_NODELIST has unmatched brackets"),
         ("PET_NNODES=many", "PET_NNODES is 'many'"),
         ("MASTER_ADDR=a MASTER_PORT=0", "MASTER_PORT is '0'"),
         ("SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1", "has 1 addresses"),

@@ -6,7 +6,7 @@ import pytest
 
 from zmqtrain.errors import ProtocolError, UsageError
 from zmqtrain.launcher.environment.node_description import NodeDescription, own_description
-from zmqtrain.launcher.environment.place import Place
+from zmqtrain.launcher.environment.place import NodePlace
 from zmqtrain.launcher.environment.register import OccupiedError, Register
 from zmqtrain.topology.schema import Host
 
@@ -38,7 +38,7 @@ def test_listed_hosts_are_found_by_name_by_number_and_in_turn() -> None:
 def test_somebody_too_many_may_come_again() -> None:
     register = Register(LISTED[:2], None)
     assert register.enter(node("beta")) == "beta"
-    with pytest.raises(OccupiedError, match=r"beta is here already .*ZMQTRAIN_NAME"):
+    with pytest.raises(OccupiedError, match=r"beta has joined already .*ZMQTRAIN_NAME"):
         register.enter(node("beta"))
     with pytest.raises(UsageError, match="number 2, but the file lists 2"):
         register.enter(node(rank=2))
@@ -52,11 +52,11 @@ def test_somebody_too_many_may_come_again() -> None:
 def test_without_a_list_the_nodes_are_the_hosts() -> None:
     register = Register(None, None)
     assert register.expected is None
-    assert "nobody has told" in register.missing()
+    assert "is not known" in register.missing()
     assert register.enter(node("n2", rank=1, nodes=3)) == "n2"
     assert register.missing() == "2 nodes"
     assert register.enter(node("n1", rank=0)) == "n1"
-    with pytest.raises(OccupiedError, match="number 1 is here already"):
+    with pytest.raises(OccupiedError, match="number 1 has joined already"):
         register.enter(node("n3", rank=1))
     assert register.enter(node("no good name!", machine="pod", rank=2)) == "pod"
     with pytest.raises(OccupiedError, match="all 3 nodes"):
@@ -78,7 +78,7 @@ def test_the_launchers_own_machine_has_the_address_that_others_see() -> None:
 
 
 def test_descriptions_travel_and_foreign_ones_are_refused() -> None:
-    description = own_description(Place(names=("a", "b"), rank=1, nodes=2, address="10.0.0.1", bind="::"), "10.0.0.2", "head")
+    description = own_description(NodePlace(names=("a", "b"), rank=1, nodes=2, address="10.0.0.1", bind="::"), "10.0.0.2", "head")
     assert NodeDescription.from_value(description.to_value()) == description
     assert description.versions["zmqtrain"]
     for wrong in (

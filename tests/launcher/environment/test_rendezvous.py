@@ -13,7 +13,7 @@ from zmqtrain.errors import PeerTimeoutError, PortInUseError, ProtocolError, Run
 from zmqtrain.launcher.environment import join as join_module
 from zmqtrain.launcher.environment import rendezvous as rendezvous_module
 from zmqtrain.launcher.environment.join import Join, wait_for_start
-from zmqtrain.launcher.environment.place import Place
+from zmqtrain.launcher.environment.place import NodePlace
 from zmqtrain.launcher.environment.register import Register
 from zmqtrain.launcher.environment.rendezvous import Rendezvous
 from zmqtrain.topology.schema import Host
@@ -44,7 +44,7 @@ class Inn:
                 await self.rendezvous.changed.wait()
 
     def come(self, port: int, name: str = "", token: str = TOKEN, wait_s: float = 5.0) -> asyncio.Task[tuple[Join, Any]]:
-        place = Place(launcher="127.0.0.1", port=port, names=(name,) if name else ())
+        place = NodePlace(launcher="127.0.0.1", port=port, names=(name,) if name else ())
         return asyncio.create_task(wait_for_start(place, token, port=1, wait_s=wait_s, say=self.say))
 
 
@@ -90,14 +90,14 @@ async def test_who_has_another_token_stays_outside() -> None:
     async with inn("alpha") as (made, port):
         with pytest.raises(RunTokenError):
             await made.come(port, "alpha", token="another token entirely")
-        assert made.said == ["turned away: 127.0.0.1 has another token"]
+        assert made.said == ["refused: 127.0.0.1 has another token"]
         assert made.register.here == ()
 
 
 async def test_who_has_other_versions_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     async with inn("alpha") as (made, port):
         monkeypatch.setattr(made.rendezvous, "_versions", {"python": "3.1", "zmqtrain": "0", "torch": "0"})
-        with pytest.raises(UsageError, match=r"has Python .* and 3\.1 here"):
+        with pytest.raises(UsageError, match=r"has Python .* but this machine has 3\.1"):
             await made.come(port, "alpha")
         assert len(made.rendezvous.refused) == 1
 
@@ -109,7 +109,7 @@ async def test_a_place_that_is_taken_may_be_free_later(monkeypatch: pytest.Monke
         await made.until(lambda: made.register.is_complete)
         second = made.come(port, "alpha", wait_s=60)
         await asyncio.wait_for(made.noted.wait(), 5)
-        assert "alpha is here already" in made.said[0]
+        assert "alpha has joined already" in made.said[0]
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await made.rendezvous.start("alpha", {"run": "1"})
@@ -131,7 +131,7 @@ async def test_a_launcher_that_comes_late_and_one_that_goes_again(monkeypatch: p
         await other.rendezvous.start("alpha", {"run": "2"})
         join, start = await asyncio.wait_for(waiting, 10)
         assert start == {"run": "2"}
-        assert "the launcher is gone again, before all nodes were there" in made.said
+        assert "the launcher disconnected before all nodes had joined" in made.said
         join.close()
     finally:
         await other.rendezvous.close()
@@ -139,7 +139,7 @@ async def test_a_launcher_that_comes_late_and_one_that_goes_again(monkeypatch: p
 
 async def test_a_launcher_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_module, "FIRST_PAUSE_S", 0.01)
-    place = Place(launcher="127.0.0.1", port=9)
+    place = NodePlace(launcher="127.0.0.1", port=9)
     with pytest.raises(PeerTimeoutError, match=r"127.0.0.1:9 .*refused.*ZMQTRAIN_COORDINATOR"):
         await wait_for_start(place, TOKEN, port=1, wait_s=0.1, say=lambda _: None)
 
@@ -151,8 +151,8 @@ async def test_something_else_listens_there(answer: bytes) -> None:
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        place = Place(launcher="127.0.0.1", port=server.sockets[0].getsockname()[1])
-        with pytest.raises(ProtocolError, match="no launcher of zmqtrain"):
+        place = NodePlace(launcher="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        with pytest.raises(ProtocolError, match="not a launcher of zmqtrain"):
             await wait_for_start(place, TOKEN, port=1, wait_s=5, say=lambda _: None)
 
 

@@ -82,5 +82,5 @@ def test_nothing_can_be_changed_repeated_or_left_out(change: str) -> None:
 
 @pytest.mark.parametrize("line", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"\n"])
 def test_another_language(line: bytes) -> None:
-    with pytest.raises(ProtocolError, match="another language"):
+    with pytest.raises(ProtocolError, match="does not follow this protocol"):
         pair()[0].read(line, "it")

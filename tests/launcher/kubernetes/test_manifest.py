@@ -165,9 +165,9 @@ def test_pods_of_an_elastic_run_are_replaced() -> None:
     ("text", "message"),
     [
         (PLAIN.replace("image = 'zt:1'", ""), "image is missing"),
-        (PLAIN + "[[hosts]]\nname = 'alpha'\n", "no name of a pod"),
-        (PLAIN + "[[hosts]]\nname = 'w-[1-2]'\n", "counted from 0"),
-        (PLAIN + "[[hosts]]\nname = 'launcher-0'\n", 'none "launcher"'),
+        (PLAIN + "[[hosts]]\nname = 'alpha'\n", "not the name of a pod"),
+        (PLAIN + "[[hosts]]\nname = 'w-[1-2]'\n", "numbered from 0"),
+        (PLAIN + "[[hosts]]\nname = 'launcher-0'\n", 'none of them "launcher"'),
         (PLAIN + "[[hosts]]\nname = 'w-0'\nslots = 1\n[[hosts]]\nname = 'w-1'\nslots = 2\n", "differ in slots"),
     ],
 )

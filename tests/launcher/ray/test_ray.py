@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 TOPOLOGY = """
 [job]
 name = "trial"
-timeout = "12 s"
+timeout = "24 s"
 transport_encryption = "required"
 [compute]
 groups = 2

@@ -128,7 +128,9 @@ def test_the_nodes_of_an_allocation_are_the_hosts(slurm: Cluster, tmp_path: Path
     assert 0 < summary["steps"] < 80
     assert not slurm.left()
     assert "pending" in zmqtrain(folder, "status", str(again)).stdout
-    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits until the old credentials are void
+    slurm.command(
+        "scontrol", "update", f"JobId={job}", "StartTime=now+2"
+    )  # by itself after minutes; its old credentials are void from the next second
     ended = slurm.until_job(job, "COMPLETED", "FAILED")
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (ended, (again / "slurm.out").read_text())
     assert json.loads((again / "summary.json").read_text())["status"] == "done"

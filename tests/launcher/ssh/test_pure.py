@@ -150,12 +150,12 @@ def test_without_the_library_the_systems_ssh_is_used(monkeypatch: pytest.MonkeyP
     ("python", "zmqtrain", "torch", "faults"),
     [
         ("3.11.9", "0.1.0", "2.4.0+cu121", []),
-        ("3.12.1", "0.1.0", "2.4.0", ["Python 3.12.1, and 3.11.2 here"]),
-        ("3.11.2", "0.2.0", "2.4.0", ["zmqtrain 0.2.0, and 0.1.0 here"]),
-        ("3.11.2", "0.1.0", "2.5.0", ["torch 2.5.0, and 2.4.0+cpu here"]),
+        ("3.12.1", "0.1.0", "2.4.0", ["Python 3.12.1, but this machine has 3.11.2"]),
+        ("3.11.2", "0.2.0", "2.4.0", ["zmqtrain 0.2.0, but this machine has 0.1.0"]),
+        ("3.11.2", "0.1.0", "2.5.0", ["torch 2.5.0, but this machine has 2.4.0+cpu"]),
         ("3.11.2", None, None, ["no zmqtrain", "no torch"]),
         ("3.11.2", "unknown", "2.4.0", []),
-        ("2.7.18", None, "2.4.0", ["Python 2.7.18, and 3.11.2 here", "no zmqtrain"]),
+        ("2.7.18", None, "2.4.0", ["Python 2.7.18, but this machine has 3.11.2", "no zmqtrain"]),
     ],
 )
 def test_versions_that_do_not_agree(python: str, zmqtrain: str | None, torch: str | None, faults: list[str]) -> None:
@@ -168,17 +168,17 @@ def test_versions_that_do_not_agree(python: str, zmqtrain: str | None, torch: st
 def test_what_to_install() -> None:
     theirs = {"python": "3.11.2", "packages": {"zmqtrain": "0.1.0", "torch": "2.5.0+cu121"}}
     (fault,) = faults_of_versions("beta", OURS, theirs)
-    assert fault.remedy == "install the same: pip install torch==2.4.0"
+    assert fault.remedy == "install the same version: pip install torch==2.4.0"
 
 
 def test_all_faults_in_one_table() -> None:
     text = table([Fault("a", "no torch", "install it"), Fault("a", "no folder x", "sync"), Fault("long-name", "y", "z")], 4)
     assert text.splitlines() == [
         "2 of 4 hosts cannot take part:",
-        "  host       what is wrong  what to do",
-        "  a          no torch       install it",
-        "  a          no folder x    sync",
-        "  long-name  y              z",
+        "  host       problem      what to do",
+        "  a          no torch     install it",
+        "  a          no folder x  sync",
+        "  long-name  y            z",
     ]
 
 
@@ -224,7 +224,7 @@ def test_files_that_a_copied_folder_would_not_have(tmp_path: Path) -> None:
     assert program_files(Job(task="package.module:task"), None, tmp_path) == []
     require_inside(["train.py", "lib/../mine.py"], tmp_path)
     for name in ("../train.py", str(tmp_path / "train.py")):
-        with pytest.raises(UsageError, match="launch in the folder that has it"):
+        with pytest.raises(UsageError, match="launch in the folder that contains the file"):
             require_inside([name], tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_places_are_known_until_they_are_clear(tmp_path: Path) -> None:
 
 async def test_the_address_on_the_way_to_a_host() -> None:
     assert await address_towards("beta", "127.0.0.1") == "127.0.0.1"
-    with pytest.raises(SshError, match=r"beta: its address no.such.name.invalid is unknown here .*: mend it"):
+    with pytest.raises(SshError, match=r"beta: its address no.such.name.invalid cannot be resolved here .*: correct it"):
         await address_towards("beta", "no.such.name.invalid")
     hosts = parse_topology(HOST).hosts
     assert await addresses_towards(hosts, "gate.lab") == {"beta": "gate.lab"}

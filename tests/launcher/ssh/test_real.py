@@ -79,7 +79,7 @@ def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> No
         assert not any(token in " ".join(process.cmdline()) for name in two.names for process in two.processes(name))
         # What has logged in dies, and the server with it for a while.
         assert two.break_connections("m1") > 0
-        run.wait_for("m1: lost the ssh connection. The run goes on")
+        run.wait_for("m1: the ssh connection is lost. The run continues")
         run.wait_for("m1: the ssh connection is back")
         # And the terminal is gone, or the connection that it was.
         run.signal(signal.SIGHUP)
@@ -146,13 +146,13 @@ def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machine
         assert run.end() == -signal.SIGKILL
         gone = zmqtrain(tmp_path, "attach", "run")
         assert gone.returncode == 129
-        assert "the launcher of run is gone" in gone.stderr
+        assert "the launcher of run has ended without finishing" in gone.stderr
         assert "m1: its agent" in gone.stderr
         until("the end of the agent", lambda: not two.processes("m1"))
         assert two.left()  # the folder, with its log
         assert zmqtrain(tmp_path, "status", "run").stdout.split()[3] == "lost"
         stopped = zmqtrain(tmp_path, "stop", "run")
-        assert (stopped.returncode, stopped.stdout) == (0, "m1: stopped, and nothing is left there\n"), stopped
+        assert (stopped.returncode, stopped.stdout) == (0, "m1: stopped; nothing is left running there\n"), stopped
         assert zmqtrain(tmp_path, "stop", "run").returncode == 2
     assert two.left() == []
 
@@ -184,7 +184,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) ->
         agent.kill()
         assert run.end() == 129, run
         assert run.json("error.json")["verdict"] == "host lost"
-        assert "lost the host m2: its agent ended with code -9" in repr(run)
+        assert "lost the host m2: its agent ended with exit code -9" in repr(run)
     assert two.left() == []
 
 
@@ -196,11 +196,11 @@ def test_a_host_that_vanishes_is_cleared_up_when_it_is_back(tmp_path: Path, two:
         with two.unplugged("m2"):
             assert run.end() == 129, run
             assert "lost the host m2" in repr(run)
-            assert "`zmqtrain stop` looks once more" in repr(run)
+            assert "`zmqtrain stop` tries again" in repr(run)
             assert two.processes("m1") == []
             until("the end of the agent", lambda: not [process for process in two.processes("m2") if "agent" in process.cmdline()])
         stopped = zmqtrain(tmp_path, "stop", "run")
-        assert (stopped.returncode, stopped.stdout) == (0, "m2: stopped, and nothing is left there\n"), stopped
+        assert (stopped.returncode, stopped.stdout) == (0, "m2: stopped; nothing is left running there\n"), stopped
     assert two.left() == []
 
 
@@ -229,10 +229,10 @@ def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -
     with two.outer_address("m2", "203.0.113.2"):
         checked = zmqtrain(tmp_path, "check", "--json", "trial.toml")
     assert checked.returncode == 2, checked
-    assert "not let in" not in checked.stderr  # those who tried the ways are no strangers
+    assert "not admitted" not in checked.stderr  # those who tried the ways are no strangers
     rows = [json.loads(line) for line in checked.stdout.splitlines()]
     (fault,) = (row for row in rows if row["row"] == "check" and not row["ok"])
-    assert (fault["host"], fault["remedy"]) == ("m3", "mend it in [[hosts]]")
+    assert (fault["host"], fault["remedy"]) == ("m3", "correct it in [[hosts]]")
     machines_seen = [row for row in rows if row["row"] == "machine"]
     assert [row["host"] for row in machines_seen] == ["m1", "m2"]
     found = [re.fullmatch(r"tcp://([0-9.]+):(\d+),(\d+)", row["endpoint"]) for row in machines_seen]
@@ -242,7 +242,7 @@ def test_machines_are_looked_at_before_a_launch(tmp_path: Path, two: Machines) -
     ways = {(row["source"], row["target"]): row for row in rows if row["row"] == "way"}
     assert set(ways) == {("m1", "m2"), ("m2", "m1")}
     assert all(row["ok"] and row["bandwidth"] > 1e6 and row["round_trip_s"] > 0 for row in ways.values())
-    assert "keys exchanged" in next(row["detail"] for row in rows if row["row"] == "check" and row["name"] == "ways")
+    assert "keys were exchanged" in next(row["detail"] for row in rows if row["row"] == "check" and row["name"] == "ways")
     assert two.left() == []
 
 

@@ -79,7 +79,7 @@ def test_the_command_writes_into_the_run(tmp_path: Path, capsys: pytest.CaptureF
     assert "report.html" in capsys.readouterr().out
     assert run_report([str(run)], json_lines=True) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["status"] == "failed"
-    with pytest.raises(UsageError, match=r"cannot write .*Choose another place with --output"):
+    with pytest.raises(UsageError, match=r"cannot write .*Choose another file with --output"):
         run_report([str(run)], output=tmp_path / "missing" / "page.html")
     with pytest.raises(UsageError, match="there is no run"):
         run_report(["nothing"])

@@ -197,11 +197,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"batches": "4,2"}, "growing numbers"),
-        ({"batches": "x"}, "growing numbers"),
+        ({"batches": "4,2"}, "increasing numbers"),
+        ({"batches": "x"}, "increasing numbers"),
         ({"out": Path("/no/such/folder/p.json")}, "there is no folder"),
-        ({"links": True}, "give one instead of a task"),
-        ({"settings": ["job.seed=1"]}, "--set replaces values of a topology file"),
+        ({"links": True}, "give a file instead of a task"),
+        ({"settings": ["job.seed=1"]}, "--set overrides values of a topology file"),
         ({"shaping": "paced"}, "--shaping is for emulated links"),
         ({"device": "tpu"}, "no device 'tpu'"),
     ],

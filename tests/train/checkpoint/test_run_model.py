@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.pairwise import pairwise
 from tests.train.world import Recipe, Run, run, topology_of
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 from zmqtrain.train.checkpoint.model_file import model_lines
@@ -25,12 +26,12 @@ SERVERS, ALL = "the model servers' parameters", "the parameters that all workers
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "allreduce": ({"kind": "allreduce"}, ALL),
     "allreduce every 2": ({"kind": "allreduce", "every": 2}, ALL),
-    "sync": ({"kind": "model_server", "staleness": "sync", "shards": 2, "split_size": 128}, SERVERS),
+    "sync": ({"kind": "model_server", "staleness": "sync", "shards": 2, "split_size": 512}, SERVERS),
     "bound 0": ({"kind": "model_server", "staleness": {"bound": 0}}, SERVERS),
-    "bound 2": ({"kind": "model_server", "staleness": {"bound": 2}, "shards": 2, "split_size": 128}, SERVERS),
+    "bound 2": ({"kind": "model_server", "staleness": {"bound": 2}, "shards": 2, "split_size": 512}, SERVERS),
     "async": ({"kind": "model_server", "staleness": "async"}, SERVERS),
-    "async, 3 shards": ({"kind": "model_server", "staleness": "async", "shards": 3, "split_size": 64}, SERVERS),
-    "async, snapshots": ({"kind": "model_server", "staleness": "async", "snapshot": True, "shards": 2, "split_size": 128}, SERVERS),
+    "async, 3 shards": ({"kind": "model_server", "staleness": "async", "shards": 3, "split_size": 256}, SERVERS),
+    "async, snapshots": ({"kind": "model_server", "staleness": "async", "snapshot": True, "shards": 2, "split_size": 512}, SERVERS),
     "averaging": ({"kind": "averaging"}, ALL),
     "averaging every 3": ({"kind": "averaging", "every": 3}, MEAN),
     "averaging late": ({"kind": "averaging", "every": 4, "averaging": {"overlap_steps": 1, "fragments": 2}}, MEAN),
@@ -40,6 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gossip": ({"kind": "gossip", "gossip": {"average_evaluations": True}}, MEAN),
     "gossip of gradients": ({"kind": "gossip", "gossip": {"exchange": "gradients", "average_evaluations": True}}, MEAN),
 }
+#: Those that run with groups of two workers as well: one of each kind.
+OF_TWO = ("allreduce", "sync", "async, 3 shards", "averaging every 3", "outer", "gossip")
 APART = ("bound 0", "bound 2", "async", "async, 3 shards", "async, snapshots")
 
 
@@ -88,7 +91,7 @@ def topology(
 ) -> Any:
     return topology_of(
         job={"steps": 9, "elastic": False, "eval_every": 4, "checkpoint_every": 4, "keep_checkpoints": 9, **job},
-        compute={"groups": groups, "group_size": size, "batch_size": 4 * size},
+        compute={"groups": groups, "group_size": size, "batch_size": 4 * size, "bucket_size": 1200},  # four buckets
         exchange=exchange,
         optimizer=optimizer or {},
     )
@@ -98,8 +101,7 @@ def evaluations(result: Run) -> dict[int, float]:
     return {event["step"]: event["eval_loss"] for event in result.recorders["worker/0"].of("eval")}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), [*((case, 1) for case in CASES), *((case, 2) for case in OF_TWO)])
 async def test_the_model_on_disk_is_the_one_that_was_judged(case: str, size: int, tmp_path: Path) -> None:
     """At the end, and in each checkpoint on the way; also where one group is slower than the others."""
     exchange, called = CASES[case]
@@ -146,13 +148,13 @@ def held(checkpoint: Path) -> list[float]:
 async def test_evaluations_on_the_way_judge_what_each_server_has_at_one_moment(case: str, tmp_path: Path) -> None:
     """Groups 1 and 2 push all the time. What was shown for an evaluation has, of all pieces of a server, versions that this server
     had at one time; and group 0's steps so far are in it."""
-    result = await run(topology(CASES[case][0], steps=40, checkpoint_every=0), slow_group(("worker/0",)), folder=tmp_path)
+    result = await run(topology(CASES[case][0], steps=24, checkpoint_every=0), slow_group(("worker/0",)), folder=tmp_path)
     assert not result.errors, result.errors
     shown: dict[str, dict[int, int]] = {}
     for event in result.recorders["worker/0"].audited:
         if event["what"] == "shown":
             shown.setdefault(event["label"], {})[event["piece"]] = event["version"]
-    assert len(shown) == 10  # 9 evaluations, and the last one
+    assert len(shown) == 6  # 5 evaluations, and the last one
     servers = [recorder for peer, recorder in result.recorders.items() if peer.startswith("server")]
     for label, versions in shown.items():
         seen = 0
@@ -162,7 +164,7 @@ async def test_evaluations_on_the_way_judge_what_each_server_has_at_one_moment(c
             assert any(all(moment.get(piece, 0) == version for piece, version in pieces.items()) for moment in moments), label
             seen += len(pieces)
         assert seen == len(versions)
-        step = 40 if label == "last" else int(label.removeprefix("evaluate "))
+        step = 24 if label == "last" else int(label.removeprefix("evaluate "))
         assert all(version >= (3 * step if label == "last" else step) for version in versions.values())
 
 
@@ -188,9 +190,13 @@ class Slope(nn.Module):
         return inputs[:, :5] @ self.first + inputs[:, 5:] @ self.second
 
 
-@pytest.mark.parametrize("late", [(), ("worker/3",), ("worker/0",)], ids=["none", "the last", "the first"])
-@pytest.mark.parametrize("exchange", [CASES["async"][0], CASES["async, 3 shards"][0], CASES["bound 2"][0]], ids=["1", "3", "bound"])
-@pytest.mark.parametrize("look_ahead", ["none", "auto"])
+@pairwise(
+    {
+        "late": {"none": (), "the last": ("worker/3",), "the first": ("worker/0",)},
+        "exchange": {"1": CASES["async"][0], "3": CASES["async, 3 shards"][0], "bound": CASES["bound 2"][0]},
+        "look_ahead": ["none", "auto"],
+    }
+)
 async def test_all_steps_of_all_groups_are_in_the_model(
     exchange: dict[str, Any], late: tuple[str, ...], look_ahead: str, tmp_path: Path
 ) -> None:
@@ -303,12 +309,12 @@ async def test_a_checkpoint_by_time_is_at_a_step_that_is_the_same_for_all(tmp_pa
         assert Checkpoint(folder / f"step-{found[0]:08d}").step == found[0]
 
 
-async def test_a_run_of_552_steps_keeps_its_last_model(tmp_path: Path) -> None:
-    shape = topology(CASES["allreduce"][0], steps=552, eval_every=0, checkpoint_every=100, keep_checkpoints=2)
+async def test_a_run_that_ends_between_checkpoints_keeps_its_last_model(tmp_path: Path) -> None:
+    shape = topology(CASES["allreduce"][0], steps=112, eval_every=0, checkpoint_every=20, keep_checkpoints=2)
     result = await run(shape, slow_group(()), folder=tmp_path)
     assert not result.errors
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000500", "step-00000552"]
-    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[552], rel=1e-6)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000100", "step-00000112"]
+    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[112], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", ["allreduce", "sync", "async", "averaging every 3"])

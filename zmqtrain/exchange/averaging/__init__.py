@@ -1,1 +1,1 @@
-"""Groups train alone and come together every few steps: local SGD, elastic averaging, and outer optimizers."""
+"""Groups train alone and combine their models every few steps: local SGD, elastic averaging, and outer optimizers."""

@@ -1,4 +1,4 @@
-"""Groups train on their own and come together every few steps."""
+"""Groups train on their own and combine their models every few steps."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from zmqtrain.wire.payload import Payload, Value
 
 @dataclass(frozen=True, slots=True)
 class AveragingGroups:
-    """The three sets of workers that this worker belongs to."""
+    """The three sets of workers to which this worker belongs."""
 
     world: Group
     """The group of all workers."""
     group: Group
     """The workers of its compute group, by position."""
     column: Group
-    """The workers with its position, one of each group."""
+    """The workers at its position, one from each group."""
 
 
 @dataclass(slots=True)
 class _Flight:
-    """The part of a bucket whose average is on its way."""
+    """A part of a bucket whose average is being computed."""
 
     own: Payload
     mean: Payload
@@ -49,16 +49,16 @@ class _Flight:
 
 
 class AveragingExchange(Serverless):
-    """Implements `Exchange`: the gradients are summed within the group at each step, and the groups' models come together as
-    ``method`` says after the steps that ``fragments`` names.
+    """Implements `Exchange`: the gradients are summed within the group at each step, and ``method`` combines the groups' models
+    after the steps that ``fragments`` names.
 
-    The members of a group hold equal models, so the worker at position i deals only with part i of each bucket with its like in the
-    other groups, and the group gathers the parts. A worker so moves 2(g-1)/(gk) + (k-1)/k of the model, against 2(gk-1)/(gk) for an
-    all-reduce over all workers and 2(g-1)/g for one whole model a column; and between the groups, where the slow links are, travels
-    one model a group and not k.
+    The members of a group hold equal models, so the worker at position i handles only part i of each bucket, together with the
+    workers at that position in the other groups; then the group gathers the parts. With g groups of k workers, a worker thus sends
+    2(g-1)/(gk) + (k-1)/k of the model, against 2(gk-1)/(gk) for an all-reduce over all workers and 2(g-1)/g for a whole model per
+    position. Between the groups, where the slow links are, one model per group is sent, not k.
 
-    The optimizer's state (momentum) stays each group's own. Between averagings the groups' models differ; the run's model is their
-    mean, or with elastic averaging its center.
+    Each group keeps its own optimizer state (momentum). Between averagings the groups' models differ; the run's model is their mean
+    or, with elastic averaging, its center.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class AveragingExchange(Serverless):
         recorder: Recorder | None = None,
         overlap: bool = True,
     ) -> None:
-        """``sums`` are over the group; over the network if not given.
+        """``sums`` are over the group, by default over the network.
 
-        ``mix``: see `zmqtrain.exchange.averaging.methods`; it counts only where ``fragments`` have a delay.
+        ``mix``: see `zmqtrain.exchange.averaging.methods`; it has an effect only if ``fragments`` have a delay.
         """
         super().__init__(sums or NetworkSums(groups.group))
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
@@ -92,7 +92,7 @@ class AveragingExchange(Serverless):
 
     @classmethod
     def of(cls, context: ExchangeContext) -> AveragingExchange:
-        """Of the topology file's settings."""
+        """The exchange with the topology file's settings."""
         worker, averaging = context.worker, context.worker.topology.exchange.averaging
         column = context.group(f"column/{worker.role.position}", context.column)
         groups = AveragingGroups(context.all_workers(), context.own_group(), column)
@@ -133,7 +133,7 @@ class AveragingExchange(Serverless):
         replica.optimize(Optimize.APART)
         if not restored:
             await spread(self._groups.world, replica)
-        # Else each group continues with its own model; its members wrote equal ones into the checkpoint.
+        # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
         known = set(self._method.state())
         for bucket in replica.buckets:
             part = self._part(bucket)
@@ -177,7 +177,7 @@ class AveragingExchange(Serverless):
 
     async def settle(self) -> None:
         await self._under_way.settle()
-        # What is on its way is applied at its own step; but it is there, so that it can be kept in a checkpoint.
+        # A pending average is applied at its own step, but it must have arrived, so that a checkpoint can contain it.
         for flight in list(self._flights.values()):
             await asyncio.wait({flight.task})
             flight.task.result()
@@ -198,11 +198,11 @@ class AveragingExchange(Serverless):
             await asyncio.wait(tasks)
             for task in tasks:
                 if not task.cancelled():
-                    task.exception()  # nobody wants it any more
+                    task.exception()  # nothing waits for it any more
         self._arithmetic.close()
 
     def state_dict(self) -> dict[str, Value]:
-        """What the method keeps, what rounding has lost, and what has come but is not applied yet (`settle` first)."""
+        """The method's state, the rounding errors, and averages that have arrived but are not applied yet (call `settle` first)."""
         kept: dict[str, Payload] = dict(self._method.state())
         if self._rounded is not None:
             kept |= {f"lost/{name}": payload for name, payload in self._rounded.state().items()}
@@ -218,10 +218,10 @@ class AveragingExchange(Serverless):
         rest = {n: p for n, p in restored.items() if not n.startswith(("lost/", "own/", "came/"))}
         self._method.restore(rest)
 
-    # A bucket's way.
+    # The life of a bucket's average.
 
     async def _begin(self, bucket: Bucket, step: int) -> None:
-        """Let the bucket travel, apart from the memory that training goes on with."""
+        """Start to average the bucket, in memory apart from that with which training continues."""
         part = self._part(bucket)
 
         def copies() -> tuple[Payload, Payload]:
@@ -262,15 +262,18 @@ class AveragingExchange(Serverless):
         self._replica_started().parameters_ready(bucket)
 
     def _require_whole(self, replica: Replica, known: set[str]) -> None:
-        """Raise `CheckpointError` unless what was restored is what `state_dict` gave. ``known``: what the method had of it."""
+        """Raise `CheckpointError` unless the restored state is what `state_dict` returned. ``known``: the part that the method
+        has."""
         parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
         kept = dict(self._method.state())
         if kept.keys() != known:
-            raise CheckpointError(f"the checkpoint lacks {min(kept.keys() ^ known)} of the averaging: use an earlier one")
+            raise CheckpointError(
+                f"the checkpoint's averaging state lacks or wrongly contains {min(kept.keys() ^ known)}: use an earlier checkpoint"
+            )
         for name, payload in {**kept, **self._restored}.items():
             _, _, index = name.partition("/")
             if index not in parts or (name.startswith("own/") and f"came/{index}" not in self._restored):
-                raise CheckpointError(f"the checkpoint has {name!r:.60} of the averaging, and not what belongs to it")
+                raise CheckpointError(f"the checkpoint's averaging state has {name!r:.60}, but not the values that belong to it")
             require_like(f"{name} of the averaging", payload, parts[index])
         if self._rounded is not None:
             self._rounded.require_like(parts)

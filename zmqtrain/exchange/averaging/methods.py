@@ -1,15 +1,15 @@
-"""What becomes of models that come together: arithmetic on one bucket at a time, the same on all ranks.
+"""How models are combined: arithmetic on one bucket at a time, the same on all ranks.
 
 ========  ================  =======================================================================  ==========================
-method    what travels      then, with its mean over p groups                                        paper
+method    what is averaged  update, with its mean over p groups                                      paper
 ========  ================  =======================================================================  ==========================
 average   w                 w = mean                                                                 local SGD
 elastic   d = w - center    w -= alpha d;  center += alpha p mean                                    EASGD, Zhang et al. (2015)
 outer     d = last - w      m = mu m + mean;  last -= lr (mean + mu m);  w = last                    DiLoCo, Douillard et al. 2023
 ========  ================  =======================================================================  ==========================
 
-The center needs no server: all-reduce gives everybody the same sum to the bit, so everybody moves a copy of the center alike; the
-same holds for what an outer optimizer keeps. Where steps went on while the mean was on its way, ``w = mean`` becomes
+The center needs no server: all-reduce gives all ranks the same sum to the bit, so all update their copies of the center equally.
+The same holds for the state of an outer optimizer. If steps were trained while the mean was being computed, ``w = mean`` becomes
 ``w = mix w + (1 - mix) mean`` (Streaming DiLoCo, Douillard et al. 2025, eq. 3).
 """
 
@@ -22,32 +22,32 @@ from zmqtrain.wire.payload import Payload
 
 
 class Method(Protocol):
-    """One way of coming together. ``index`` is the bucket's, ``part`` this worker's part of its parameters."""
+    """One way to combine models. ``index`` is the bucket's, ``part`` this worker's part of its parameters: one dimension."""
 
     def begin(self, index: int, part: Payload) -> None:
-        """All groups have these parameters now. Sets the state up, unless it was restored."""
+        """All groups have these parameters now: set up the state, unless it was restored."""
 
     def travels(self, index: int, part: Payload) -> Payload:
-        """Return the part to average, in memory of its own."""
+        """Return what is to be averaged, in memory of its own."""
         ...
 
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:
-        """``own``: what this group let travel; ``mean``: of all groups'. Both may be overwritten."""
+        """Update ``part``. ``own``: what `travels` returned here; ``mean``: its mean over all groups. Both may be overwritten."""
 
     def center(self, index: int) -> Payload | None:
-        """The center of the bucket's part, if the method has one; all groups have the same."""
+        """The center of the bucket's part, equal in all groups; ``None`` if the method has none."""
         ...
 
     def state(self) -> Mapping[str, Payload]:
-        """What has to be kept in a checkpoint, by name; the memory is the method's own."""
+        """The state for a checkpoint, by name; the memory belongs to the method."""
         ...
 
     def restore(self, state: Mapping[str, Payload]) -> None:
-        """Go on with what `state` gave, before `begin`."""
+        """Continue with what `state` returned. Call it before `begin`."""
 
 
 class Average:
-    """Everybody takes the mean."""
+    """All groups take the mean."""
 
     def begin(self, index: int, part: Payload) -> None:
         return None
@@ -69,7 +69,7 @@ class Average:
 
 
 class Elastic:
-    """A center draws everybody, and is drawn."""
+    """A center attracts all models, and is attracted by them."""
 
     def __init__(self, groups: int, alpha: float | None = None) -> None:
         self._groups, self._alpha = groups, 0.9 / groups if alpha is None else alpha
@@ -98,7 +98,7 @@ class Elastic:
 
 
 class Outer:
-    """An outer optimizer, SGD with Nesterov momentum, takes the mean change for its gradient."""
+    """An outer optimizer, SGD with Nesterov momentum, uses the mean change as its gradient."""
 
     def __init__(self, lr: float, momentum: float) -> None:
         self._lr, self._momentum = lr, momentum
@@ -150,7 +150,7 @@ def difference(one: Payload, other: Payload) -> Payload:
 
 
 def blend(part: Payload, other: Payload, mix: float) -> None:
-    """``part`` becomes ``mix * part + (1 - mix) * other``; the very bits of ``other`` for 0."""
+    """``part`` becomes ``mix * part + (1 - mix) * other``; for 0 exactly ``other``."""
     if mix == 0.0:
         part.copy_(other)
         return

@@ -1,9 +1,9 @@
-"""The mean over a group of ranks with rounded numbers on the wire.
+"""The mean over a group of ranks, with rounded numbers in the messages.
 
 Each rank owns a part. The others send it their rounded numbers of that part; it adds them up in full precision, in the order of the
 ranks, rounds the mean and sends it to all. So all ranks end with identical bits, and the traffic is that of a ring all-reduce with
-small numbers. What rounding loses is kept, and added the next time (error feedback): by each rank of what it sends, and by the
-owner of the mean.
+small numbers. Rounding errors are kept and added the next time (error feedback): by each rank to what it sends, and by the owner to
+the mean.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zmqtrain.wire.payload import Payload
 
 
 class RoundedMean:
-    """Means of payloads, each named by a number that stands for the same stream of them on all ranks."""
+    """Means of payloads; a number identifies successive payloads of one kind on all ranks."""
 
     def __init__(self, group: Group, codec: Literal["fp16", "int8"], arithmetic: Arithmetic) -> None:
         self._group, self._codec, self._arithmetic = group, DenseCompressor(codec), arithmetic
         self._lost: dict[str, Payload] = {}
 
     async def mean(self, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None:
-        """``payload`` becomes the mean of all ranks'. Raises `PeerLostError` and `PeerTimeoutError`."""
+        """``payload`` becomes the mean over all ranks. Raises `PeerLostError` and `PeerTimeoutError`."""
         group = self._group
         if group.size == 1 or not payload.numel:
             return
@@ -68,11 +68,11 @@ class RoundedMean:
         return self._lost
 
     def restore(self, state: Mapping[str, Payload]) -> None:
-        """Go on with what `state` gave."""
+        """Continue with what `state` returned."""
         self._lost.update(state)
 
     def require_like(self, payloads: Mapping[str, Payload]) -> None:
-        """Raise `CheckpointError` unless what was restored fits ``payloads``, by their numbers."""
+        """Raise `CheckpointError` unless the restored errors fit ``payloads``, which are given by their numbers."""
         group = self._group
         fits: dict[str, Payload] = {}
         for index, payload in payloads.items():
@@ -81,11 +81,11 @@ class RoundedMean:
             fits[f"mean/{index}"] = payload.part(*spans[group.rank])
         for name, lost in self._lost.items():
             if name not in fits:
-                raise CheckpointError(f"the checkpoint has {name!r:.60} as what rounding lost, and nothing that it belongs to")
+                raise CheckpointError(f"the checkpoint has a rounding error {name!r:.60} that belongs to nothing in this run")
             require_like(name, lost, fits[name])
 
     def _rounded(self, name: str, payload: Payload) -> Payload:
-        """The message for a payload, with what was lost of the one before."""
+        """The message for a payload, to which the previous rounding error is added."""
         whole = copy_of(payload)
         lost = self._lost.get(name)
         if lost is not None:

@@ -1,1 +1,1 @@
-"""Gossip: each step every peer sends to one partner and receives from one, and there is no server."""
+"""Gossip: in each step every peer sends to one partner and receives from one; there is no server."""

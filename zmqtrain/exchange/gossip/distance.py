@@ -17,8 +17,8 @@ class Distance:
         self._difference = self._norm = 0.0
 
     def add(self, own: Payload, other: Payload, *, last: bool = True) -> bool:
-        """Count a bucket in, or a slice of one (``last``: its last). Returns whether these were all buckets; payloads without
-        elements in memory are never complete."""
+        """Add a bucket, or a slice of one (``last``: its last slice). Returns whether all buckets have been added; never true for
+        payloads without elements in memory."""
         if not isinstance(own, TensorPayload) or not isinstance(other, TensorPayload):
             return False
         self._difference += squares_of(own.tensor - other.tensor)
@@ -27,5 +27,5 @@ class Distance:
         return self._missing == 0
 
     def relative(self) -> float:
-        """The distance of all buckets counted."""
+        """The distance over all buckets that were added."""
         return math.sqrt(self._difference / self._norm) if self._norm else 0.0

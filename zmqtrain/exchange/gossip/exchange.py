@@ -1,14 +1,14 @@
-"""Gossip (GossipGraD, Daily et al. 2018): each step every group averages with one other, while it computes on.
+"""Gossip (GossipGraD, Daily et al. 2018): in each step every group averages its model with one other, while it computes.
 
-The way of a bucket of weights, by bucket::
+The life of a bucket of weights::
 
     backward has the gradients -> the optimizer updates the bucket -> bucket_ready
         -> send it to one partner, receive another's, become the mean of both -> replica.parameters_ready
     the next forward waits for it when it comes to its layer
 
-A permutation of the groups says who sends to whom (`zmqtrain.exchange.gossip.schedule`), so a step of all keeps the mean of all
-models, and what was one group's is halved. No group waits for more than one partner; where one is late, all come to feel it, but
-only after log2 p steps.
+A permutation of the groups determines who sends to whom (`zmqtrain.exchange.gossip.schedule`). So a step preserves the mean of all
+models, and halves each group's deviation. No group waits for more than one partner; a late partner delays all groups eventually,
+but only after log2 p steps.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload
 
-#: Steps from one measurement of the distance between partners to the next: it reads both models once more.
+#: Steps between measurements of the distance between partners, each of which reads both models once more.
 DISTANCE_EVERY = 10
-#: Of a large bucket so much travels as one message. As a whole it would be averaged when all of it is there, and the link be idle
-#: meanwhile.
+#: Large buckets are sent in messages of this size. A single message would be averaged only once it has arrived completely, with the
+#: link idle in the meantime.
 SLICE_BYTES = 16 << 20
 
 
@@ -58,19 +58,19 @@ class GossipSettings:
     balanced: bool = True
     exchange: Literal["weights", "gradients"] = "weights"
     by_bucket: bool = True
-    """Update and exchange each bucket as soon as backward has it; otherwise all of them after backward."""
+    """Update and exchange each bucket as soon as backward has computed it; otherwise all of them after backward."""
     overlap: bool = True
-    """Let the next forward begin while buckets are under way."""
+    """Let the next forward begin while buckets are being exchanged."""
     timeout_s: float = 60.0
     """How long to wait for a partner."""
 
 
 class GossipExchange(Serverless):
-    """Implements `Exchange`. The workers of a group hold equal models; the one at position i gossips with those at position i of
-    the other groups about part i of each bucket, and the group gathers the parts.
+    """Implements `Exchange`. The workers of a group hold equal models; the worker at position i exchanges part i of each bucket
+    with those at position i of the other groups, and the group gathers the parts.
 
-    With ``members`` that survive losses (and groups of one worker), a partner that is lost is not waited for: the bucket stays what
-    it is. An average is made of a bucket that is there as a whole, and always to its end, so none is ever torn.
+    With ``members`` that survive losses (and groups of one worker), a lost partner is not waited for: the bucket stays unchanged. A
+    bucket is averaged only once it has arrived completely, and then to the end, so it is never left half averaged.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class GossipExchange(Serverless):
         like: Like | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups.
-        ``like`` makes what is sent."""
+        """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups; ``like`` allocates the
+        copies that are sent."""
         super().__init__(sums)
         self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
         self._group = group = sums.group
         self._recorder: Recorder = recorder or NullRecorder()
-        # Weights can leave during backward only where no gradient of others is needed to update them.
+        # Weights can be sent during backward only if their update needs no gradients of other workers.
         weights = settings.exchange == "weights"
         self._early = settings.by_bucket and (group.size == 1 or not weights)
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
         self._when = Optimize.APART if not self._early else Optimize.BEFORE if weights else Optimize.AFTER
-        self._outgoing: dict[int, Payload] = {}  # bucket -> what of it is being sent
-        self._lent: dict[int, list[Sent]] = {}  # bucket -> the sendings of it
+        self._outgoing: dict[int, Payload] = {}  # bucket -> the copy of it that is being sent
+        self._lent: dict[int, list[Sent]] = {}  # bucket -> its pending sends
         self._step = 0
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
@@ -107,7 +107,7 @@ class GossipExchange(Serverless):
 
     @classmethod
     def of(cls, context: ExchangeContext) -> GossipExchange:
-        """Of the topology file's settings."""
+        """The exchange with the topology file's settings."""
         worker, gossip = context.worker, context.worker.topology.exchange.gossip
         settings = GossipSettings(
             seed=worker.topology.job.seed,
@@ -149,7 +149,7 @@ class GossipExchange(Serverless):
         first = None
         if members.late:
             first = await self._start_late(replica)
-        elif not restored:  # else each continues with its own
+        elif not restored:  # otherwise each group continues with its own model
             await members.together("gossip/start", 0, lambda world: spread(world, replica))
         await self._sum.start(replica)
         return first
@@ -158,9 +158,9 @@ class GossipExchange(Serverless):
         column = self._column_at(0)
         neighbour = column[column.index(self._endpoint.peer) - 1]
         if neighbour == self._endpoint.peer:
-            raise PeerLostError("worker", "nobody is left to take weights from", waiting_for="a neighbour's weights")
+            raise PeerLostError("worker", "no other worker is left", waiting_for="a neighbour's weights")
         weights = Weights(self._endpoint, neighbour, timeout_s=self._settings.timeout_s)
-        # Before the others know of us: later the neighbour might wait for our first step before it has time to give.
+        # Before the others know of this worker: later the neighbour might wait for its first step before it can send weights.
         await weights.ask()
         first = await self._members.join()
         await weights.take(replica)
@@ -210,7 +210,7 @@ class GossipExchange(Serverless):
 
     def _partners_at(self, step: int) -> _Peers | None:
         column, settings = self._column_at(step), self._settings
-        # Who is left of a hypercube may be none any more. Dissemination promises the same for any number.
+        # After losses the number may not be a power of two. Dissemination gives the same guarantee for any number.
         fits = settings.shape != "hypercube" or is_power_of_two(len(column))
         shape: Shape = settings.shape if fits else "dissemination"
         schedule = Schedule(len(column), settings.seed, shape, settings.rotation, settings.balanced)
@@ -218,7 +218,7 @@ class GossipExchange(Serverless):
         return None if partners is None else _Peers.of(partners, column)
 
     async def _exchange_batch(self) -> None:
-        """All buckets after backward."""
+        """Exchange all buckets after backward."""
         replica = self._replica_started()
         await self._sum.wait()
         weights = self._settings.exchange == "weights"
@@ -247,8 +247,8 @@ class GossipExchange(Serverless):
             self._replica_started().parameters_ready(bucket)
 
     async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
-        """Send the part, receive the partner's, and become the mean: slice by slice, so that one becomes the mean while the next is
-        on its way."""
+        """Send the part, receive the partner's, and average: slice by slice, so that one slice is averaged while the next is being
+        received."""
         outgoing = await self._outgoing_of(index, part)
         slices = self._slices(part)
         copied = [asyncio.Event() for _ in slices]
@@ -280,13 +280,13 @@ class GossipExchange(Serverless):
         await together(give(), take())
 
     def _slices(self, part: Payload) -> list[tuple[int, int]]:
-        """Where a part is cut. Not at all where a partner may be lost: then all of it becomes the mean, or nothing."""
+        """The bounds of a part's slices. A single slice if a partner may be lost: then all of it is averaged, or nothing."""
         numel = part.numel
         count = 1 if self._members.survives else max(1, part.nbytes // SLICE_BYTES)
         return [bounds(numel, count)[number] for number in range(count)]
 
     async def _outgoing_of(self, index: int, part: Payload) -> Payload:
-        """Memory for what is sent, apart from that which becomes the mean meanwhile."""
+        """Memory for the copy to send, apart from the part, which is averaged at the same time."""
         for lent in self._lent.pop(index, ()):
             if not lent.released:
                 with suppress(PeerLostError):
@@ -307,7 +307,7 @@ class GossipExchange(Serverless):
                 received.append(await self._endpoint.receive(source, tag))
 
     def _survived(self) -> suppress:
-        """Where losses are survived, continue without a lost partner."""
+        """A context that, if losses are survived, ignores the loss of the partner."""
         return suppress(*([PeerLostError] if self._members.survives else []))
 
 
@@ -323,7 +323,7 @@ def _average(own: Payload, others: Sequence[Payload]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Peers:
-    """A step's partners by name."""
+    """A step's partners, by name."""
 
     to: PeerId
     sources: tuple[PeerId, ...]

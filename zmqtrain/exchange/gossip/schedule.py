@@ -1,24 +1,24 @@
-"""Who gossips with whom at which step: a pure function of step, rank, world size and seed.
+"""Which peers exchange models at which step: a pure function of step, rank, world size and seed.
 
-GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps the k-th step's
-partners are at a distance of 2^k, so that what a peer knows has reached all others, directly or not, when the period ends. Then
-the peers take new positions (*partner rotation*). A step has one set of partners, whatever is exchanged in it, and a period one
-order: to rotate in its middle would lose what the distances add up to.
+GossipGraD (Daily et al. 2018, section 4) has peers at positions 0 to p - 1. In a period of ceil(log2 p) steps, the partners of step
+k are at distance 2^k, so what a peer knows has reached all others, directly or not, at the end of the period. Then the peers take
+new positions (*partner rotation*). A step has one set of partners for everything that is exchanged in it, and a period has one
+order: a rotation in its middle would undo what the distances add up to.
 
-The paper rotates by random shuffles, which leave it to chance who meets whom. Here all orders come from one seeded shuffle, read
-along the zigzag 0, 1, -1, 2, -2, ... modulo n, which is shifted by one from period to period. For an even n no difference between
-its neighbours comes twice, so n periods bring each peer next behind each other one: a row-complete Latin square (Williams 1949).
-For an odd p one peer stays where it is, in front of a zigzag of the others. On a hypercube the pairs of first steps are those of a
-tournament in p - 1 rounds (the circle method). So all pairs meet directly within p periods, whatever the seed.
+The paper rotates by random shuffles, which leave it to chance which peers meet. Here all orders come from one seeded shuffle, read
+along the zigzag 0, 1, -1, 2, -2, ... modulo n, which is shifted by one from period to period. For even n, no difference between
+neighbours occurs twice, so in n periods each peer comes directly after each other one: a row-complete Latin square (Williams 1949).
+For odd p one peer keeps its position, in front of a zigzag of the others. On a hypercube the pairs of first steps are those of a
+tournament in p - 1 rounds (the circle method). So all pairs meet directly within p periods, for any seed.
 
 =============  ============================  ============================  ===================================================
-topology       sends to                      receives from                 promises
+topology       sends to                      receives from                 guarantee
 =============  ============================  ============================  ===================================================
 dissemination  i + 2^k                       i - 2^k                       all are reached in ceil(log2 p) steps, for any p
 hypercube      i xor 2^k                     the same                      the same, in pairs; p must be a power of two
 ring           i + 1                         i - 1                         all are reached in p - 1 steps
 random         i + 1 of an order of its own  i - 1 of it                   only on average; Jin et al. (2016)
-... a choice   anybody, each for itself      whoever chose it, maybe none  not even the mean is kept; Blot et al. (2016)
+... a choice   any peer, chosen by itself    those that chose it, or none  not even the mean is preserved; Blot et al. (2016)
 =============  ============================  ============================  ===================================================
 """
 
@@ -34,17 +34,17 @@ import numpy.typing as npt
 Ranks = npt.NDArray[np.int64]
 Shape = Literal["dissemination", "hypercube", "random", "ring"]
 
-#: Names of random streams, so that the shuffles and the draws of a step never share numbers.
+#: Names of random streams, so that the shuffles and the draws of a step never use the same numbers.
 _SHUFFLE, _STEP = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Partners:
-    """Whom a peer talks to in a step, as ranks."""
+    """The partners of a peer in a step, as ranks."""
 
     to: int
     sources: tuple[int, ...]
-    """Whom it receives from: one, except with unbalanced random partners."""
+    """The ranks that it receives from: one, except with unbalanced random partners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.world < 1:
-            raise ValueError(f"a world of {self.world} peers")
+            raise ValueError(f"a world of {self.world} peers; there must be at least one")
         if self.shape == "hypercube" and not is_power_of_two(self.world):
             raise ValueError(
                 f'gossip on a hypercube needs a power of two as the number of peers, not {self.world}: use "dissemination"'
@@ -68,13 +68,13 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Steps after which what a peer has sent has reached all (dissemination and hypercube): ceil(log2 world)."""
+        """Steps after which the data of a peer has reached all others (dissemination and hypercube): ceil(log2 world)."""
         return (self.world - 1).bit_length()
 
     def partners(self, step: int, rank: int) -> Partners | None:
-        """The partners of ``rank`` at ``step``; ``None`` where there is no other."""
+        """The partners of ``rank`` at ``step``; ``None`` if there is no other peer."""
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} of {self.world}")
+            raise ValueError(f"there is no rank {rank} in a world of {self.world}")
         if self.world == 1:
             return None
         if self.shape == "random":
@@ -98,17 +98,17 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """Periods after which the first order comes again, and, with rotation, all pairs have met: p, or one less."""
+        """The number of periods until the first order recurs and, with rotation, all pairs have met: p, or p - 1."""
         return self.world - self._fixed
 
     @property
     def _fixed(self) -> int:
-        """The number of peers that keep their place: 0 or 1."""
+        """The number of peers that keep their position: 0 or 1."""
         return 1 if self.shape == "hypercube" else self.world % 2
 
     def _random(self, step: int, rank: int) -> Partners:
         key = (self.seed, _STEP, step)
-        if self.balanced:  # around a circle of all in a random order: each has one on either side, and never itself
+        if self.balanced:  # around a circle of all peers in random order: each has one neighbour on either side
             positions, ranks = _shuffle(self.world, key)
             here = int(positions[rank])
             return Partners(int(ranks[(here + 1) % self.world]), (int(ranks[here - 1]),))
@@ -129,7 +129,7 @@ def _shuffle(world: int, key: tuple[int, int, int]) -> tuple[Ranks, Ranks]:
 
 @lru_cache(maxsize=64)
 def _rotated(world: int, seed: int, turn: int, fixed: int) -> tuple[Ranks, Ranks]:
-    """A shuffle, in the order of one round: the first ``fixed`` of it where they are, and the others by the zigzag, shifted."""
+    """The shuffle in the order of one round: the first ``fixed`` peers stay, and the others follow the zigzag, shifted."""
     base, others = _shuffle(world, (seed, _SHUFFLE, 0))[1], world - fixed
     half = (np.arange(others, dtype=np.int64) + 1) // 2
     zigzag = np.where(np.arange(others) % 2, half, -half)
@@ -145,14 +145,14 @@ def _in_order(world: int) -> tuple[Ranks, Ranks]:
 
 @lru_cache(maxsize=64)
 def _choices(world: int, key: tuple[int, int, int]) -> Ranks:
-    """Whom each peer chooses, never itself."""
+    """The partner that each peer chooses, never itself."""
     others = (_numbers(world, key) % np.uint64(world - 1)).astype(np.int64)
     own = np.arange(world)
     return _frozen(others + (others >= own))
 
 
 def _numbers(count: int, key: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
-    """Random numbers of a stream. numpy promises the raw stream of a bit generator for all releases, and only that."""
+    """Random numbers of a stream. numpy guarantees a bit generator's raw stream for all releases, and nothing else."""
     seed, stream, number = key
     return np.random.Philox(key=seed, counter=[0, 0, number, stream]).random_raw(count)
 

@@ -1,1 +1,1 @@
-"""What stands in the way of a launch: findings about the file, its task and the hosts."""
+"""What could prevent a launch: findings about the file, its task and the hosts."""

@@ -1,4 +1,4 @@
-"""What `zmqtrain check` finds by importing: whether the task is one, and whether torch has the devices that the file wants.
+"""What `zmqtrain check` finds by importing: whether the task is valid, and whether torch has the devices that the file asks for.
 
 It runs the task's own code, as a worker would: the import, and the task's function, which may read its data.
 """
@@ -19,7 +19,7 @@ _CUDA = re.compile(r"cuda:(\d+)")
 
 
 def look_at_code(topology: Topology, data: str | None) -> Iterator[Finding]:
-    """What was found here. ``data``: what ``--data`` would say at the launch."""
+    """Return the findings. ``data``: the value of ``--data`` at the launch."""
     yield from _task(topology, data)
     yield from _devices(topology)
 
@@ -31,7 +31,7 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     if job.task is None or not topology.trains:
         return
     try:
-        with redirect_stdout(sys.stderr):  # what it prints is no row of ours
+        with redirect_stdout(sys.stderr):  # what the task prints must not mix with our rows
             task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
         source = task.training()
         source.require(topology.compute.batch_size, topology.data.shuffle)
@@ -63,9 +63,11 @@ def _devices(topology: Topology) -> Iterator[Finding]:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     what = 'device = "cuda"' if wanted == "cuda" else f'devices = ["cuda:{numbers[-1]}"]'
     if there == 0:
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-        yield Finding("device", False, f"{what}, but {why} ({torch.__version__})", 'set device = "cpu", or install what lacks')
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        yield Finding(
+            "device", False, f"{what}, but {why} ({torch.__version__})", 'set device = "cpu", or install a torch with CUDA'
+        )
     elif numbers and numbers[-1] >= there:
-        yield Finding("device", False, f'devices name "cuda:{numbers[-1]}", but torch finds {there} here, counted from cuda:0')
+        yield Finding("device", False, f'devices name "cuda:{numbers[-1]}", but torch finds {there} here, numbered from cuda:0')
     else:
         yield Finding("device", True, f"torch finds {there} CUDA device{'s' * (there > 1)} here")

@@ -1,4 +1,4 @@
-"""What a topology file asks for, and whether this machine has it. Starts nothing, and imports nothing of the task."""
+"""What a topology file asks for, and whether this machine has it. Starts no process, and does not import the task."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from zmqtrain.topology.units import format_duration, format_rate, format_size
 from zmqtrain.train.data_path import said_data_path
 from zmqtrain.train.device.profile import Profile
 
-#: Ports that a process listens at: one for each lane.
+#: The number of ports that a process listens on: one for each lane.
 PORTS_EACH = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
     detail: str
-    """What is there, or what is wrong."""
+    """What was found, or what is wrong."""
     remedy: str = ""
-    """What to do. Where all is ``ok``, nothing has to be done, but something may be better."""
+    """What to do. If ``ok``, it is only a possible improvement."""
     host: str = ""
-    """Where; empty: here, or in the file."""
+    """The host; empty: this machine, or the file."""
     warning: bool = False
-    """A run is possible, but may not be what was meant."""
+    """A run is possible, but may not be what the user meant."""
 
 
 def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None, list[Finding]]:
-    """Where roles would run, if they can be placed, and what was found. ``data``: what ``--data`` would say at the launch."""
+    """The placement of the roles, if they can be placed, and the findings. ``data``: the value of ``--data`` at the launch."""
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
@@ -62,16 +62,16 @@ def _slots(topology: Topology, placement: Placement) -> Finding:
     shared = " (oversubscribed: they share the processors)" if placement.world_size > slots else ""
     beside = counted(placement.servers, "model server")
     beside += f" and {counted(placement.fc_servers, 'FC server')}" if placement.fc_servers else ""
-    where = "the slots of the hosts that come" if topology.engine.gathers else f"{counted(slots, 'slot')}{shared}"
+    where = "the slots of the hosts that join" if topology.engine.gathers else f"{counted(slots, 'slot')}{shared}"
     workers = f"{counted(placement.world_size, 'worker')} in {counted(placement.groups, 'group')}"
     if topology.hosts_open and topology.hosts_decide:
-        workers = "a worker for each device or host"
-    return Finding("slots", True, f"{workers} on {where}, {beside} beside")
+        workers = "one worker for each device or host"
+    return Finding("slots", True, f"{workers} on {where}, and {beside}")
 
 
 def _task(topology: Topology) -> Finding:
     if topology.job.task is None and topology.compute.device == "modelled":
-        return Finding("task", True, "none: devices are modelled")
+        return Finding("task", True, "none, since devices are modelled")
     if topology.job.task is None:
         return Finding("task", True, "none: launch this file with a script, or set [job] task")
     try:
@@ -91,11 +91,11 @@ def _data(topology: Topology, given: str | None) -> Iterator[Finding]:
     elif Path(path).exists():
         yield Finding("data", True, f"{path} ({source})")
     else:
-        yield Finding("data", False, f"{path} does not exist here: mend {source}. It must be there on every host")
+        yield Finding("data", False, f"{path} does not exist here: correct {source}. The path must exist on every host")
 
 
 def _sync(topology: Topology) -> Iterator[Finding]:
-    """What would be copied to the hosts."""
+    """Check what would be copied to the hosts."""
     if topology.engine.kind == "local" or not topology.engine.sync:
         return
     folder = Path.cwd()
@@ -110,7 +110,7 @@ def _sync(topology: Topology) -> Iterator[Finding]:
 
 
 def _ports(topology: Topology, placement: Placement) -> Iterator[Finding]:
-    """Whether a range of ports is long enough for the host with the most processes, which may also be the one that launches."""
+    """Check that the range of ports suffices for the host with the most processes, which may also be the launching machine."""
     within = topology.job.port_range
     if within is None:
         return
@@ -119,17 +119,17 @@ def _ports(topology: Topology, placement: Placement) -> Iterator[Finding]:
     needed = PORTS_EACH * ((sum(processes) if here else max(processes)) + 1)
     count = within[1] - within[0] + 1
     if count < needed:
-        what = f"{count} ports from {within[0]} to {within[1]}, and the processes of one machine take up to {needed}"
-        yield Finding("ports", False, what, "give [job] ports a longer range")
+        what = f"there are {count} ports from {within[0]} to {within[1]}, but the processes of one machine need up to {needed}"
+        yield Finding("ports", False, what, "widen the range [job] ports")
 
 
 def _port(topology: Topology) -> Finding:
     port = topology.job.port
     within = topology.job.port_range
     if port == 0:
-        return Finding("port", True, "any free one" if within is None else f"any free one from {within[0]} to {within[1]}")
+        return Finding("port", True, "any free port" if within is None else f"any free port from {within[0]} to {within[1]}")
     with socket.socket() as probe:
-        # As ZeroMQ does: a port that was closed a moment ago is free, one that is listened on is not.
+        # As ZeroMQ does: a port that was closed a moment ago counts as free, a port with a listener does not.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -142,9 +142,9 @@ def _port(topology: Topology) -> Finding:
 def _encryption(topology: Topology) -> Finding:
     wanted = topology.job.transport_encryption
     if wanted != "auto":
-        return Finding("encryption", True, f"{'always' if wanted == 'required' else 'never'}, as [job] transport_encryption says")
+        return Finding("encryption", True, f"{'always' if wanted == 'required' else 'never'}, as set by [job] transport_encryption")
     if topology.engine.gathers:
-        return Finding("encryption", True, "yes, as soon as a host that comes is another machine")
+        return Finding("encryption", True, "yes, as soon as a host on another machine joins")
     elsewhere = next((host for host in topology.hosts if not host.local), None)
     why = "all hosts are this machine" if elsewhere is None else f"{elsewhere.name} is at {elsewhere.address}"
     return Finding("encryption", True, f"{'no' if elsewhere is None else 'yes'}: {why}")
@@ -167,7 +167,7 @@ def _network(topology: Topology) -> Iterator[Finding]:
     if network == Network():
         return
     nic = "no limit" if network.bandwidth is None else format_rate(network.bandwidth)
-    parts = [f"{nic} a host, {format_duration(network.latency or 0.0)} one way"]
+    parts = [f"{nic} per host, {format_duration(network.latency or 0.0)} one way"]
     if network.jitter:
         parts.append(f"{format_duration(network.jitter)} jitter")
     if network.loss:
@@ -178,7 +178,7 @@ def _network(topology: Topology) -> Iterator[Finding]:
         parts.append(f"{racks} rack{'s' * (racks > 1)} with uplinks of {each}")
     special = sum(count(host.name) for host in network.hosts)
     if special:
-        parts.append(f"{special} host{'s' * (special > 1)} with figures of their own")
+        parts.append(f"{special} host{'s' * (special > 1)} with settings of their own")
     if network.links:
         parts.append(f"{len(network.links)} [[network.links]]")
     if network.dilation != 1:
@@ -192,9 +192,9 @@ def _simulation(topology: Topology) -> Iterator[Finding]:
         trained = topology.job.task is not None and topology.compute.device != "modelled"
         payload = simulation.payload or ("real" if trained else "phantom")
         limit = format_duration(simulation.time_limit)
-        yield Finding("simulation", True, f"{payload} payloads; given up after {limit} of virtual time")
+        yield Finding("simulation", True, f"{payload} payloads; stopped after {limit} of virtual time")
     if faults:
         steps = topology.job.steps
         late = [] if steps is None else [f"{fault.kind} at step {fault.step}" for fault in faults if (fault.step or 0) >= steps]
-        never = f"; never comes, as there are {steps} steps: {', '.join(late)}" if late else ""
+        never = f"; too late, since there are only {steps} steps: {', '.join(late)}" if late else ""
         yield Finding("faults", True, f"{len(faults)} in simulated runs{never}")

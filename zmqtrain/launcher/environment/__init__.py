@@ -1,1 +1,1 @@
-"""Hosts whose agents come by themselves: a scheduler has started them, and their environment says what they are."""
+"""Hosts that join by themselves: a scheduler starts their agents, and the environment says which host each one is."""

@@ -1,4 +1,4 @@
-"""The engine that starts nothing: a scheduler has started the nodes, and their agents come by themselves."""
+"""The engine that starts nothing: a scheduler starts the nodes, and their agents join by themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from zmqtrain.errors import HostLostError, UsageError
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
-from zmqtrain.launcher.environment.place import DEFAULT_PORT, NAME, NODE_RANK, NODES, Place, read_place
+from zmqtrain.launcher.environment.place import DEFAULT_PORT, NAME, NODE_RANK, NODES, NodePlace, read_place
 from zmqtrain.launcher.environment.register import Register
 from zmqtrain.launcher.environment.rendezvous import Rendezvous
 from zmqtrain.launcher.environment.secret import read_token, run_token, write_token
@@ -18,7 +18,7 @@ from zmqtrain.membership.environment import COORDINATOR_ADDRESS, PEER, TOKEN
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.world import random_bits
 
-#: The run directory's file with the token, where the environment has none. It is there as long as the run.
+#: The file in the run directory with the token, if the environment has none. It exists as long as the run.
 TOKEN_NAME = "token"
 
 
@@ -46,9 +46,10 @@ class EnvironmentEngine:
         self._run = f"{random_bits(128):032x}"
 
     async def gather(self, gathering: Gathering) -> Gathered:
-        """Listen, and wait until all nodes are there.
+        """Listen, and wait until all nodes have joined.
 
-        Raises `HostLostError` naming those who have not come, `UsageError` for a wrong environment, and `PortInUseError`.
+        Raises `HostLostError`, which names the hosts that have not joined, `UsageError` for a wrong environment, and
+        `PortInUseError`.
         """
         topology = gathering.topology
         place = read_place(self._environ, together=self._here)
@@ -68,20 +69,20 @@ class EnvironmentEngine:
             async with asyncio.timeout(wait_s):
                 await self._complete(register, rendezvous)
         except TimeoutError as error:
-            raise HostLostError(_nobody_came(register, rendezvous, port, wait_s)) from error
+            raise HostLostError(_too_few_joined(register, rendezvous, port, wait_s)) from error
         settled = register.settle(rendezvous.seen)
         given = topology.engine.address
         towards = settled.towards if given is None else dict.fromkeys(settled.towards, given)
         return Gathered(topology.with_hosts(settled.hosts), towards, run_token(token, self._run))
 
     async def open(self, run: EngineRun) -> None:
-        """All are there already. Hosts without roles may go."""
+        """All hosts have joined already. Hosts without roles may leave."""
         assert self._rendezvous is not None
         busy = {host.name for host in run.hosts}
         await self._rendezvous.dismiss([host.name for host in run.topology.hosts if host.name not in busy])
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
-        """Tell the host's agent, which waits, to begin. The token stays here: the node has what it is made from."""
+        """Tell the host's waiting agent to begin. The token is not sent, since the node can compute it."""
         assert self._rendezvous is not None
         handle = self._handles[host.name] = NodeHandle(host.name, asyncio.get_running_loop().create_future())
         variables = {name: value for name, value in environ.items() if name != TOKEN}
@@ -90,7 +91,8 @@ class EnvironmentEngine:
         return handle
 
     async def stop(self, handle: Handle, grace: float) -> None:
-        """End the agent, if it is still there. One that cannot be told ends by itself when it no longer hears of the launcher."""
+        """End the agent, if it is still running. An agent that cannot be reached ends by itself when it no longer hears from the
+        launcher."""
         assert isinstance(handle, NodeHandle)
         assert self._rendezvous is not None
         node = self._rendezvous.node(handle.host)
@@ -121,25 +123,25 @@ class EnvironmentEngine:
             handle.ended.set_result(code)
 
     async def _complete(self, register: Register, rendezvous: Rendezvous) -> None:
-        """Wait until all are here. Raises `UsageError` where this node's own agent ends instead."""
+        """Wait until all hosts have joined. Raises `UsageError` if this node's own agent ends before that."""
         own = None if self._own is None else asyncio.create_task(self._own.wait(), name="this node's own agent")
         try:
             while not register.is_complete:
                 rendezvous.changed.clear()
-                changed = asyncio.create_task(rendezvous.changed.wait(), name="somebody comes or goes")
+                changed = asyncio.create_task(rendezvous.changed.wait(), name="a node joins or leaves")
                 try:
                     await asyncio.wait([changed, *([own] if own is not None else [])], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     changed.cancel()
                 if own is not None and own.done():
                     raise UsageError(
-                        f"this node's own agent ended with code {own.result()} before the run began: see what it printed"
+                        f"this node's own agent ended with exit code {own.result()} before the run began: see its output above"
                     )
         finally:
             if own is not None:
                 own.cancel()
 
-    async def _start_own(self, place: Place, port: int, token: str) -> LocalHandle:
+    async def _start_own(self, place: NodePlace, port: int, token: str) -> LocalHandle:
         variables = {COORDINATOR_ADDRESS: f"127.0.0.1:{port}", TOKEN: token, PEER: ""}
         if place.names:
             variables[NAME] = place.names[0]
@@ -152,21 +154,21 @@ class EnvironmentEngine:
         secret = (
             "the launcher's token" if self._token_file is None else f"a copy of {self._token_file}, ZMQTRAIN_TOKEN_FILE its path"
         )
-        needs = f"where {COORDINATOR_ADDRESS} is this machine's address and port {port}, and {secret}"
+        needs = f"with {COORDINATOR_ADDRESS} set to this machine's address and port {port}, and {secret}"
         return f"waiting for {register.missing()}: run `zmqtrain agent` on each, {needs}"
 
 
-def port_of(topology: Topology, place: Place) -> int:
-    """Where the launcher listens: the file goes before the environment."""
+def port_of(topology: Topology, place: NodePlace) -> int:
+    """The port on which the launcher listens: that of the file, or else of the environment."""
     return topology.job.port or place.port or DEFAULT_PORT
 
 
-def _nobody_came(register: Register, rendezvous: Rendezvous, port: int, wait_s: float) -> str:
-    here = f" ({', '.join(register.here[:8])} came)" if register.here else ""
-    lines = [f"within {wait_s:g} s these have not come to port {port}: {register.missing()}{here}"]
-    lines += [f"  turned away: {reason}" for reason in rendezvous.refused[:8]]
+def _too_few_joined(register: Register, rendezvous: Rendezvous, port: int, wait_s: float) -> str:
+    here = f" ({', '.join(register.here[:8])} joined)" if register.here else ""
+    lines = [f"these hosts did not join within {wait_s:g} s at port {port}: {register.missing()}{here}"]
+    lines += [f"  refused: {reason}" for reason in rendezvous.refused[:8]]
     lines += [
-        "  each node runs `zmqtrain agent`, and its environment says",
+        "  each node must run `zmqtrain agent` with an environment that says",
         f"    where the launcher is: {COORDINATOR_ADDRESS}=HOST:{port} (or MASTER_ADDR and MASTER_PORT, or what Slurm, Kubeflow, a "
         "JobSet or SkyPilot set)",
         "    which token the run has: ZMQTRAIN_TOKEN, or ZMQTRAIN_TOKEN_FILE",
@@ -174,6 +176,6 @@ def _nobody_came(register: Register, rendezvous: Rendezvous, port: int, wait_s: 
     if register.expected is None:
         lines.append(f"    how many nodes there are: {NODES}, unless [[hosts]] lists them")
     else:
-        lines.append(f"    which host it is, unless any will do: {NAME} or {NODE_RANK}")
-    lines.append("  if they only need longer to start, raise [engine] wait")
+        lines.append(f"    which host it is, unless that does not matter: {NAME} or {NODE_RANK}")
+    lines.append("  if the nodes only need longer to start, raise [engine] wait")
     return "\n".join(lines)

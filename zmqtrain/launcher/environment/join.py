@@ -1,4 +1,5 @@
-"""A node comes to the launcher, its side of `zmqtrain.launcher.environment.rendezvous`, and waits for one that is not there yet."""
+"""A node joins the launcher: the node's side of `zmqtrain.launcher.environment.rendezvous`. It waits for a launcher that is
+late."""
 
 from __future__ import annotations
 
@@ -12,35 +13,36 @@ from typing import Any
 
 from zmqtrain.errors import HostLostError, PeerTimeoutError, ProtocolError, RunTokenError, UsageError
 from zmqtrain.launcher.environment.node_description import own_description
-from zmqtrain.launcher.environment.place import Place
+from zmqtrain.launcher.environment.place import NodePlace
 from zmqtrain.launcher.environment.rendezvous import HANDSHAKE_S
 from zmqtrain.launcher.environment.sealed import MOST_BYTES, Seal
 from zmqtrain.world import random_bits
 
-#: Pauses between attempts: the first, and the longest.
+#: Pauses between attempts in seconds: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-#: How much longer than the launcher itself a node waits for the others to come.
+#: Seconds by which a node waits longer than the launcher itself for the others to join.
 MARGIN_S = 30.0
 
 
 class _NotYetError(Exception):
-    """The launcher is not there, or has no place now; it may have one later."""
+    """The launcher does not answer, or has no place at the moment; a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A conversation with the launcher, which has let this node in."""
+    """A connection to the launcher that has admitted this node."""
 
     host: str
     """Which host of the run this node is."""
     wait_s: float
-    """How long the launcher itself waits for all to come."""
+    """Seconds that the launcher itself waits for all nodes."""
     seal: Seal
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def hear(self) -> dict[str, Any] | None:
-        """What the launcher says next; ``None``: it is gone. Raises `ProtocolError` for what is not the launcher's."""
+        """The launcher's next message; ``None``: it has disconnected. Raises `ProtocolError` for a message that is not the
+        launcher's."""
         try:
             line = await self.reader.readline()
         except (OSError, ValueError):
@@ -48,7 +50,7 @@ class Join:
         return self.seal.read(line, "the launcher") if line else None
 
     async def ended(self, code: int) -> None:
-        """Tell how the agent has ended, if the launcher still listens."""
+        """Report the agent's exit code, if the launcher still listens."""
         with suppress(OSError):
             self.writer.write(self.seal.write(ended=code))
             await self.writer.drain()
@@ -57,12 +59,12 @@ class Join:
         self.writer.close()
 
 
-async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, say: Callable[[str], None]) -> tuple[Join, Any]:
-    """Come to the launcher, however late it comes itself, and wait until all are there. ``port``: where the place names none.
+async def wait_for_start(place: NodePlace, token: str, *, port: int, wait_s: float, say: Callable[[str], None]) -> tuple[Join, Any]:
+    """Join the launcher, even if it starts late, and wait until all nodes have joined. ``port``: used if the place names none.
 
-    Returns the conversation, still open, and what to start (``None``: this host has nothing to do).
-    Raises `PeerTimeoutError` after ``wait_s`` without a launcher, `UsageError` where it has no place for this node, and
-    `RunTokenError` where it has another token.
+    Returns the open connection, and what to start (``None``: this host has nothing to do).
+    Raises `PeerTimeoutError` after ``wait_s`` seconds without a launcher, `UsageError` if it has no place for this node, and
+    `RunTokenError` if it has another token.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
@@ -90,7 +92,7 @@ async def wait_for_start(place: Place, token: str, *, port: int, wait_s: float, 
         if said is not None:
             return join, said.get("start")
         join.close()
-        say("the launcher is gone again, before all nodes were there")
+        say("the launcher disconnected before all nodes had joined")
         deadline, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
 
 
@@ -100,11 +102,11 @@ async def _first_word(join: Join) -> dict[str, Any] | None:
             return await join.hear()
     except TimeoutError as error:
         raise HostLostError(
-            f"the launcher has said nothing for {join.wait_s + MARGIN_S:g} s: it stands still, or is lost"
+            f"the launcher has sent nothing for {join.wait_s + MARGIN_S:g} s: it hangs, or its host is lost"
         ) from error
 
 
-async def _come(place: Place, host: str, port: int, token: str) -> Join:
+async def _come(place: NodePlace, host: str, port: int, token: str) -> Join:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(2 * HANDSHAKE_S):
@@ -120,7 +122,7 @@ async def _come(place: Place, host: str, port: int, token: str) -> Join:
 
 
 def _words(error: OSError) -> str:
-    """Event loops have words of their own for it; the system's are the same in all."""
+    """The system's text for an error: event loops have texts of their own, which differ."""
     return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
 
 
@@ -129,24 +131,26 @@ def _close(writer: asyncio.StreamWriter | None) -> None:
         writer.close()
 
 
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: Place, host: str, token: str) -> Join:
+async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: NodePlace, host: str, token: str) -> Join:
     number = f"{random_bits(128):032x}"
     interface = str(writer.get_extra_info("sockname")[0]).partition("%")[0]
     try:
         theirs = json.loads(await reader.readline() or b"null")
         if theirs is None:
-            raise _NotYetError("it has no time for one more")
+            raise _NotYetError("it is busy with other nodes")
         if not isinstance(theirs, dict) or theirs.get("zmqtrain") != "rendezvous" or not isinstance(theirs.get("number"), str):
-            raise ProtocolError(f"what listens at {host} is no launcher of zmqtrain: check ZMQTRAIN_COORDINATOR")
+            raise ProtocolError(f"the program that listens at {host} is not a launcher of zmqtrain: check ZMQTRAIN_COORDINATOR")
         seal = Seal(token, theirs["number"], number, launcher=False)
         writer.write(json.dumps({"number": number}).encode() + b"\n")
         writer.write(seal.write(description=own_description(place, interface, host).to_value()))
         line = await reader.readline()
         if not line:
-            raise _NotYetError("it has hung up")
+            raise _NotYetError("it closed the connection")
         answer = seal.read(line, "the launcher")
     except ValueError as error:
-        raise ProtocolError(f"what listens at {host} is no launcher of zmqtrain: check ZMQTRAIN_COORDINATOR") from error
+        raise ProtocolError(
+            f"the program that listens at {host} is not a launcher of zmqtrain: check ZMQTRAIN_COORDINATOR"
+        ) from error
     if "refused" in answer:
         if answer.get("again"):
             raise _NotYetError(str(answer["refused"]))

@@ -1,4 +1,4 @@
-"""``zmqtrain agent`` where a scheduler has started it: find the launcher, wait for it, and become the agent of one host."""
+"""``zmqtrain agent`` started by a scheduler: find the launcher, wait for it, and become the agent of one host."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.launcher.addresses import listening_address
 from zmqtrain.launcher.agent import run_agent
 from zmqtrain.launcher.environment.join import Join, wait_for_start
-from zmqtrain.launcher.environment.place import DEFAULT_PORT, Place
+from zmqtrain.launcher.environment.place import DEFAULT_PORT, NodePlace
 from zmqtrain.launcher.environment.secret import read_token, run_token
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, TOKEN, RoleEnvironment
 from zmqtrain.net.loop import run
 
-#: How long a node waits for its launcher, in seconds.
+#: The variable that says how long a node waits for its launcher, in seconds.
 WAIT = "ZMQTRAIN_WAIT"
 DEFAULT_WAIT_S = 600.0
 
 
 def say(text: str) -> None:
-    """Tell whoever reads the scheduler's log."""
+    """Print a line for the scheduler's log."""
     print(f"zmqtrain agent: {text}", file=sys.stderr, flush=True)
 
 
 def needed_token(environ: Mapping[str, str]) -> str:
-    """The token. Raises `UsageError` where there is none."""
+    """The token. Raises `UsageError` if there is none."""
     token = read_token(environ)
     if token is None:
         raise UsageError(
-            "the run's token is missing: set ZMQTRAIN_TOKEN, or ZMQTRAIN_TOKEN_FILE to a file that nobody else may read; the same "
-            "for all nodes, and hard to guess, like what `openssl rand -hex 32` prints"
+            "the run's token is missing: set ZMQTRAIN_TOKEN, or set ZMQTRAIN_TOKEN_FILE to a file that only you can read. It "
+            "must be the same on all nodes, and hard to guess, like the output of `openssl rand -hex 32`"
         )
     return token
 
 
 def wait_of(environ: Mapping[str, str], default_s: float = DEFAULT_WAIT_S) -> float:
-    """How long to wait for the launcher. Raises `UsageError`."""
+    """Seconds to wait for the launcher. Raises `UsageError` if the variable has a wrong value."""
     text = environ.get(WAIT, "")
     try:
         wait_s = float(text) if text else default_s
@@ -51,15 +51,17 @@ def wait_of(environ: Mapping[str, str], default_s: float = DEFAULT_WAIT_S) -> fl
     return wait_s
 
 
-async def run_node(place: Place, environ: Mapping[str, str], *, port: int = DEFAULT_PORT, wait_s: float = DEFAULT_WAIT_S) -> int:
-    """A node's life: come to the launcher, be the agent of the host that it says, and tell it the end. Returns the exit code.
+async def run_node(
+    place: NodePlace, environ: Mapping[str, str], *, port: int = DEFAULT_PORT, wait_s: float = DEFAULT_WAIT_S
+) -> int:
+    """Run a node: join the launcher, run the agent of the host that it assigns, and report the end. Returns the exit code.
 
-    Raises as `wait_for_start`, and `UsageError` where the environment does not say where the launcher is.
+    Raises like `wait_for_start`, and `UsageError` if the environment does not say where the launcher is.
     """
     if place.launcher is None:
         raise UsageError(
-            f"where is the launcher? Set {COORDINATOR_ADDRESS}=HOST:PORT (MASTER_ADDR and MASTER_PORT do, and what Slurm, "
-            "Kubeflow, SkyPilot and a JobSet as in launch/jobset.yaml set)"
+            f"the launcher's address is missing: set {COORDINATOR_ADDRESS}=HOST:PORT (or MASTER_ADDR and MASTER_PORT; the "
+            f"variables of Slurm, Kubeflow, SkyPilot and a JobSet like launch/jobset.yaml are understood, too)"
         )
     token = needed_token(environ)
     join: Join | None = None
@@ -82,7 +84,7 @@ async def run_node(place: Place, environ: Mapping[str, str], *, port: int = DEFA
 
 
 class _Signals:
-    """Until the agent itself takes them: SIGTERM and SIGINT end this node in good order."""
+    """Handles SIGTERM and SIGINT, which end this node in an orderly way, until the agent itself handles them."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -105,7 +107,7 @@ class _Signals:
 
 
 def _become(start: Mapping[str, Any], token: str) -> RoleEnvironment:
-    """Put the host's variables and folder in place. Returns the agent's own environment."""
+    """Set the host's variables and change to its folder. Returns the agent's own environment."""
     variables = {**start["variables"], TOKEN: run_token(token, start["run"])}
     os.environ.update(start["environment"])
     if start["folder"] is not None:
@@ -116,7 +118,7 @@ def _become(start: Mapping[str, Any], token: str) -> RoleEnvironment:
 
 
 def _listening(environment: RoleEnvironment) -> RoleEnvironment:
-    """The same, listening at all addresses where the one to listen at is not this machine's own."""
+    """The same environment, but listening on all addresses if the given one is not this machine's own."""
     bind = environment.bind or environment.host
     return environment if _is_own(bind) else replace(environment, bind=listening_address([bind]))
 
@@ -132,7 +134,7 @@ def _is_own(address: str) -> bool:
 
 
 async def _until_ended(join: Join, environment: RoleEnvironment) -> int:
-    """Run the agent, and heed the launcher's word to stop."""
+    """Run the agent, and stop it when the launcher says so."""
     listening = asyncio.create_task(_listen(join), name="listen to the launcher")
     try:
         code = await run_agent(environment)
@@ -147,14 +149,14 @@ async def _until_ended(join: Join, environment: RoleEnvironment) -> int:
 
 
 async def _listen(join: Join) -> None:
-    """To stop is as if this process had been told by a signal: the agent has its way of ending by that."""
+    """A message to stop is turned into a signal to this process, which the agent already handles."""
     while (said := await join.hear()) is not None:
         if said.get("stop") == 0:
-            os._exit(128 + signal.SIGKILL)  # at once: the roles end with their parent
+            os._exit(128 + signal.SIGKILL)  # at once: the roles end with their parent process
         if "stop" in said:
-            signal.raise_signal(signal.SIGINT)  # SIGTERM may mean that the machine is taken away
+            signal.raise_signal(signal.SIGINT)  # not SIGTERM, which may mean that the machine is about to be taken away
 
 
-def main(place: Place, *, port: int = DEFAULT_PORT, wait_s: float = DEFAULT_WAIT_S) -> int:
-    """Run this node to its end. Raises `ZmqTrainError`."""
+def main(place: NodePlace, *, port: int = DEFAULT_PORT, wait_s: float = DEFAULT_WAIT_S) -> int:
+    """Run this node until it ends. Returns the exit code. Raises `ZmqTrainError`."""
     return run(run_node(place, os.environ, port=port, wait_s=wait_s))

@@ -1,4 +1,4 @@
-"""What a node says of itself when it comes. Pure, but for `own_description`, which looks at this machine."""
+"""How a node describes itself when it joins. Pure, except `own_description`, which examines this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zmqtrain.errors import ProtocolError
-from zmqtrain.launcher.environment.place import Place
+from zmqtrain.launcher.environment.place import NodePlace
 from zmqtrain.launcher.ssh.inspection import own_versions
 from zmqtrain.processors import processors
 
-#: Of any text in it.
+#: The longest text in a description.
 _LONGEST = 255
 
 
@@ -24,16 +24,16 @@ class NodeDescription:
     rank: int | None = None
     nodes: int | None = None
     address: str | None = None
-    """Where others reach it, if it was told."""
+    """The address at which others reach it, if it was told one."""
     bind: str | None = None
     interface: str = "127.0.0.1"
-    """Its own address on the way to the launcher."""
+    """Its own address on the route to the launcher."""
     launcher: str = "127.0.0.1"
-    """By which name or address it has reached the launcher."""
+    """The name or address by which it has reached the launcher."""
     slots: int = 1
     """Processors that it may use."""
     machine: str = ""
-    """What the machine calls itself."""
+    """The machine's host name."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class NodeDescription:
         return where if known in (None, where) else f"{known} ({where})"
 
     def to_value(self) -> dict[str, Any]:
-        """As plain values; `from_value` gives an equal one."""
+        """The description as plain values; `from_value` restores it."""
         return asdict(self) | {"names": list(self.names), "versions": dict(self.versions)}
 
     @classmethod
     def from_value(cls, value: Any) -> NodeDescription:
-        """What `to_value` gave. Raises `ProtocolError` for anything else."""
+        """The description that `to_value` wrote. Raises `ProtocolError` for anything else."""
         match value:
             case {
                 "names": [*names],
@@ -65,11 +65,11 @@ class NodeDescription:
                 numbers = (number for number in (rank, nodes, slots) if number is not None)
                 if all(len(text) <= _LONGEST for text in texts) and all(0 <= number < 2**31 for number in numbers) and slots:
                     return cls(tuple(names), rank, nodes, address, bind, interface, launcher, slots, machine, versions)
-        raise ProtocolError("a node describes itself in a way that this release does not know")
+        raise ProtocolError("a node sent a description that this release does not understand")
 
 
-def own_description(place: Place, interface: str, launcher: str) -> NodeDescription:
-    """This node's."""
+def own_description(place: NodePlace, interface: str, launcher: str) -> NodeDescription:
+    """The description of this node."""
     return NodeDescription(
         place.names,
         place.rank,

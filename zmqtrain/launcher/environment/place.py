@@ -1,16 +1,16 @@
-"""What the environment says of this node: where the launcher is, and which of the run's nodes this one is. Pure.
+"""What the environment says about this node: where the launcher is, and which of the run's nodes this one is. Pure.
 
-Schedulers and the operators that people put on top of them each have words of their own::
+Schedulers, and the operators on top of them, each have variables of their own::
 
-    what is there first      is
+    first variable found     scheduler
     PET_*                    torchrun's own settings, which Kubeflow gives its pods
     SKYPILOT_NODE_RANK       SkyPilot
-    JOBSET_NAME              a Kubernetes JobSet whose pods are told so, as launch/jobset.yaml does
+    JOBSET_NAME              a Kubernetes JobSet that sets it for its pods, like launch/jobset.yaml
     SLURM_NODEID             a step of Slurm (srun)
-    MASTER_ADDR              anything that starts programs as torch.distributed has it
+    MASTER_ADDR              any launcher that follows torch.distributed
 
-``MASTER_ADDR`` and ``MASTER_PORT`` go before what Slurm, SkyPilot and JobSets say themselves, since somebody has set them on
-purpose; and the variables of our own (``ZMQTRAIN_*``) go before all, one by one.
+``MASTER_ADDR`` and ``MASTER_PORT`` take precedence over the variables of Slurm, SkyPilot and JobSets, since they were set on
+purpose; and each variable of our own (``ZMQTRAIN_*``) takes precedence over all others.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ NAME = "ZMQTRAIN_NAME"
 NODE_RANK = "ZMQTRAIN_NODE_RANK"
 #: How many nodes there are.
 NODES = "ZMQTRAIN_NODES"
-#: Where a launcher listens for those who come, unless somebody says otherwise.
+#: The default port on which a launcher listens for nodes.
 DEFAULT_PORT = 29400
-#: The replicated job of a JobSet whose one pod is the launcher's.
+#: The replicated job of a JobSet whose only pod is the launcher's.
 LAUNCHER_JOB = "launcher"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A node's place in a run, as far as its environment tells it."""
+class NodePlace:
+    """A node's place in a run, as far as its environment gives it."""
 
     system: str = ""
-    """What has told it; empty: nothing but variables of our own, if any."""
+    """The scheduler that set the variables; empty: only variables of our own, if any."""
     launcher: str | None = None
-    """Name or address of the machine where the launcher is."""
+    """Name or address of the launcher's machine."""
     port: int | None = None
-    """Where it listens."""
+    """The launcher's port."""
     names: tuple[str, ...] = ()
-    """What the host may be called in the topology file, the likeliest first."""
+    """Possible names of the host in the topology file, the likeliest first."""
     rank: int | None = None
     """The node's number."""
     nodes: int | None = None
-    """How many there are."""
+    """The number of nodes."""
     address: str | None = None
     """The node's own address for others."""
     bind: str | None = None
-    """Where its processes listen, where that is another."""
+    """The address at which its processes listen, if it is a different one."""
 
 
-def read_place(environ: Mapping[str, str], *, together: bool = False) -> Place:
+def read_place(environ: Mapping[str, str], *, together: bool = False) -> NodePlace:
     """The place that the variables describe. ``together``: all nodes run the same command, and the launcher is on the first.
 
-    Raises `UsageError` naming a variable whose value is wrong.
+    Raises `UsageError`, which names the variable, if a value is wrong.
     """
     said = _Variables(environ)
-    place = next((read(said, together) for marks, read in _SYSTEMS if any(said.text(mark) for mark in marks)), Place())
+    place = next((read(said, together) for marks, read in _SYSTEMS if any(said.text(mark) for mark in marks)), NodePlace())
     if place.system in ("SkyPilot", "JobSet", "Slurm"):
         place = replace(
             place, launcher=said.text("MASTER_ADDR") or place.launcher, port=said.number("MASTER_PORT", 1) or place.port
@@ -81,12 +81,14 @@ def read_place(environ: Mapping[str, str], *, together: bool = False) -> Place:
         bind=said.text(BIND) or place.bind,
     )
     if place.rank is not None and place.nodes is not None and place.rank >= place.nodes:
-        raise UsageError(f"this is node {place.rank} of {place.nodes} nodes, which are counted from 0: mend {NODE_RANK} or {NODES}")
+        raise UsageError(
+            f"this is node {place.rank} of {place.nodes} nodes, which are numbered from 0: correct {NODE_RANK} or {NODES}"
+        )
     return place
 
 
 def split_endpoint(text: str, variable: str) -> tuple[str | None, int | None]:
-    """``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT`` as host and port. Raises `UsageError` naming the variable."""
+    """``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT`` as host and port. Raises `UsageError`, which names the variable."""
     if not text:
         return None, None
     if text.startswith("["):
@@ -97,7 +99,7 @@ def split_endpoint(text: str, variable: str) -> tuple[str | None, int | None]:
     else:
         host, colon, port = text.partition(":")
     if not host or "/" in host or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise UsageError(f"{variable} is {text!r}; it must be HOST:PORT, where the launcher listens ([job] port)")
+        raise UsageError(f"{variable} is {text!r}; it must be HOST:PORT, the address on which the launcher listens ([job] port)")
     return host, int(port) if colon else None
 
 
@@ -108,7 +110,7 @@ class _Variables:
         self._environ = environ
 
     def text(self, *names: str) -> str | None:
-        """The first of these that is set."""
+        """The first of these variables that is set."""
         return next((value for name in names if (value := self._environ.get(name, "").strip())), None)
 
     def number(self, name: str, least: int = 0) -> int | None:
@@ -131,17 +133,21 @@ class _Variables:
         return ()
 
 
-def _kubeflow(said: _Variables, _together: bool) -> Place:
-    """torchrun's settings as variables. An elastic job has a range of nodes, and its pods no numbers."""
+def _kubeflow(said: _Variables, _together: bool) -> NodePlace:
+    """Kubeflow sets torchrun's variables. An elastic job has a range of nodes, and its pods have no numbers."""
     host = port = None
-    if said.text("PET_RDZV_BACKEND") in (None, "c10d", "static"):  # else a server of its own is there, such as etcd
+    if said.text("PET_RDZV_BACKEND") in (
+        None,
+        "c10d",
+        "static",
+    ):  # otherwise the address is that of a separate server, such as etcd
         host, port = split_endpoint(said.text("PET_RDZV_ENDPOINT") or "", "PET_RDZV_ENDPOINT")
     nodes = said.text("PET_NNODES")
     least, _, most = (nodes or "").partition(":")
     count = None if nodes is None or (most and most != least) else least
     if count is not None and not (count.isdecimal() and int(count)):
-        raise UsageError(f"PET_NNODES is {nodes!r}; it must be a number of nodes, or a range of it like 2:4")
-    return Place(
+        raise UsageError(f"PET_NNODES is {nodes!r}; it must be a number of nodes, or a range like 2:4")
+    return NodePlace(
         "Kubeflow",
         launcher=host or said.text("PET_MASTER_ADDR", "MASTER_ADDR"),
         port=port or said.number("PET_MASTER_PORT", 1) or said.number("MASTER_PORT", 1),
@@ -151,12 +157,12 @@ def _kubeflow(said: _Variables, _together: bool) -> Place:
     )
 
 
-def _skypilot(said: _Variables, _together: bool) -> Place:
+def _skypilot(said: _Variables, _together: bool) -> NodePlace:
     addresses = (said.text("SKYPILOT_NODE_IPS") or "").split()
     rank = said.number("SKYPILOT_NODE_RANK")
     if rank is not None and addresses and rank >= len(addresses):
         raise UsageError(f"SKYPILOT_NODE_RANK is {rank}, but SKYPILOT_NODE_IPS has {len(addresses)} addresses")
-    return Place(
+    return NodePlace(
         "SkyPilot",
         launcher=addresses[0] if addresses else None,
         rank=rank,
@@ -165,17 +171,17 @@ def _skypilot(said: _Variables, _together: bool) -> Place:
     )
 
 
-def _jobset(said: _Variables, together: bool) -> Place:
-    """The names that a JobSet's headless service gives its pods: JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN."""
+def _jobset(said: _Variables, together: bool) -> NodePlace:
+    """The pods of a JobSet have the names that its headless service gives them: JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN."""
     jobset, job = said.text("JOBSET_NAME"), said.text("REPLICATED_JOB_NAME")
     number, index = said.number("JOB_INDEX") or 0, said.number("JOB_COMPLETION_INDEX")
     subdomain = said.text("JOBSET_SUBDOMAIN") or jobset
     names: tuple[str, ...] = ()
     if job is not None and index is not None:
-        # One replicated job is usually one job: then its pods' numbers are enough.
+        # A replicated job usually consists of one job: then the pods' numbers are enough.
         names = (f"{job}-{number}-{index}", *((f"{job}-{index}",) if number == 0 else ()))
     first = job if together else LAUNCHER_JOB
-    return Place(
+    return NodePlace(
         "JobSet",
         launcher=said.text("JOBSET_COORDINATOR") or (None if first is None else f"{jobset}-{first}-0-0.{subdomain}"),
         names=names,
@@ -183,16 +189,16 @@ def _jobset(said: _Variables, together: bool) -> Place:
     )
 
 
-def _slurm(said: _Variables, _together: bool) -> Place:
+def _slurm(said: _Variables, _together: bool) -> NodePlace:
     local = said.number("SLURM_LOCALID")
     if local:
         raise UsageError(
-            f"SLURM_LOCALID is {local}: one agent a node is enough, it starts all processes there. "
-            "Use srun --ntasks-per-node=1 zmqtrain agent ..."
+            f"SLURM_LOCALID is {local}: only one agent per node is needed, which starts all processes there. Use srun "
+            f"--ntasks-per-node=1 zmqtrain agent ..."
         )
     nodes = said.nodes("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     name = said.text("SLURMD_NODENAME")
-    return Place(
+    return NodePlace(
         "Slurm",
         launcher=nodes[0] if nodes else None,
         names=() if name is None else (name,),
@@ -201,10 +207,10 @@ def _slurm(said: _Variables, _together: bool) -> Place:
     )
 
 
-def _torch(said: _Variables, _together: bool) -> Place:
+def _torch(said: _Variables, _together: bool) -> NodePlace:
     rank = said.number("NODE_RANK")
     nodes = said.number("NNODES", 1)
-    return Place(
+    return NodePlace(
         "torch.distributed",
         launcher=said.text("MASTER_ADDR"),
         port=said.number("MASTER_PORT", 1),
@@ -215,7 +221,7 @@ def _torch(said: _Variables, _together: bool) -> Place:
 
 
 def _own_name(said: _Variables) -> tuple[str, ...]:
-    """A pod's own name; on other machines it may be set, too, and is as good."""
+    """A pod's own name. Other machines may set it, too, and then it serves as well."""
     name = said.text("HOSTNAME")
     return () if name is None else (name,)
 

@@ -1,14 +1,14 @@
-"""Where a run's nodes come in: the launcher's side of `zmqtrain.launcher.environment.join`.
+"""Where the nodes of a run join: the launcher's side of `zmqtrain.launcher.environment.join`.
 
-A conversation, of which everything but the two numbers is sealed (`zmqtrain.launcher.environment.sealed`)::
+The protocol; everything but the two numbers is sealed (`zmqtrain.launcher.environment.sealed`)::
 
     launcher: number                      node: number, description
     launcher: welcome (which host it is)  or refused (why; whether to try again)
-    launcher: start (the agent's environment, or nothing where the host has nothing to do), when all are there
+    launcher: start (the agent's environment, or nothing if the host has nothing to do), when all are there
     launcher: stop, perhaps               node: ended (the agent's exit code)
 
-The rendezvous stays open until the run has ended: a node that comes instead of one that is lost gets its place. A conversation that
-breaks means nothing while the run goes on: whether a host is lost, its agent's heartbeats tell.
+The rendezvous stays open until the run has ended: a node that replaces a lost one gets its place. A connection that breaks during
+the run does not matter: the agent's heartbeats tell whether a host is lost.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zmqtrain.launcher.ssh.inspection import faults_of_versions, own_versions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.world import random_bits
 
-#: How long somebody who has connected may take to show the token.
+#: Seconds that a node may take after connecting to prove that it has the token.
 HANDSHAKE_S = 5.0
-#: So many at once; more are turned away.
+#: The most connections at a time; more are refused.
 MOST_STRANGERS = 2048
 #: A silent connection is known to be dead after about a minute.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 3))
@@ -49,11 +49,11 @@ class JoinedNode:
         """The conversation has ended."""
 
     def hear(self, line: bytes) -> dict[str, Any]:
-        """What a line of the node says. Raises `ProtocolError` where it is not the node's."""
+        """Read a line from the node. Raises `ProtocolError` if the node did not write it."""
         return self._seal.read(line, self.host)
 
     async def tell(self, **values: object) -> None:
-        """Say something, if the node still listens."""
+        """Send a message, if the node still listens."""
         if not self.gone.is_set():
             with suppress(OSError):
                 self._writer.write(self._seal.write(**values))
@@ -61,12 +61,12 @@ class JoinedNode:
 
 
 class Rendezvous:
-    """Lets nodes in. Use it from `open` to `close`; ``on_ended(host, code)`` is called when a node's agent has ended."""
+    """Admits nodes between `open` and `close`; ``on_ended(host, code)`` is called when a node's agent has ended."""
 
     def __init__(
         self, token: str, register: Register, *, say: Callable[[str], None], on_ended: Callable[[str, int], None], wait_s: float
     ) -> None:
-        """``wait_s``: how long a node may have to wait for the others; it is told so."""
+        """``wait_s``: the time in seconds that a node may have to wait for the others, which is sent to it."""
         self._token, self._register, self._say, self._on_ended, self._wait_s = token, register, say, on_ended, wait_s
         self._versions = own_versions()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,10 +77,10 @@ class Rendezvous:
         self._refused: dict[str, str] = {}
         self._seen: str | None = None
         self.changed = asyncio.Event()
-        """Somebody has come or gone."""
+        """Set when a node has joined or left."""
 
     async def open(self, port: int) -> int:
-        """Listen at all of this machine's addresses. Returns the port. Raises `PortInUseError`."""
+        """Listen on all addresses of this machine. Returns the port. Raises `PortInUseError`."""
         host = None if has_ipv6() else "0.0.0.0"
         try:
             self._server = await asyncio.start_server(self._receive, host, port, limit=MOST_BYTES, backlog=1024)
@@ -91,7 +91,7 @@ class Rendezvous:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Nobody comes in any more, and all conversations end."""
+        """Stop admitting nodes, and close all connections."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -101,12 +101,12 @@ class Rendezvous:
 
     @property
     def seen(self) -> str | None:
-        """An address of this machine under which another one has reached it."""
+        """An address at which another machine has reached this one."""
         return self._seen
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Why nodes were turned away, each once."""
+        """The reasons why nodes were refused, each once."""
         return tuple(self._refused.values())
 
     def node(self, host: str) -> JoinedNode | None:
@@ -114,7 +114,7 @@ class Rendezvous:
         return self._nodes_here.get(host)
 
     async def start(self, host: str, start: Mapping[str, object]) -> None:
-        """Tell a host what to start, now and whenever another node comes in its place."""
+        """Tell a host what to start, now and whenever another node takes its place."""
         self._starts[host] = {"start": start}
         await self._begin(host)
 
@@ -142,7 +142,7 @@ class Rendezvous:
             if node is not None:
                 await self._serve(node, reader)
         except (OSError, ValueError, TimeoutError, ProtocolError):
-            pass  # it is gone, says nothing, or says what nobody understands
+            pass  # it disconnected, sent nothing, or sent something that cannot be understood
         finally:
             if node is not None:
                 node.gone.set()
@@ -190,14 +190,14 @@ class Rendezvous:
 
     def _turn_away(self, origin: str, error: ZmqTrainError) -> None:
         if isinstance(error, OccupiedError) and not self._starts and self._register.is_complete:
-            return  # it tries again
+            return  # it will try again
         text = f"{origin} has another token" if isinstance(error, RunTokenError) else str(error)
         if text not in self._refused and len(self._refused) < MOST_STRANGERS:
             self._refused[text] = text
-            self._say(f"turned away: {text}")
+            self._say(f"refused: {text}")
 
     async def _serve(self, node: JoinedNode, reader: asyncio.StreamReader) -> None:
-        """Hear what the node has to say, until it is gone."""
+        """Read what the node sends until it disconnects."""
         while line := await reader.readline():
             code = node.hear(line).get("ended")
             if isinstance(code, int):
@@ -211,7 +211,7 @@ def _packages(description: NodeDescription) -> dict[str, object]:
 
 def _address(writer: asyncio.StreamWriter, which: str) -> str:
     name = writer.get_extra_info(which)
-    text = str(name[0]).partition("%")[0] if name else "somebody"
+    text = str(name[0]).partition("%")[0] if name else "an unknown address"
     try:
         mapped = getattr(ip_address(text), "ipv4_mapped", None)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Lines that only somebody with the token can have written: how launcher and nodes speak before they have keys. Sans-IO.
+"""Lines that only a process with the token can have written: how launcher and nodes talk before they have keys. Sans-IO.
 
-Each side names a number that it never named before; from both and the token comes the key of this one conversation, and each line
-carries a sum by it that covers its place in the conversation. So nothing can be made up, changed, left out, or said again. The
-lines can be *read* by whoever listens: no secret is in them.
+Each side sends a number that it has never used before. Both numbers and the token give the key of this one conversation, and each
+line carries a keyed digest that covers its position in the conversation. So no line can be forged, changed, left out or replayed.
+The lines can be *read* by anyone on the network: they contain no secret.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from zmqtrain.errors import ProtocolError, RunTokenError
 
-#: A line is an environment at most.
+#: The longest line: at most an environment.
 MOST_BYTES = 256 * 1024
 _KEY = b"zmqtrain: key of a conversation in the rendezvous"
 _DIGITS = 64
@@ -38,17 +38,17 @@ class Seal:
     def read(self, line: bytes, who: str) -> dict[str, Any]:
         """The next line of the other side, ``who``.
 
-        Raises `RunTokenError` where it has another token, and `ProtocolError` for what is no line of ours.
+        Raises `RunTokenError` if it has another token, and `ProtocolError` if it is not a line of this protocol.
         """
         digits, _, text = line.rstrip(b"\n").partition(b" ")
         if len(digits) != _DIGITS:
-            raise ProtocolError(f"{who} speaks another language: is it zmqtrain that listens there, in this release?")
+            raise ProtocolError(f"{who} does not follow this protocol: check that it is zmqtrain, in the same release")
         self._heard += 1
         if not hmac.compare_digest(digits, self._sum(not self._launcher, self._heard, text).encode()):
             raise RunTokenError(who)
         value = json.loads(text)
         if not isinstance(value, dict):
-            raise ProtocolError(f"{who} sends something that is no message")
+            raise ProtocolError(f"{who} sent something that is not a message")
         return value
 
     def _sum(self, launcher: bool, place: int, text: bytes) -> str:

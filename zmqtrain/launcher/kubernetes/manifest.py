@@ -1,7 +1,7 @@
 """A topology as a Kubernetes JobSet: the launcher's pod, and a pod for each host. Pure.
 
-What is in a pod's environment is what `zmqtrain.launcher.environment.place` reads there: the pods find each other by the names that
-the JobSet's headless service gives them. Exit codes decide what happens to a pod that has failed: the permanent ones fail the
+`zmqtrain.launcher.environment.place` reads the pods' environment: the pods find each other by the names that the JobSet's
+headless service gives them. Exit codes decide what happens to a pod that has failed: the permanent ones fail the
 JobSet, the others start it again.
 """
 
@@ -21,14 +21,14 @@ from zmqtrain.topology.hosts import gathered
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.toml_writer import write_toml
 
-#: Where pods see the topology file.
+#: The folder in which pods find the topology file.
 TOPOLOGY_FOLDER = "/etc/zmqtrain"
 TOPOLOGY_FILE = "topology.toml"
-#: Usage, the person's own code, and other failures that will happen again (DESIGN: exit codes).
+#: Exit codes of permanent failures: wrong usage, an error in the user's code, and others that would happen again.
 PERMANENT = (2, 3, *range(64, 128))
-#: Pods of an elastic run that may be replaced, for each of its hosts, before the whole run counts as failed.
+#: How many pods of an elastic run may be replaced, for each of its hosts, before the whole run counts as failed.
 REPLACEMENTS = 10
-#: Of the launcher's pod: it copies checkpoints and events.
+#: Memory of the launcher's pod, which copies checkpoints and events.
 LAUNCHER_CPU = "500m"
 _LABELS = "metadata.labels['{}']"
 _OF_JOBSET = "jobset.sigs.k8s.io/{}"
@@ -37,11 +37,11 @@ _OF_JOBSET = "jobset.sigs.k8s.io/{}"
 def manifests(topology: Topology, *, token: str) -> list[dict[str, Any]]:
     """The Secret, the ConfigMap and the JobSet of a run. ``token`` is the run's secret.
 
-    Raises `UsageError` where the file does not say enough.
+    Raises `UsageError` if the file lacks a setting that is needed.
     """
     engine = topology.engine.kubernetes
     if engine.image is None:
-        raise UsageError('[engine.kubernetes] image is missing: name the container image with zmqtrain and the task, image = "..."')
+        raise UsageError('[engine.kubernetes] image is missing: set image = "..." to a container image with zmqtrain and the task')
     name = _name_of(topology.job.name)
     pods = pods_of(topology)
     space = {} if engine.namespace is None else {"namespace": engine.namespace}
@@ -79,13 +79,13 @@ def manifests(topology: Topology, *, token: str) -> list[dict[str, Any]]:
 
 
 def _name_of(job: str) -> str:
-    """The job's name, as Kubernetes allows it; names of pods, which begin with it, have 63 characters."""
+    """The job's name in a form that Kubernetes allows; names of pods, which begin with it, have at most 63 characters."""
     name = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:20].strip("-")
     return name if name[:1].isalpha() else f"z{name}"
 
 
 def _file(topology: Topology, pods: tuple[Pods, ...]) -> str:
-    """The topology file of the pods: what the person's own says, the hosts, and where they meet."""
+    """The topology file for the pods: the user's settings, the hosts, and where they meet."""
     values = topology.model_dump(mode="json", exclude_unset=True, exclude_none=True, by_alias=True)
     values["job"] = {**values["job"], "name": topology.job.name, "port": _port(topology)}
     values["engine"] = {"kind": "kubernetes", "wait": topology.engine.model_dump(mode="json")["wait"]}
@@ -94,7 +94,7 @@ def _file(topology: Topology, pods: tuple[Pods, ...]) -> str:
 
 
 def _entry(pods: Pods) -> dict[str, Any]:
-    """What the file says of the pods of a kind; their addresses they tell when they come."""
+    """The ``[[hosts]]`` entry for the pods of one kind; they report their addresses when they join."""
     (entry,) = gathered(pods.hosts)
     values = entry.model_dump(mode="json")
     return {key: values[key] for key in ("name", "slots", "devices", "environment", "bind", "folder") if values[key]}
@@ -188,7 +188,7 @@ def _job(
                 "podFailurePolicy": {
                     "rules": [
                         {"action": "FailJob", "onExitCodes": exit_codes},
-                        # A drained node, or one that a more important pod has taken, is nobody's fault.
+                        # A drained node, or one that a more important pod has taken, does not count as a failure.
                         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     ]
                 },

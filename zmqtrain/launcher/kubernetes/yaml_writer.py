@@ -1,8 +1,8 @@
 """Write plain values as YAML, in its block form.
 
-Kubernetes takes JSON, too, but people read and change a manifest before they apply it, and in JSON the topology file within it
-would be one long line. PyYAML would be one more dependency of every installation, for one command; it is one of the tests only,
-which read with it what is written here.
+Kubernetes accepts JSON, too, but users read and change a manifest before they apply it, and in JSON the topology file within it
+would be one long line. PyYAML would be one more dependency of every installation for a single command; only the tests use it, to
+read what is written here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Words that mean a text in every version of YAML, as they stand. Others are quoted.
+#: Words that mean a string in every version of YAML without quotes. Others are quoted.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_TEXTS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 def write_yaml(*documents: Mapping[str, Any]) -> str:
-    """Each document, one after another."""
+    """The documents as YAML, one after another."""
     return "---\n".join("".join(f"{line.rstrip()}\n" for line in _block(document)) for document in documents)
 
 
@@ -45,7 +45,7 @@ def _entry(head: str, value: Any) -> Iterator[str]:
 
 
 def _nested(value: Any) -> bool:
-    """Whether it takes lines of its own: what is empty or a row of plain values does not."""
+    """Whether a value takes lines of its own; empty values and lists of plain values do not."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(item, Mapping | list) for item in value)
@@ -71,6 +71,7 @@ def _word(text: str) -> str:
 
 
 def _character(character: str) -> str:
-    """As in JSON, but for what that writes as two halves, or leaves as it is though it is no printable character."""
+    """A character as in JSON, except those that JSON writes as surrogate pairs, or leaves unescaped though they are not
+    printable."""
     code = ord(character)
     return f"\\U{code:08x}" if code > 0xFFFF else f"\\x{code:02x}" if code == 0x7F else json.dumps(character)[1:-1]

@@ -1,1 +1,1 @@
-"""Hosts that a Ray cluster gives. Needs the ``[ray]`` extra."""
+"""Hosts that a Ray cluster provides. Needs the ``[ray]`` extra."""

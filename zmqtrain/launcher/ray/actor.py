@@ -1,4 +1,4 @@
-"""What runs on a node of the Ray cluster: it starts the host's agent there, and ends it. The class of an asynchronous actor."""
+"""The asynchronous actor that runs on a node of the Ray cluster, and starts and ends the host's agent there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zmqtrain.topology.schema import Host
 
 
 class AgentActor:
-    """One host's. The agent dies with it."""
+    """The actor of one host. The agent dies with it."""
 
     def __init__(self) -> None:
         self._engine = LocalEngine()
         self._handle: LocalHandle | None = None
 
     async def look(self) -> dict[str, Any]:
-        """Where this is, and what is there."""
+        """The node's address, and the facts about it."""
         from ray.util import get_node_ip_address
 
         return {"address": get_node_ip_address(), "versions": own_versions()}
@@ -31,7 +31,7 @@ class AgentActor:
         self._handle = await self._engine.start(Host(name="here"), [python or sys.executable, *command[1:]], environ)
 
     async def wait(self) -> int:
-        """The agent's exit code, once it has ended."""
+        """Wait for the agent's end and return its exit code."""
         assert self._handle is not None
         return await self._handle.wait()
 

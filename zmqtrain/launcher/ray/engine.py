@@ -1,4 +1,4 @@
-"""The Ray engine: a placement group gives the hosts, and an actor on each starts its agent. The launcher is the driver."""
+"""The Ray engine: a placement group provides the hosts, and an actor on each starts its agent. The launcher is the driver."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zmqtrain.launcher.ray.actor import AgentActor
 from zmqtrain.launcher.ssh.inspection import faults_of_versions, own_versions, table
 from zmqtrain.topology.schema import Host, Topology
 
-#: What an actor that is stopped may take beside the grace time.
+#: Seconds that stopping an actor may take in addition to the grace time.
 STOPPING_S = 10.0
-#: How long a node may take to start an actor's process, once it has room for it.
+#: Seconds that a node may take to start an actor's process, once it has free resources.
 ACTOR_S = 60.0
 
 
@@ -30,7 +30,7 @@ class ActorHandle:
         self.host, self.actor = host, actor
 
     async def wait(self) -> int:
-        """The agent's exit code; as if killed, where its actor or its node is lost."""
+        """Wait for the agent's exit code; as if it was killed, if its actor or its node is lost."""
         from ray.exceptions import RayActorError
 
         try:
@@ -51,8 +51,8 @@ class RayEngine:
     async def gather(self, gathering: Gathering) -> Gathered:
         """Get a placement group, and an actor in each of its bundles.
 
-        Raises `HostLostError` where the cluster has no room for as long as ``[engine] wait`` says, `HostsError` where versions
-        differ, and `UsageError` where Ray is not installed, or its cluster is not there.
+        Raises `HostLostError` if the cluster has no free resources within ``[engine] wait``, `HostsError` if versions differ, and
+        `UsageError` if Ray is not installed or its cluster cannot be reached.
         """
         if find_spec("ray") is None:
             raise UsageError('[engine] kind = "ray" needs Ray: pip install zmqtrain[ray]')
@@ -70,7 +70,7 @@ class RayEngine:
         return Gathered(topology.with_hosts(placed), towards, port=topology.job.port)
 
     async def open(self, run: EngineRun) -> None:
-        """All hosts were looked at when they were gathered."""
+        """Nothing to do: all hosts were checked when they were gathered."""
         self._folder = str(run.folder.resolve())
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
@@ -80,7 +80,7 @@ class RayEngine:
         return ActorHandle(host.name, actor)
 
     async def stop(self, handle: Handle, grace: float) -> None:
-        """Have the actor end its agent. One that is lost has none any more."""
+        """Have the actor end its agent. An actor that is lost has no agent any more."""
         from ray.exceptions import RayActorError
 
         assert isinstance(handle, ActorHandle)
@@ -109,7 +109,7 @@ class RayEngine:
 
         options = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
-            # In a thread, since it takes seconds, and so that it leaves this process's signals alone.
+            # In a thread, since it takes seconds, and so that it does not change this process's signal handlers.
             await asyncio.to_thread(ray.init, address=address, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"[engine.ray] address: no Ray cluster can be reached: {error}") from error
@@ -131,8 +131,9 @@ class RayEngine:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             there = "; ".join(f"{each.get('CPU', 0):g} CPUs, {each.get('GPU', 0):g} GPUs" for each in nodes[:8])
             raise HostLostError(
-                f"Ray has had no room for {len(bundles)} hosts within {wait_s:g} s: {bundles[0]} each, as {strategy}. It has "
-                f'{len(nodes)} nodes: {there}. Ask for less ([[hosts]], [engine.ray]), set spread = "soft", or wait longer '
+                f"Ray had no free resources for {len(bundles)} hosts within {wait_s:g} s: {bundles[0]} each, as "
+                f"{strategy}. It has {len(nodes)} nodes: {there}. "
+                'Ask for less ([[hosts]], [engine.ray]), set spread = "soft", or wait longer '
                 "([engine] wait)"
             ) from error
         remote = ray.remote(AgentActor)
@@ -143,7 +144,7 @@ class RayEngine:
             ).remote()
 
     async def _within(self, limit_s: float, waits: Sequence[Awaitable[Any]], what: str) -> list[Any]:
-        """All results. Raises `HostLostError` where nodes do not do it in time, or are lost."""
+        """All results. Raises `HostLostError` if nodes do not answer in time, or are lost."""
         from ray.exceptions import RayActorError
 
         try:
@@ -154,7 +155,7 @@ class RayEngine:
 
 
 def bundle_of(host: Host) -> dict[str, float]:
-    """What one host takes of the cluster."""
+    """The resources that one host takes."""
     gpus = sum(device.startswith("cuda") for device in host.devices)
     return {"CPU": max(1, host.slots), **({"GPU": gpus} if gpus else {})}
 

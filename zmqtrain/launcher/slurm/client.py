@@ -1,4 +1,4 @@
-"""Steps of a Slurm job as channels: an ``srun`` a node, whose standard streams are the remote program's."""
+"""Steps of a Slurm job as channels: one ``srun`` per node, whose standard streams are the remote program's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zmqtrain.launcher.ssh.system_client import LONGEST_LINE, SystemConnection
 from zmqtrain.launcher.ssh.target import Target, remote_program, remote_words
 from zmqtrain.topology.schema import Host
 
-#: Variables that srun reads as options: what the job's own tasks are like says nothing about a step of one.
+#: Variables that srun reads as options. They describe the job's own tasks, and must not apply to a step of one task.
 _NOT_OURS = (
     "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET",
     "SLURM_NTASKS_PER_GPU", "SLURM_NNODES", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK",
     "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND", "SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE",
     "SLURM_STDERRMODE", "SLURM_EXACT", "SLURM_OVERCOMMIT", "SLURM_MULTI_PROG", "SLURM_KILL_BAD_EXIT", "SLURM_WAIT",
 )  # fmt: skip
-#: How long a step may take to end once it has nothing more to do.
+#: Seconds that a step may take to end once it has nothing more to do.
 END_S = 5.0
 
 
@@ -31,7 +31,7 @@ class StepTarget(Target):
 
     @classmethod
     def on(cls, node: str, host: Host, python: str) -> StepTarget:
-        """The target of a host that is this node. ``python``: where the file names none."""
+        """The target of a host on this node. ``python``: used if the file names none."""
         return cls(name=host.name, host=node, python=host.python or python, environment=host.environment)
 
     @property
@@ -48,9 +48,9 @@ class StepTarget(Target):
 
 
 def step_words(target: Target) -> list[str]:
-    """``srun`` for a step of one task on a node, beside whatever else the job runs there.
+    """``srun`` for a step of one task on a node, in parallel with whatever else the job runs there.
 
-    All that the job has on the node is the step's, and no processor is its alone. There is no secret in it."""
+    The step may use everything that the job has on the node, and shares the processors. The words contain no secret."""
     return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={target.host}", "--cpu-bind=none", "--job-name=zmqtrain"]
 
 
@@ -58,9 +58,9 @@ class StepClient:
     """Implements `zmqtrain.launcher.ssh.session.Client`."""
 
     def __init__(self) -> None:
-        """Raises `UsageError` where there is no ``srun``."""
+        """Raises `UsageError` if there is no ``srun``."""
         if shutil.which("srun") is None:
-            raise UsageError("there is no srun here: launch where Slurm's commands are")
+            raise UsageError("there is no command srun here: launch on a machine with Slurm's commands")
 
     async def connect(self, target: Target, connect_s: float) -> StepConnection:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
@@ -87,18 +87,20 @@ class StepConnection(SystemConnection):
     """An ``srun`` (`zmqtrain.launcher.ssh.session.Connection`)."""
 
     async def ended(self) -> tuple[int | None, str]:
-        """As of any connection. Raises `SshError` where it was Slurm that did not start the program."""
+        """As for any connection. Raises `SshError` if Slurm itself did not start the program."""
         status, said = await super().ended()
         if "execve" in said and "No such file" in said:
             return 127, ""
         lines = [line.strip() for line in said.splitlines() if line.strip().startswith("srun: error:")]
         if status and lines and "Exited with exit code" not in lines[0]:
             why = lines[0].removeprefix("srun: error:").strip()
-            raise SshError(self.target.name, f"Slurm starts no step there ({why})", f"see that `{self.target.by_hand}` works")
+            raise SshError(
+                self.target.name, f"Slurm could not start a step there ({why})", f"check that `{self.target.by_hand}` works"
+            )
         return status, said
 
     async def close(self) -> None:
-        """The program ends when nobody talks to it any more; srun tells Slurm, if it has the time."""
+        """Close the streams, on which the program ends; srun reports to Slurm, if it has the time."""
         if self.process.returncode is None:
             assert self.process.stdin is not None
             self.process.stdin.close()

@@ -1,7 +1,7 @@
 """The Slurm engine: an agent on each node of the job that this process runs in, started by ``srun``.
 
-What travels over a step's standard streams is the first look at a node, the copied folder, the start with its secrets, the agent's
-own output, and the end. All else is the run's own network.
+A step's standard streams carry the preflight check of the node, the copied folder, the start with its secrets, the agent's own
+output, and the end. Everything else uses the run's own network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zmqtrain.launcher.ssh.target import launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host, Topology
 
-#: What stopping may take on the other side beside the grace time.
+#: Seconds that stopping may take on the other side in addition to the grace time.
 STOPPING_S = 15.0
 
 
@@ -34,15 +34,15 @@ class SlurmEngine:
         self._preflight: Preflight | None = None
 
     async def open(self, run: EngineRun) -> None:
-        """Start a step on each node, and look the nodes over as the ssh engine does.
+        """Start a step on each node, and check the nodes like the ssh engine.
 
-        Raises `HostsError`, or `HostLostError` where nodes are merely not there; `UsageError` outside of a job.
+        Raises `HostsError`, or `HostLostError` if nodes are only unreachable, and `UsageError` outside of a job.
         """
         engine = run.topology.engine
         allocation = await asyncio.to_thread(require_allocation)
         nodes = allocation.assigned(run.topology.hosts)
         if any(name != node.name for name, node in nodes.items()):
-            run.say("hosts are nodes in order: " + ", ".join(f"{name} is {node.name}" for name, node in nodes.items()))
+            run.say("the hosts are the nodes in this order: " + ", ".join(f"{name} is {node.name}" for name, node in nodes.items()))
         files = program_files(run.topology.job, run.script, run.folder)
         if engine.sync:
             require_inside(files, run.folder)
@@ -91,7 +91,7 @@ class StepHandle:
         session.on_log(lambda text, _offset: run.log(session.target.name, text))
 
     async def wait(self) -> int:
-        """The agent's exit code. A step that ends takes the agent with it."""
+        """Wait for the agent's exit code. The agent ends with its step."""
         if self._code is None:
             try:
                 self._code = await self._session.follow(0)
@@ -101,7 +101,7 @@ class StepHandle:
         return self._code
 
     async def stop(self, grace_s: float) -> None:
-        """End the agent, and what was copied for it; at the latest the end of the step does so."""
+        """End the agent, and remove what was copied for it; both also happen at the end of the step."""
         with suppress(SshError, HostsError, TimeoutError):
             async with asyncio.timeout(grace_s + STOPPING_S):
                 await self._session.ask("stop", grace_s=grace_s, offset=0)
@@ -110,22 +110,22 @@ class StepHandle:
 
 
 def require_allocation() -> Allocation:
-    """The job that this process runs in. Raises `UsageError` where it runs in none."""
+    """The job that this process runs in. Raises `UsageError` if it runs in none."""
     found = Allocation.here()
     if found is None:
         raise UsageError(
-            '[engine] kind = "slurm" launches from inside a job, and this is none: run it in `salloc` or a batch script, or let '
-            "zmqtrain submit one with --submit"
+            '[engine] kind = "slurm" launches from inside a Slurm job, but this is not one: '
+            "run it in `salloc` or a batch script, or submit one with --submit"
         )
     return found
 
 
 def in_allocation(topology: Topology, allocation: Allocation) -> Topology:
-    """The topology on the nodes of an allocation: all of them, or as many as it names hosts. Raises `UsageError`, and
-    `TopologyError` where the file's rules do not hold there."""
+    """The topology on the nodes of an allocation: on all of them, or on one for each host of the file. Raises `UsageError`, and
+    `TopologyError` if the file's rules are broken there."""
     given = topology.hosts if "hosts" in topology.model_fields_set else None
     hosts = allocation.hosts(given)
-    if given is None:  # a node has what a job of this file asks for
+    if given is None:  # a node has what a job of this file requests
         devices = topology.hosts[0].devices
         hosts = tuple(host.model_copy(update={"devices": devices}) for host in hosts)
     return topology.with_hosts(hosts)

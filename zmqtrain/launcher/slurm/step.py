@@ -1,11 +1,11 @@
-"""The program on the other side of a step: like that of ssh, but the agent is its child and ends with it.
+"""The program on the other side of a step: like ssh's, but the agent is its child and ends with it.
 
 It is sent over ``srun``'s standard input, with `remote` and `supervisor`, and needs only Python (3.7 or later). The launcher is in
-the same cluster, and Slurm ends what is left of a job; so nothing need outlive the channel, and nothing lies on the node's disk but
-a folder that is copied there.
+the same cluster, and Slurm ends what is left of a job; so nothing needs to outlive the channel, and nothing is on the node's disk
+but a folder that is copied there.
 
-A job that is taken away gets SIGTERM, SIGUSR1 or both from Slurm: this program, or all processes of the step. They are handed on to
-the agent as SIGUSR1, which asks for a checkpoint; the roles do not heed them.
+When a job is preempted, Slurm sends SIGTERM, SIGUSR1 or both, to this program or to all processes of the step. They are passed on
+to the agent as SIGUSR1, which asks for a checkpoint; the roles ignore them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class StepHost(Host):
         self._output = -1
 
     def begin(self, run: str, host: str, environment: dict[str, str]) -> dict[str, Any]:
-        """Which run this is about."""
+        """Request: say which run this is."""
         os.environ.update(environment)
         sys.path[:0] = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         self._environment = environment
         return {"agent": "none"}
 
     def unpack(self, size: int) -> dict[str, Any]:
-        """Take a folder, as a tar file that follows. Says where it is now."""
+        """Request: receive a folder, as a tar file that follows. Answers with its path."""
         self._folder = tempfile.mkdtemp(prefix="zmqtrain-")
         return super().unpack(size)
 
@@ -72,9 +72,9 @@ class StepHost(Host):
         return {"pid": self._agent.pid}
 
     def follow(self, offset: int) -> dict[str, Any] | None:
-        """Tell what the agent prints until it ends, or something else is asked for."""
+        """Request: send the agent's output until it ends, or until the next request."""
         while True:
-            # First this, then the output: what it printed last is there when it has ended.
+            # Test for the end first, and read the output then: so the last output is complete.
             code = self._agent.poll()
             offset = self._tell(offset)
             if code is not None:
@@ -83,12 +83,12 @@ class StepHost(Host):
                 return None
 
     def stop(self, grace_s: float, offset: int) -> dict[str, Any]:
-        """End the agent and all that it started: ask, and force after the grace time. Says how it ended, once it has."""
+        """Request: end the agent and all that it started: ask it, and kill it after the grace time. Answers with the exit code."""
         agent = self._agent
         if agent is None:
             return {"stopped": None, "at": offset}
         if grace_s > 0 and agent.poll() is None:
-            agent.send_signal(signal.SIGINT)  # SIGTERM means something else here
+            agent.send_signal(signal.SIGINT)  # SIGTERM means preemption here
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(grace_s)
         end_session(agent.pid)
@@ -97,13 +97,13 @@ class StepHost(Host):
         return {"stopped": agent.poll(), "at": self._tell(offset)}
 
     def remove(self) -> dict[str, Any]:
-        """Remove the copied folder."""
+        """Request: remove the copied folder."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         return {}
 
     def preempt(self) -> None:
-        """Slurm takes the node away."""
+        """Pass on Slurm's signal that the node is about to be taken away."""
         if self._agent is not None and self._agent.poll() is None:
             self._agent.send_signal(signal.SIGUSR1)
 
@@ -133,6 +133,6 @@ def main() -> None:
     try:
         serve(channel, host)
     finally:
-        with suppress(OSError):  # nobody hears the agent's last words
+        with suppress(OSError):  # the agent's last output cannot be sent any more
             host.stop(0, 0)
         host.remove()

@@ -1,4 +1,4 @@
-"""``zmqtrain launch FILE --engine slurm --submit``: a batch script from a template, and the job that it becomes."""
+"""``zmqtrain launch FILE --engine slurm --submit``: a batch script from a template, and its job."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from zmqtrain.errors import UsageError
 from zmqtrain.launcher.slurm.allocation import ask
 from zmqtrain.topology.schema import Topology
 
-#: In the run directory: the job, as JSON, and the script that was submitted.
+#: Files in the run directory: the job, as JSON, and the script that was submitted.
 JOB_FILE, SCRIPT_FILE = "slurm.json", "slurm.sbatch"
-#: How often a job is requeued whose run failed in a way that is worth another try. After a checkpoint it always is.
+#: How often a job is requeued after a failure that may be temporary. After a checkpoint it is always requeued.
 RESTARTS = 3
 _WORD = re.compile(r"\{\{(\w+)\}\}")
-#: What no job can do without: a template that forgets it would train elsewhere, or never again.
+#: The options that every job needs: without them, a template would train elsewhere, or never resume.
 _NEEDED = ("command",)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What the batch script is to do."""
+    """What the batch script needs to know."""
 
     topology: Topology
-    """With hosts that stand for nodes."""
+    """The topology, with hosts that stand for nodes."""
     folder: Path
-    """Where it launches."""
+    """The folder in which the job launches."""
     directory: Path
     """The run directory."""
     command: tuple[str, ...]
-    """The launch, in the job."""
+    """The command that launches, in the job."""
 
     def words(self) -> dict[str, str]:
-        """What a template's words stand for."""
+        """The values of a template's words."""
         topology, asked = self.topology, self.topology.engine.slurm
         slots = max(host.slots for host in topology.hosts)
         return {
@@ -52,7 +52,7 @@ class Submission:
         }
 
     def options(self) -> list[str]:
-        """What the file asks for beside what every job needs, as options of ``sbatch``."""
+        """The options of ``sbatch`` that the file requests besides those that every job needs."""
         asked = self.topology.engine.slurm
         given = {
             "gpus-per-node": str(asked.gpus) if asked.gpus else None,
@@ -68,7 +68,7 @@ class Submission:
 def render(template: str, submission: Submission) -> str:
     """The batch script. A line with ``{{options}}`` is repeated for each of them.
 
-    Raises `UsageError` for a word that means nothing, or a template without ``{{command}}``."""
+    Raises `UsageError` for an unknown word, or for a template without ``{{command}}``."""
     words = submission.words()
     missing = [word for word in _NEEDED if f"{{{{{word}}}}}" not in template]
     if missing:
@@ -81,13 +81,13 @@ def render(template: str, submission: Submission) -> str:
         unknown = [word for word in _WORD.findall(line) if word not in words]
         if unknown:
             known = ", ".join([*words, "options"])
-            raise UsageError(f"line {number} of the template has {{{{{unknown[0]}}}}}, which means nothing; known are {known}")
+            raise UsageError(f"line {number} of the template has {{{{{unknown[0]}}}}}, which is unknown; known words are {known}")
         lines.append(_WORD.sub(lambda match: words[match[1]], line))
     return "\n".join(lines) + "\n"
 
 
 def read_template(path: Path | None) -> str:
-    """A template of the user's own, or the one that comes along (``launch/slurm.sbatch``). Raises `UsageError`."""
+    """Read the user's template, or the default one (``launch/slurm.sbatch``). Raises `UsageError`."""
     if path is None:
         return files("zmqtrain.launcher.slurm").joinpath("job.sbatch").read_text("utf-8")
     try:
@@ -97,7 +97,7 @@ def read_template(path: Path | None) -> str:
 
 
 def submit(script: str, directory: Path) -> str:
-    """Submit the script, and leave word of it in the run directory. Returns the job's number. Raises `UsageError`."""
+    """Submit the script, and note the job in the run directory. Returns the job's number. Raises `UsageError`."""
     path = directory / SCRIPT_FILE
     path.write_text(script, encoding="utf-8")
     job = ask("sbatch", "--parsable", str(path.absolute())).strip().partition(";")[0]
@@ -106,7 +106,7 @@ def submit(script: str, directory: Path) -> str:
 
 
 def job_of(directory: Path) -> str | None:
-    """The job that a run was submitted as; ``None`` where it was not."""
+    """The job as which a run was submitted; ``None`` if it was not."""
     try:
         return str(json.loads((directory / JOB_FILE).read_text(encoding="utf-8"))["job"])
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def job_of(directory: Path) -> str | None:
 
 
 def state_of(job: str) -> str | None:
-    """How a job is, in Slurm's words (``pending``, ``running``, ...); ``None`` where Slurm has forgotten it, or is not here."""
+    """The state of a job in Slurm's words (``pending``, ``running``, ...); ``None`` if Slurm has forgotten it, or is not here."""
     try:
         return ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip().lower() or None
     except UsageError:
@@ -122,7 +122,7 @@ def state_of(job: str) -> str | None:
 
 
 def cancel(job: str) -> None:
-    """End a job, wherever it is. One that runs stops with a checkpoint first, if that is done within Slurm's ``KillWait``."""
+    """Cancel a job. If it is running, it stops with a checkpoint first, provided that this takes less than Slurm's ``KillWait``."""
     ask("scancel", job)
 
 
@@ -137,7 +137,7 @@ def job_command(
     resume: str | None,
     json_lines: bool,
 ) -> tuple[str, ...]:
-    """The launch that a job does: the same as was asked for, in its run directory, again and again."""
+    """The launch command of a job: the one that the user gave, in the job's run directory. It can be run again after a requeue."""
     words = [python, "-m", "zmqtrain", "launch", "--engine=slurm", f"--run-dir={directory.absolute()}", "--continue"]
     words += [f"--set={setting}" for setting in settings]
     words += [f"--data={data}"] if data is not None else []
@@ -147,6 +147,6 @@ def job_command(
 
 
 def _minutes(seconds: float) -> str:
-    """As ``sbatch --time`` takes it: hours, minutes and seconds, rounded up."""
+    """A time in the form of ``sbatch --time``: hours, minutes and seconds, rounded up."""
     whole = math.ceil(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

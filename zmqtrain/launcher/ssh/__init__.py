@@ -1,1 +1,1 @@
-"""Hosts as machines that one logs in to: agents are started over ssh, and live on without it."""
+"""Hosts as machines to log in to: agents are started over ssh, and continue without the connection."""

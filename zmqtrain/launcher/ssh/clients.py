@@ -1,4 +1,4 @@
-"""Which client logs in: the library where it is installed, else the system's ``ssh``."""
+"""The choice of the client that logs in: the library if it is installed, otherwise the system's ``ssh``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zmqtrain.launcher.ssh.session import Client
 
 
 def make_client(kind: Literal["auto", "asyncssh", "system"]) -> Client:
-    """The client of this kind. Raises `UsageError` where it is not here."""
+    """The client of this kind. Raises `UsageError` if it is not installed."""
     installed = find_spec("asyncssh") is not None
     if kind == "asyncssh" and not installed:
         raise UsageError(

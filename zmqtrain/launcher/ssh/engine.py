@@ -1,7 +1,7 @@
-"""The ssh engine: an agent on each machine, started over ssh, which goes on when the connection does not.
+"""The ssh engine: an agent on each machine, started over ssh, which continues if the connection breaks.
 
-What travels over ssh is the first look at a host, the copied folder, the start, the agent's own log, and the end. All else is the
-run's own network.
+The ssh connection carries the preflight check of a host, the copied folder, the start, the agent's own log, and the end. Everything
+else uses the run's own network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host
 from zmqtrain.world import random_bits
 
-#: How long a host may take to remove a folder when the launch has failed.
+#: Seconds that a host may take to remove a folder when the launch has failed.
 REMOVE_S = 5.0
 
 
@@ -34,9 +34,9 @@ class SshEngine:
         self._opened: tuple[EngineRun, Client, Places, Preflight] | None = None
 
     async def open(self, run: EngineRun) -> None:
-        """Log in everywhere, look the hosts over, and copy the folder.
+        """Log in to all hosts, check them, and copy the folder.
 
-        Raises `HostsError`, or `HostLostError` where hosts are merely not there; `UsageError` for a folder that is too large.
+        Raises `HostsError`, or `HostLostError` if hosts are only unreachable, and `UsageError` for a folder that is too large.
         """
         engine = run.topology.engine
         client = make_client(engine.client)
@@ -70,14 +70,14 @@ class SshEngine:
         return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log)
 
     async def stop(self, handle: Handle, grace: float) -> None:
-        """End the agent, and remove what the run has on its host. Where the host cannot be reached, it says so."""
+        """End the agent, and remove the run's folder on its host. If the host cannot be reached, a line says so."""
         assert isinstance(handle, SshHandle)
         assert self._opened is not None
         if await handle.stop(grace):
             self._opened[2].forget(handle.host)
 
     async def close(self) -> None:
-        """Log out everywhere, and remove what `open` has copied before it failed."""
+        """Log out of all hosts, and remove what `open` copied before it failed."""
         if self._opened is not None:
             _, _, places, preflight = self._opened
             async with asyncio.TaskGroup() as group:

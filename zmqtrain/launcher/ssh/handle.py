@@ -10,9 +10,9 @@ from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.session import Client, Session
 from zmqtrain.topology.timeouts import Timeouts
 
-#: Pauses between attempts to log in again: the first, and the longest.
+#: Pauses between attempts to log in again, in seconds: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: What stopping may take on the other side beside the grace time: processes that are killed, and the network.
+#: Seconds that stopping may take in addition to the grace time: for processes that are killed, and the network.
 STOPPING_S = 20.0
 
 
@@ -29,7 +29,7 @@ class SshHandle:
         say: Callable[[str], None],
         log: Callable[[str, str], None],
     ) -> None:
-        """``say`` takes lines for people, ``log(host, text)`` what the agent itself prints."""
+        """``say`` prints lines for the user; ``log(host, text)`` takes what the agent itself prints."""
         self._session, self._client, self._run, self._timeouts = session, client, run, timeouts
         self._say, self._log = say, log
         self._offset = 0
@@ -42,18 +42,18 @@ class SshHandle:
         return self._session.target.name
 
     async def wait(self) -> int:
-        """The agent's exit code. A connection that breaks is made again, for as long as it takes: whether the host itself is lost,
-        its heartbeats tell."""
+        """Wait for the agent's exit code. A broken connection is tried again without limit: the agent's heartbeats tell whether
+        the host is lost."""
         while self._code is None:
             try:
                 self._code = await self._session.follow(self._offset)
             except (SshError, HostsError):
-                self._say(f"{self.host}: lost the ssh connection. The run goes on; ssh is tried again")
+                self._say(f"{self.host}: the ssh connection is lost. The run continues; ssh is tried again")
                 await self._come_back()
         return self._code
 
     async def stop(self, grace_s: float) -> bool:
-        """End the agent, and remove what the run has on the host. Returns whether that is done; says so if not."""
+        """End the agent, and remove the run's folder on the host. Returns whether that succeeded; if not, a line says so."""
         try:
             async with asyncio.timeout(grace_s + STOPPING_S + self._timeouts.connect_s):
                 try:
@@ -64,8 +64,8 @@ class SshHandle:
         except (SshError, HostsError, TimeoutError) as error:
             why = str(error) or f"{self.host}: no answer"
             self._say(
-                f"{why}. Its agent ends by itself {self._timeouts.lost_s:g} s after it has last heard of the launcher; "
-                "`zmqtrain stop` looks once more"
+                f"{why}. Its agent ends by itself {self._timeouts.lost_s:g} s after its last contact with the launcher; "
+                f"`zmqtrain stop` tries again"
             )
             return False
         finally:
@@ -79,7 +79,7 @@ class SshHandle:
         await self._session.ask("remove")
 
     async def _come_back(self) -> None:
-        """Log in again, however often it takes."""
+        """Log in again, and retry until it succeeds."""
         pause_s = FIRST_PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
@@ -96,7 +96,7 @@ class SshHandle:
         session = await Session.open(self._client, self._session.target, self._run, connect_s=self._timeouts.connect_s)
         session.on_log(self._printed)
         self._session = session
-        if session.state["agent"] == "none":  # somebody has removed all of it
+        if session.state["agent"] == "none":  # the run's folder has been removed
             self._code = -signal.SIGKILL
 
     def _printed(self, text: str, offset: int) -> None:

@@ -1,4 +1,5 @@
-"""The first look at the hosts: do they have what the run needs, in versions that agree? Pure; the engine asks, this judges."""
+"""The preflight check of versions: do hosts have what the run needs, in matching versions? Pure: the engine asks, this module
+judges."""
 
 from __future__ import annotations
 
@@ -8,38 +9,40 @@ from typing import Any, TypeAlias
 from zmqtrain.errors import HostFault
 from zmqtrain.versions import versions
 
-#: What must be there, in the same version, beside Python. (Other packages are zmqtrain's own dependencies.)
+#: Packages that must be installed in the same version, besides Python. (Other packages are zmqtrain's own dependencies.)
 PACKAGES = ("zmqtrain", "torch")
 
 Fault: TypeAlias = HostFault
 
 
 def own_versions() -> dict[str, str]:
-    """What this machine has: ``python`` and the packages."""
+    """The versions on this machine: ``python`` and the packages."""
     return {**dict.fromkeys(PACKAGES, "unknown"), **versions(PACKAGES)}
 
 
 def faults_of_versions(host: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> Iterator[Fault]:
-    """What is wrong with a host's ``python`` and ``packages``, as the remote program's check tells them."""
+    """The faults of a host's ``python`` and ``packages``, as reported by the remote program's check."""
     python = str(theirs["python"])
     if _release(python, 2) != _release(ours["python"], 2):
         yield Fault(
             host,
-            f"Python {python}, and {ours['python']} here",
+            f"Python {python}, but this machine has {ours['python']}",
             f"give the path of a Python {'.'.join(map(str, _release(ours['python'], 2)))} as python in [[hosts]]",
         )
     for name in PACKAGES:
         there = theirs["packages"].get(name)
         if there is None:
-            yield Fault(host, f"no {name}", f"install it: {_pip(name, ours[name])}; or name another python in [[hosts]]")
+            yield Fault(host, f"no {name}", f"install it: {_pip(name, ours[name])}; or set another python in [[hosts]]")
         elif "unknown" not in (there, ours[name]) and public_version(there) != public_version(ours[name]):
-            yield Fault(host, f"{name} {there}, and {ours[name]} here", f"install the same: {_pip(name, ours[name])}")
+            yield Fault(
+                host, f"{name} {there}, but this machine has {ours[name]}", f"install the same version: {_pip(name, ours[name])}"
+            )
 
 
 def table(faults: Sequence[Fault], hosts: int) -> str:
-    """All faults as a text, for a terminal."""
+    """All faults as a table, for a terminal."""
     faulty = len({fault.host for fault in faults})
-    rows = [("host", "what is wrong", "what to do"), *((fault.host, fault.what, fault.remedy) for fault in faults)]
+    rows = [("host", "problem", "what to do"), *((fault.host, fault.what, fault.remedy) for fault in faults)]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {row[0]:{first}}  {row[1]:{second}}  {row[2]}".rstrip() for row in rows]
     return "\n".join([f"{faulty} of {hosts} hosts cannot take part:", *lines])

@@ -1,4 +1,4 @@
-"""What a run has on its hosts, when its launcher is gone: look, and clear up."""
+"""Inspect and stop what is left of a run on its hosts when its launcher is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 async def inspect_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshError]:
-    """How the agent of each host is that may have one of this run: as `Session.state`, or why that cannot be told."""
+    """The state of the run's agent on each host, as in `Session.state`, or the error if it cannot be found out."""
 
     async def look(session: Session) -> Mapping[str, Any]:
         return session.state
@@ -29,12 +29,12 @@ async def inspect_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshErr
 
 
 async def stop_hosts(directory: Path) -> dict[str, int | SshError | None]:
-    """End what a run has on its hosts, and remove its folders there. The agents' exit codes (``None``: there was none), or why it
-    could not be done: another call tries these again."""
+    """End a run's agents on its hosts, and remove its folders there. Returns each agent's exit code (``None``: there was no
+    agent), or the error; another call tries those hosts again."""
     places = Places.read(directory)
 
     async def stop(session: Session) -> int | None:
-        # At once: without a launcher there is nobody to whom roles could hand anything.
+        # At once: without a launcher, roles cannot send their results anywhere.
         answer = await session.ask("stop", grace_s=0, offset=0)
         await session.ask("remove")
         code = answer["stopped"]

@@ -1,4 +1,4 @@
-"""Log in by asyncssh: many hosts from one process, as ``~/.ssh/config``, the key agent and known hosts say."""
+"""Log in by asyncssh: many hosts from one process, with ``~/.ssh/config``, the key agent and known hosts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class LibraryClient:
                     agent_forwarding=False,
                     x11_forwarding=False,
                 )
-            except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: the configuration, and keys that cannot be read
+            except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: the configuration or a key cannot be read
                 raise _no_login(target, error) from error
         try:
             process = await login.create_process(remote_command(target.python), encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
             login.abort()
-            raise SshError(target.name, f"logged in, but may run nothing: {error}") from error
+            raise SshError(target.name, f"the login succeeded, but running a command is not allowed: {error}") from error
         return LibraryConnection(target, login, process)
 
 
@@ -53,13 +53,13 @@ class LibraryConnection:
             self._process.stdin.write(data)
             await self._process.stdin.drain()
         except (asyncssh.Error, OSError):
-            return  # why it has ended is told by what comes out of it
+            return  # its output says why it has ended
 
     async def line(self) -> bytes:
         try:
             return await self._process.stdout.readline()
         except (asyncssh.Error, OSError) as error:
-            raise SshError(self._target.name, f"lost the ssh connection: {error}") from error
+            raise SshError(self._target.name, f"the ssh connection is lost: {error}") from error
 
     async def ended(self) -> tuple[int | None, str]:
         try:
@@ -75,8 +75,8 @@ class LibraryConnection:
 
 
 def _configuration(folder: Path, target: Target) -> list[Path]:
-    """Configuration files, the first that says something counting: the topology file's options, the user's own, and where keys of
-    hosts are looked for when nobody says."""
+    """Configuration files, of which the first with a setting counts: the topology file's options, the user's own, and the default
+    files of host keys."""
     own = folder / "options"
     own.write_text(options_as_config(target), encoding="utf-8")
     user = Path("~/.ssh/config").expanduser()
@@ -94,24 +94,28 @@ def _configuration(folder: Path, target: Target) -> list[Path]:
 
 
 def _no_login(target: Target, error: Exception) -> SshError:
-    """What went wrong, and what to do."""
+    """The error for a failed login: what went wrong, and what to do."""
     by_hand = target.by_hand
     lasting = True
     match error:
         case asyncssh.PermissionDenied():
-            what = f"the login is refused ({error})"
+            what = f"the login was refused ({error})"
             remedy = (
-                f"name a key without a pass phrase (IdentityFile), or load yours with ssh-add, so that `{by_hand}` asks nothing"
+                f"use a key without a passphrase (IdentityFile), or load yours with ssh-add, so that `{by_hand}` works without a "
+                f"question"
             )
         case asyncssh.HostKeyNotVerifiable():
-            what, remedy = str(error), f"log in once by hand (`{by_hand}`) and look at the key that it shows"
+            what, remedy = str(error), f"log in once by hand (`{by_hand}`) and check the key that it shows"
         case asyncssh.ConfigParseError() | asyncssh.KeyImportError():
             what = f"asyncssh cannot use ~/.ssh/config, or a key that it names ({error})"
             remedy = 'set client = "system" in [engine]'
         case TimeoutError() | asyncssh.TimeoutError():
-            what, remedy = f"no answer from {target.host}", f"is it up, and sshd's port open? Try `{by_hand}`"
+            what, remedy = (
+                f"no answer from {target.host}",
+                f"check that it is running and that sshd's port is open: try `{by_hand}`",
+            )
             lasting = False
         case _:
-            what, remedy = f"cannot log in ({error})", f"see that `{by_hand}` works without a question"
+            what, remedy = f"cannot log in ({error})", f"check that `{by_hand}` works without a question"
             lasting = False
     return SshError(target.name, what, remedy, lasting=lasting)

@@ -1,4 +1,4 @@
-"""The folder that one launches in, as one small file to copy to other machines."""
+"""Packs the folder of a launch into one small file, to copy it to other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.topology.job import Job
 from zmqtrain.topology.rounded import rounded_size
 
-#: Folders that are no part of a program: what version control, tools and runs keep, and environments, which cannot be moved.
+#: Folders that are not part of a program: those of version control, tools and runs, and environments, which cannot be moved.
 LEFT_OUT = frozenset(
     {
         ".git", ".hg", ".svn", ".jj", "runs", "__pycache__", ".venv", "venv", "node_modules", ".cache", ".mypy_cache",
@@ -21,19 +21,19 @@ LEFT_OUT = frozenset(
         ".vscode",
     }
 )  # fmt: skip
-#: Files by which a folder says that it is an environment, or a cache.
+#: Files that mark a folder as an environment, or as a cache.
 _SAYS_SO = ("pyvenv.cfg", "CACHEDIR.TAG")
-#: Of the largest files, an error names so many.
+#: An error names this many of the largest files.
 _NAMED = 5
-#: A folder of more files is another kind of folder: somebody's home, say.
+#: The most files in a program's folder; a folder with more is probably something else, such as a home directory.
 MOST_FILES = 20_000
 
 
 def pack(folder: Path, limit: int) -> bytes:
     """The folder as a compressed tar file: the same bytes for the same files.
 
-    Links to files in the folder are followed, others are left out. Raises `UsageError` where there is more than
-    ``limit`` bytes of it, naming what is large.
+    Links to files in the folder are followed, others are left out. Raises `UsageError`, which names the largest files, if they
+    have more than ``limit`` bytes.
     """
     found = list(_files(folder))
     total = sum(size for _, size in found)
@@ -42,7 +42,7 @@ def pack(folder: Path, limit: int) -> bytes:
         names = ", ".join(f"{path} ({rounded_size(size)})" for path, size in largest)
         raise UsageError(
             f"sync would copy {rounded_size(total)} of {folder} to every host, more than sync_limit = {rounded_size(limit)}. "
-            f"The largest: {names}. Launch in a folder that has the program alone, or raise sync_limit in [engine]"
+            f"The largest: {names}. Launch in a folder with only the program, or raise sync_limit in [engine]"
         )
     buffer = io.BytesIO()
     with (
@@ -59,8 +59,8 @@ def pack(folder: Path, limit: int) -> bytes:
 
 
 def program_files(job: Job, script: str | None, folder: Path) -> list[str]:
-    """The files that the job names: its script, and its task where that is named by a file. As the person wrote them, or where they
-    were found in ``[job] python_path``."""
+    """The files that the job names: its script, and its task if a file gives it. Paths are as the user wrote them, or as found in
+    ``[job] python_path``."""
     found = [] if script is None else [script]
     source = (job.task or "").partition(":")[0]
     if source.endswith(".py"):
@@ -70,17 +70,17 @@ def program_files(job: Job, script: str | None, folder: Path) -> list[str]:
 
 
 def require_inside(files: Iterable[str], folder: Path) -> None:
-    """See that files will be where their names say when the folder is copied. Raises `UsageError`."""
+    """Check that the files can be found under their names when the folder is copied. Raises `UsageError`."""
     for name in files:
         if Path(name).is_absolute() or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise UsageError(
-                f"sync copies {folder} to every host, but {name} is not named by a path inside it: launch in the folder that has "
-                "it, and name it from there"
+                f"sync copies {folder} to every host, but the path {name} does not lead into it: launch in the folder that "
+                f"contains the file, and give a relative path"
             )
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Files to copy, by their paths in the folder, with their sizes. Raises `UsageError` where there are too many."""
+    """Files to copy, by their paths in the folder, with their sizes. Raises `UsageError` if there are too many."""
     root = folder.resolve()
     count = 0
     for here, folders, names in os.walk(root):
@@ -92,8 +92,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, int]]:
             count += 1
             if count > MOST_FILES:
                 raise UsageError(
-                    f"sync would copy more than {MOST_FILES:,} files of {folder} to every host: launch in a folder that has the "
-                    "program alone"
+                    f"sync would copy more than {MOST_FILES:,} files of {folder} to every host: launch in a folder with only the "
+                    f"program"
                 )
             yield path.relative_to(root), path.stat().st_size
 

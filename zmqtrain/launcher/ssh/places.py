@@ -1,4 +1,5 @@
-"""``hosts.json`` in the run directory: where a run may have left something, for whoever comes when the launcher is gone."""
+"""``hosts.json`` in the run directory: the hosts on which a run may have left something, for `zmqtrain stop` after the launcher is
+gone."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ _NAME = "hosts.json"
 
 @dataclass(slots=True)
 class Places:
-    """The hosts that may have something of a run. It holds no secrets."""
+    """The hosts on which something of a run may be left. Contains no secrets."""
 
     directory: Path
     """The run directory."""
     run: str
     """The run's name on its hosts."""
     python: str
-    """The Python of hosts for which the topology file names none."""
+    """The Python interpreter of hosts for which the topology file names none."""
     hosts: list[str]
-    """Where something may be left."""
+    """The hosts on which something may be left."""
 
     @classmethod
     def read(cls, directory: Path) -> Places | None:
-        """What `write` has written; ``None`` where there is nothing left."""
+        """Read what `write` wrote; ``None`` if nothing is left."""
         try:
             value = json.loads((directory / _NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -33,14 +34,14 @@ class Places:
         return cls(directory, value["run"], value["python"], list(value["hosts"]))
 
     def write(self) -> None:
-        """Say so in the run directory."""
+        """Write this to the run directory."""
         path = self.directory / _NAME
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"run": self.run, "python": self.python, "hosts": self.hosts}) + "\n", encoding="utf-8")
         os.replace(temporary, path)
 
     def forget(self, host: str) -> None:
-        """There is nothing left on this host. Without any hosts, there is no file."""
+        """Remove a host on which nothing is left. The file is removed with the last host."""
         if host in self.hosts:
             self.hosts.remove(host)
             if not self.hosts:

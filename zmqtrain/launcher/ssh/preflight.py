@@ -1,4 +1,4 @@
-"""The first look at all hosts: log in, compare versions, copy the folder, and see that they reach each other."""
+"""The preflight check of all hosts: log in, compare versions, copy the folder, and check that the hosts reach each other."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.net.address import split_address
 from zmqtrain.topology.schema import Host
 
-#: Logins that are under way at once: sshd refuses more than a few that have not authenticated (``MaxStartups``), and jump hosts
+#: The most logins at the same time: sshd refuses more than a few that have not authenticated (``MaxStartups``), and jump hosts
 #: carry all of them.
 MOST_LOGINS = 8
-#: Of a large cluster, each host tries to reach so many others: those that follow it in the file.
+#: In a large cluster, each host tries to reach this many others: those that follow it in the file.
 MOST_TRIED = 32
-#: How long reaching another host's port may take.
+#: Seconds that reaching another host's port may take.
 REACH_S = 5.0
 
-#: Something to do on a host; what is wrong is added to the list.
+#: A check on a host, which adds its faults to the list.
 Look: TypeAlias = Callable[[Host, list[Fault]], Awaitable[None]]
 
 
 class Preflight:
-    """What is known of a run's hosts. Each of its methods asks all hosts at once, and raises one error about all faults."""
+    """What is known about a run's hosts. Each method asks all hosts at once, and raises one error with all faults."""
 
     def __init__(self, run: EngineRun, client: Client, name: str, target: Callable[[Host], Target]) -> None:
-        """``name``: the run's, on its hosts. ``target``: how to get to one."""
+        """``name``: the run's name on its hosts. ``target``: gives the way to log in to a host."""
         self._run, self._client, self._name, self._target = run, client, name, target
         self._by_name = {host.name: host for host in run.hosts}
         self.sessions: dict[str, Session] = {}
         """The logins, by host."""
         self.folders: dict[str, str] = {}
-        """Where relative paths begin on each host."""
+        """The folder at which relative paths begin, by host."""
         self.binds: dict[str, str] = {}
-        """Where each host's processes listen."""
+        """The address at which the processes listen, by host."""
 
     async def log_in(self) -> None:
         """Log in to all hosts."""
@@ -63,7 +63,7 @@ class Preflight:
         return found
 
     async def compare(self, files: Sequence[str], *, copied: bool) -> None:
-        """See that Python, zmqtrain and torch are there as they are here, and the folder with these files, unless it will be
+        """Check that hosts have the same Python, zmqtrain and torch as this machine, and the folder with these files, unless it is
         ``copied``."""
         ours = own_versions()
 
@@ -82,7 +82,7 @@ class Preflight:
         await self._on_all(compare)
 
     async def copy(self, packed: bytes) -> None:
-        """Copy the folder to all hosts but those that have one of their own."""
+        """Copy the folder to all hosts, except those with a folder of their own."""
 
         async def copy(host: Host, _faults: list[Fault]) -> None:
             if host.folder is not None:
@@ -93,7 +93,7 @@ class Preflight:
         await self._on_all(copy)
 
     async def try_ways(self) -> None:
-        """See that each host can listen where it is to, and reaches the launcher and the other hosts."""
+        """Check that each host can listen at its address, and reaches the launcher and the other hosts."""
         ports: dict[str, int] = {}
         within = self._run.topology.job.port_range
 
@@ -105,7 +105,7 @@ class Preflight:
                 if bind != "::" or host.bind is not None:
                     faults.append(_cannot_listen(host, bind, str(error)))
                     return
-                bind = "0.0.0.0"  # it is known by a name, and has no IPv6
+                bind = "0.0.0.0"  # it is known by name, and has no IPv6
                 answer = await self.sessions[host.name].ask("listen", address=bind, ports=within)
             self.binds[host.name], ports[host.name] = bind, int(answer["port"])
 
@@ -122,8 +122,8 @@ class Preflight:
         await self._on_all(reach)
 
     async def _on_all(self, look: Look) -> None:
-        """Do something on all hosts at once. Raises `HostsError` with all faults, or `HostLostError` where another
-        try may find none."""
+        """Run a check on all hosts at once. Raises `HostsError` with all faults, or `HostLostError` if a later attempt may
+        succeed."""
         faults: list[Fault] = []
 
         async def one(host: Host) -> None:
@@ -145,28 +145,29 @@ class Preflight:
 
 
 def next_ones(names: list[str], name: str) -> list[str]:
-    """The hosts that one tries to reach: all others, or of many the next in turn, so that each is tried by as many."""
+    """The hosts that one host tries to reach: all others, or of many the next ones in order, so that each is tried equally
+    often."""
     place = names.index(name)
     return (names[place + 1 :] + names[:place])[:MOST_TRIED]
 
 
 def _cannot_listen(host: Host, bind: str, why: str) -> Fault:
     why = why.removeprefix(f"{host.name}: ")
-    what = f"cannot listen at {bind} ({why})"
+    what = f"cannot listen on {bind} ({why})"
     if host.bind is not None:
-        return Fault(host.name, what, "give one of the host's own addresses as bind in [[hosts]]")
-    return Fault(host.name, what, 'mend address in [[hosts]]; where it is translated on the way (NAT), add bind = "0.0.0.0"')
+        return Fault(host.name, what, "set bind in [[hosts]] to one of the host's own addresses")
+    return Fault(host.name, what, 'correct address in [[hosts]]; if it is translated on the way (NAT), add bind = "0.0.0.0"')
 
 
 def _no_way(host: Host, other: Host | None, launcher: str, why: str) -> Fault:
     if other is None:
         return Fault(
             host.name,
-            f"does not reach the launcher at {launcher} ({why})",
-            "open its ports in the firewall, or say in [engine] address where hosts reach this machine",
+            f"cannot reach the launcher at {launcher} ({why})",
+            "open its ports in the firewall, or set [engine] address to an address at which hosts reach this machine",
         )
     return Fault(
         host.name,
-        f"does not reach {other.name} at {other.address} ({why})",
-        "open ports between hosts in the firewall, or give the addresses of a network that they share",
+        f"cannot reach {other.name} at {other.address} ({why})",
+        "open the ports between hosts in the firewall, or give addresses on a network that they share",
     )

@@ -1,12 +1,11 @@
-"""The program on the other side: it looks a host over, starts the host's agent, tells what it prints, and stops it.
+"""The remote program: it checks a host, starts the host's agent, sends its output, and stops it.
 
-It is sent over the channel as text, with `supervisor` and `zmqtrain.processors`, and needs only Python (3.7 or later), as its first
-task is to find out what is missing.
-Requests come on standard input, one JSON object a line; answers go to standard output, one a line, each behind `MARK`, since a
-login shell may print words of its own.
+It is sent over the channel as text, with `supervisor` and `zmqtrain.processors`, and needs only Python (3.7 or later), since its
+first task is to find out what is missing. Requests come on standard input, one JSON object a line; answers go to standard output,
+one a line, each behind `MARK`, since a login shell may print text of its own.
 
-The agent is no child of this program but of a *supervisor*, in a session of its own, which writes down its exit code. So the
-channel may break, and this program end, while the agent goes on; another one finds it by what lies in the run's folder::
+The agent is not a child of this program but of a *supervisor*, in a session of its own, which records its exit code. So the channel
+may break, and this program may end, while the agent continues; another one finds it by the files in the run's folder::
 
     agent.json   the supervisor's process, with its start time: process numbers are used again
     agent.log    what the agent itself prints (roles print over the run's own network)
@@ -35,9 +34,9 @@ from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, alive, began, end
 from zmqtrain.processors import gpus, processors
 
 MARK = "#zmqtrain "
-#: Log text in one answer.
+#: The most log text in one answer.
 LOG_BYTES = 32768
-#: A line that has not ended goes on its way when it is so long.
+#: A longer line that has not ended yet is sent in pieces.
 LONGEST_LINE = 8192
 
 
@@ -57,7 +56,7 @@ class Channel:
         return value
 
     def take(self, count: int) -> bytes:
-        """So many bytes that follow a request. Raises ``EOFError``."""
+        """Read ``count`` bytes that follow a request. Raises ``EOFError``."""
         parts, missing = [self._rest[:count]], count - len(self._rest)
         self._rest = self._rest[count:]
         while missing > 0:
@@ -69,14 +68,15 @@ class Channel:
         return b"".join(parts)
 
     def pending(self, patience_s: float, process: int | None) -> bool:
-        """Wait so long for a request, the other side's end, or a process's (a pidfd). Whether it is one of the former."""
+        """Wait up to ``patience_s`` for a request, for the end of the channel, or for the end of a process (a pidfd). Returns
+        whether it was one of the first two."""
         if b"\n" in self._rest:
             return True
         ready = select.select([0] if process is None else [0, process], [], [], patience_s)[0]
         return 0 in ready
 
     def answer(self, value: dict[str, Any]) -> None:
-        """Say something. Raises ``OSError`` when the other side is gone."""
+        """Send an answer. Raises ``OSError`` when the other side is gone."""
         data = (MARK + json.dumps(value) + "\n").encode()
         while data:
             data = data[os.write(1, data) :]
@@ -99,7 +99,7 @@ class Host:
     # What is asked --------------------------------------------------------------------------------------------------------------
 
     def begin(self, run: str, host: str, environment: dict[str, str]) -> dict[str, Any]:
-        """Which run this is about. Says where its folder is, and how its agent is: none, running or ended."""
+        """Request: say which run this is. Answers with the run's folder, and the state of its agent: none, running or ended."""
         os.environ.update(environment)
         sys.path[:0] = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
@@ -108,14 +108,14 @@ class Host:
         return {"folder": self._folder, **self.state()}
 
     def state(self) -> dict[str, Any]:
-        """How the agent is."""
+        """The state of the agent."""
         code = self._exit_code()
         if code is not None:
             return {"agent": "ended", "exit": code}
         return {"agent": "running" if self._supervisor() is not None else "none"}
 
     def check(self, packages: list[str], folder: str | None, files: list[str]) -> dict[str, Any]:
-        """What is here: versions of Python and packages, and what the folder lacks (``None``: it will be copied)."""
+        """Request: the versions of Python and packages, and what the folder lacks (``None``: it will be copied)."""
         faults = []
         if folder is not None:
             folder = os.path.expanduser(folder)
@@ -128,11 +128,11 @@ class Host:
         return {"python": platform.python_version(), "packages": {name: _version(name) for name in packages}, "faults": faults}
 
     def room(self) -> dict[str, Any]:
-        """How much may compute here."""
+        """Request: the processors and GPUs that may be used here."""
         return {"processors": processors(), "gpus": gpus()}
 
     def unpack(self, size: int) -> dict[str, Any]:
-        """Take a folder, as a tar file that follows. Says where it is now."""
+        """Request: receive a folder, as a tar file that follows. Answers with its path."""
         data = self._channel.take(size)
         target = os.path.join(self._folder, "task")
         os.makedirs(target, mode=0o700, exist_ok=True)
@@ -140,15 +140,15 @@ class Host:
             for member in archive.getmembers():
                 parts = member.name.split("/")
                 if member.name.startswith("/") or ".." in parts or not (member.isfile() or member.isdir()):
-                    raise ValueError(f"{member.name} does not belong into a copied folder")
+                    raise ValueError(f"{member.name} must not be in a copied folder")
             if hasattr(tarfile, "data_filter"):
                 archive.extractall(target, filter="data")
             else:
-                archive.extractall(target)  # releases before 3.12; names were looked at above
+                archive.extractall(target)  # releases before 3.12; names were checked above
         return {"folder": target}
 
     def listen(self, address: str, ports: list[int] | None) -> dict[str, Any]:
-        """Open a port at an address, in a range if one is given, for others to `reach`, until the agent starts."""
+        """Request: open a port, in a range if one is given, for others to `reach`, until the agent starts."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
@@ -163,7 +163,7 @@ class Host:
         return {"port": listener.getsockname()[1]}
 
     def reach(self, targets: list[tuple[str, str, int]], patience_s: float) -> dict[str, Any]:
-        """Connect to each target (name, address, port); says why, for those that cannot be reached."""
+        """Request: connect to each target (name, address, port). Answers with the error for those that cannot be reached."""
         failed: dict[str, str] = {}
         threads = [threading.Thread(target=_connect, args=(*target, patience_s, failed)) for target in targets]
         for thread in threads:
@@ -173,9 +173,9 @@ class Host:
         return {"failed": failed}
 
     def start(self, command: list[str], environ: dict[str, str], folder: str) -> dict[str, Any]:
-        """Start the agent. ``environ`` holds secrets: it goes into the agent's environment and nowhere else."""
+        """Request: start the agent. ``environ`` contains secrets: it goes into the agent's environment and nowhere else."""
         if self._supervisor() is not None:
-            raise ValueError("the agent of this run is there already")
+            raise ValueError("the agent of this run is already running")
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -183,7 +183,7 @@ class Host:
         told, tell = os.pipe()
         variables = {**os.environ, **self._environment, **environ}
         if os.fork() == 0:
-            # Not a child of this program: whoever adopts orphans collects the supervisor when it ends.
+            # Not a child of this program: init, or a subreaper, collects the supervisor when it ends.
             if os.fork() == 0:
                 os.close(told)
                 keep(command, variables, os.path.expanduser(folder), self._folder, tell)
@@ -195,12 +195,12 @@ class Host:
         return answer
 
     def follow(self, offset: int) -> dict[str, Any] | None:
-        """Tell what the agent prints, from a place in its log on, until it ends or something else is asked for."""
+        """Request: send the agent's output, from an offset in its log, until it ends or until the next request."""
         supervisor = self._supervisor()
         process = open_pidfd(supervisor)
         try:
             while True:
-                # First this, then the log: what it printed last is there when its end is.
+                # Test for the end first, and read the log then: so the last output is complete.
                 code = self._exit_code()
                 offset = self._tell_log(offset, whole=code is not None)
                 if code is not None:
@@ -212,11 +212,11 @@ class Host:
                 os.close(process)
 
     def stop(self, grace_s: float, offset: int) -> dict[str, Any]:
-        """End the agent and all that it started: ask, and force after the grace time. Says how it ended, once it has."""
+        """Request: end the agent and all that it started: ask it, and kill it after the grace time. Answers with the exit code."""
         supervisor = self._supervisor()
         if supervisor is not None:
             if grace_s > 0:
-                send(supervisor, signal.SIGTERM)  # it hands this on
+                send(supervisor, signal.SIGTERM)  # the supervisor passes the signal on
                 wait_until_gone(supervisor, grace_s)
             if alive(supervisor):
                 end_session(supervisor, but=supervisor)
@@ -226,17 +226,17 @@ class Host:
                 wait_until_gone(supervisor, KILLED_S)
         known = self._written()
         if known is not None and not alive(known[0]):
-            end_session(known[0])  # what the supervisor has left if it was killed
+            end_session(known[0])  # processes that are left if the supervisor was killed
         offset = self._tell_log(offset, whole=True)
         return {"stopped": self._exit_code(), "at": offset}
 
     def remove(self) -> dict[str, Any]:
-        """Remove the run's folder. Its agent must have ended."""
+        """Request: remove the run's folder. Its agent must have ended."""
         if self._supervisor() is not None:
-            raise ValueError(f"the agent still runs, so {self._folder} stays")
+            raise ValueError(f"the agent is still running, so {self._folder} was not removed")
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
-            os.rmdir(os.path.dirname(self._folder))  # other hosts may have theirs in it, on a file system that they share
+            os.rmdir(os.path.dirname(self._folder))  # other hosts may have their folders in it, on a shared file system
         return {}
 
     # What is known ------------------------------------------------------------------------------------------------------------
@@ -250,24 +250,25 @@ class Host:
         return int(value["supervisor"]), str(value["began"])
 
     def _supervisor(self) -> int | None:
-        """The supervisor's process, if it lives and is not another one that has got its number."""
+        """The supervisor's process, if it is running and is not another process with the same number."""
         written = self._written()
         if written is None or not alive(written[0]) or began(written[0]) != written[1]:
             return None
         return written[0]
 
     def _exit_code(self) -> int | None:
-        """The agent's exit code; ``None`` while it runs, or where there was none."""
+        """The agent's exit code; ``None`` while it runs, or if there was no agent."""
         running = self._supervisor() is not None
         try:
             with open(os.path.join(self._folder, "exit"), encoding="utf-8") as file:
                 return int(file.read())
         except (OSError, ValueError):
-            # Nobody has written it down: the supervisor was killed, and the agent with it.
+            # It was not recorded: the supervisor was killed, and the agent with it.
             return None if running or self._written() is None else -int(signal.SIGKILL)
 
     def _tell_log(self, offset: int, *, whole: bool) -> int:
-        """Tell what is new in the log; ``whole``: also a line that has not ended. Returns how far it is told."""
+        """Send what is new in the log; ``whole``: including a line that has not ended. Returns the offset up to which it was
+        sent."""
         try:
             file = open(os.path.join(self._folder, "agent.log"), "rb")  # noqa: SIM115 - closed below
         except OSError:
@@ -287,7 +288,7 @@ class Host:
 
 
 def _version(package: str) -> str | None:
-    """A package's version; ``None`` where it is not here. Imports nothing of it."""
+    """A package's version; ``None`` if it is not installed. The package is not imported."""
     import importlib.util
 
     if importlib.util.find_spec(package) is None:
@@ -308,14 +309,16 @@ def _bind_within(listener: socket.socket, address: str, first: int, last: int) -
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise OSError(errno.EADDRINUSE, f"all ports from {first} to {last} are in use: give [job] ports a longer range")
+    raise OSError(errno.EADDRINUSE, f"all ports from {first} to {last} are in use: widen the range [job] ports")
 
 
 def _connect(name: str, address: str, port: int, patience_s: float, failed: dict[str, str]) -> None:
     try:
         there = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
         if there != address and (there.startswith("127.") or there == "::1"):
-            failed[name] = f"{address} means {there} there, the host itself: mend its /etc/hosts, or give an IP address"
+            failed[name] = (
+                f"{address} resolves to {there} there, its own loopback address: correct its /etc/hosts, or give an IP address"
+            )
             return
         socket.create_connection((address, port), timeout=patience_s).close()
     except OSError as error:
@@ -333,7 +336,7 @@ def serve(channel: Channel, host: Host) -> None:
             number = request.pop("number")
             try:
                 answer = getattr(host, request.pop("do"))(**request)
-            except Exception as error:  # noqa: BLE001 - told to whoever asked
+            except Exception as error:  # noqa: BLE001 - sent as the answer
                 answer = {"error": str(getattr(error, "strerror", None) or error), "kind": type(error).__name__}
             if answer is not None:
                 channel.answer({**answer, "number": number})
@@ -342,6 +345,6 @@ def serve(channel: Channel, host: Host) -> None:
 
 
 def main() -> None:
-    """The program."""
+    """The entry point of the program."""
     channel = Channel()
     serve(channel, Host(channel))

@@ -1,4 +1,4 @@
-"""How much may compute on machines of which the file does not say it: one asks them."""
+"""Asks machines for their number of processors, if the file does not give it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zmqtrain.topology.schema import Host, Topology
 
 
 def lacks_room(topology: Topology) -> bool:
-    """Whether hosts to log in to leave ``slots`` out."""
+    """Whether the file leaves out ``slots`` for a host that is reached by ssh."""
     return topology.engine.kind == "ssh" and any(host.slots == 0 for host in topology.hosts)
 
 
 def with_room_here(topology: Topology) -> Topology:
-    """The topology where such hosts have what this machine has, which stands for them."""
+    """The topology in which such hosts have the slots of this machine, as a substitute."""
     here = processors()
     return topology.with_hosts([_with(host, here) for host in topology.hosts])
 
 
 async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
-    """The topology where such hosts have a slot for each processor that may be used there. ``say`` takes lines for the person.
+    """The topology in which such hosts have a slot for each processor that may be used there. ``say`` prints lines for the user.
 
-    Logs in to them, and out again. Raises `HostsError`, or `HostLostError` where hosts are merely not there.
+    Logs in to them and out again. Raises `HostsError`, or `HostLostError` if hosts are only unreachable.
     """
     asked = tuple(host for host in topology.hosts if host.slots == 0)
     run = EngineRun(
@@ -52,7 +52,7 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
     for host in asked:
         gpus = rooms[host.name][1]
         if gpus and not host.devices and topology.compute.device in ("auto", "cuda"):
-            say(f'warning: {host.name} has {gpus} GPU(s) that its devices do not name: write devices = ["cuda:0", ...]')
+            say(f'warning: {host.name} has {gpus} GPU(s) that are not in its devices: write devices = ["cuda:0", ...]')
     return topology.with_hosts([_with(host, rooms.get(host.name, (0, 0))[0]) for host in topology.hosts])
 
 

@@ -1,4 +1,4 @@
-"""A talk with one host: requests to the remote program, and its answers, over whichever client has logged in."""
+"""A session with one host: requests to the remote program, and its answers, over any client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.remote import MARK
 from zmqtrain.launcher.ssh.target import Target
 
-#: What a login shell says before the remote program speaks: so much of it is kept, for an error to show.
+#: How much of the login shell's output before the remote program's is kept, in characters, to be shown in errors.
 KEPT_BYTES = 2000
 _MARK = MARK.encode()
 
@@ -23,26 +23,26 @@ class Connection(Protocol):
         """Send to its standard input. Raises `SshError`."""
 
     async def line(self) -> bytes:
-        """The next line of its standard output; empty at its end. May be cancelled without a loss. Raises `SshError`."""
+        """The next line of its standard output; empty at the end. May be cancelled without losing data. Raises `SshError`."""
         ...
 
     async def ended(self) -> tuple[int | None, str]:
-        """After the end: the exit status of whatever ran, if there is one, and what stands on standard error."""
+        """After the end: the exit status, if there is one, and the text on standard error."""
         ...
 
     async def close(self) -> None:
-        """Let go. What runs detached on the other side goes on. Idempotent."""
+        """Close the connection. Processes that were detached on the other side continue. Idempotent."""
 
 
 class Client(Protocol):
     """Logs in to hosts."""
 
     async def connect(self, target: Target, connect_s: float) -> Connection:
-        """Log in, and start the remote program's Python. Raises `SshError`, saying what to do."""
+        """Log in, and start Python for the remote program. Raises `SshError`, which says what to do."""
         ...
 
 
-#: ``take(text, offset)``: the agent has printed this, and its log is told up to there.
+#: ``take(text, offset)``: takes the agent's output, and the offset in its log after it.
 TakeLog: TypeAlias = Callable[[str, int], None]
 
 
@@ -52,14 +52,15 @@ class Session:
     def __init__(self, target: Target, connection: Connection) -> None:
         self.target = target
         self.state: Mapping[str, Any] = {}
-        """What `begin` was answered: the run's ``folder`` there, and the ``agent``: none, running or ended (with its ``exit``)."""
+        """The answer to `begin`: the run's ``folder`` there, and the state of the ``agent``: none, running or ended (with its
+        ``exit``)."""
         self._connection = connection
         self._take: TakeLog = lambda text, offset: None
         self._number = 0
 
     @classmethod
     async def open(cls, client: Client, target: Target, run: str, *, connect_s: float) -> Session:
-        """Log in and begin to talk about a run. Raises `SshError`."""
+        """Log in and begin a session about a run. Raises `SshError`."""
         try:
             async with asyncio.timeout(connect_s):
                 connection = await client.connect(target, connect_s)
@@ -72,24 +73,24 @@ class Session:
                     await connection.close()
                     raise
         except TimeoutError as error:
-            raise SshError(target.name, f"no answer within {connect_s:g} s", f"does `{target.by_hand}` work?") from error
+            raise SshError(target.name, f"no answer within {connect_s:g} s", f"check that `{target.by_hand}` works") from error
         return session
 
     def on_log(self, take: TakeLog) -> None:
-        """Hand over what the agent prints, from now on."""
+        """Set the function that takes the agent's output from now on."""
         self._take = take
 
     async def ask(self, do: str, *, data: bytes = b"", **arguments: Any) -> dict[str, Any]:
-        """Let the remote program do something; its answer. ``data`` follows the request.
+        """Send a request to the remote program and return its answer. ``data`` follows the request.
 
-        Raises `HostsError` where it could not be done, saying why, and `SshError` where the connection is lost.
+        Raises `HostsError`, with the reason, if it could not be done, and `SshError` if the connection is lost.
         """
         self._number += 1
         await self._connection.write(json.dumps({"do": do, "number": self._number, **arguments}).encode() + b"\n" + data)
         return await self._answer(self._number)
 
     async def follow(self, offset: int) -> int:
-        """The agent's exit code, once it has ended; log lines go to whom `on_log` says. Raises `SshError`.
+        """Wait for the agent's exit code; its log goes to the function given to `on_log`. Raises `SshError`.
 
         When this is cancelled the next `ask` ends it on the other side, too."""
         answer = await self.ask("follow", offset=offset)
@@ -128,8 +129,8 @@ class Session:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """An answer of the remote program; ``None`` for anything else that comes on its standard output."""
-    # Not at the line's start only: a prompt may stand before it.
+    """An answer of the remote program; ``None`` for any other text on its standard output."""
+    # Not only at the start of the line: a prompt may come before it.
     _, mark, text = line.partition(_MARK)
     if not mark:
         return None
@@ -141,18 +142,18 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _no_greeting(target: Target, status: int | None, said: str) -> SshError:
-    """What to say of a login after which Python did not run."""
+    """The error for a login after which Python did not run."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     lasting = True
     if status in (126, 127):
-        what, remedy = f"there is no Python at {target.python}", "give its path as python in [[hosts]]"
+        what, remedy = f"there is no Python at {target.python}", "set python in [[hosts]] to its path"
     elif "SyntaxError" in said or "ModuleNotFoundError" in said:
-        what, remedy = f"{target.python} is too old{last}", "give the path of a later one as python in [[hosts]]"
+        what, remedy = f"{target.python} is too old{last}", "set python in [[hosts]] to the path of a newer one"
     elif status in (255, None):  # ssh's own
-        what, remedy = f"cannot log in{last}", f"see that `{target.by_hand}` works without a question"
+        what, remedy = f"cannot log in{last}", f"check that `{target.by_hand}` works without a question"
         lasting = any(words in said for words in ("Permission denied", "verification failed", "Could not resolve", "Bad config"))
     else:
         what = f"{target.python} did not run (exit code {status}){last}"
-        remedy = "look at the login shell's start files"
+        remedy = "check the login shell's startup files"
     return SshError(target.name, what, remedy, lasting=lasting)

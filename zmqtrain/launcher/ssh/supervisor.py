@@ -1,4 +1,5 @@
-"""Processes on the other side: the agent's supervisor, and following processes by number. Needs only Python, as `remote` does."""
+"""Processes on the remote host: the agent's supervisor, and functions to watch processes by number. Needs only Python, as `remote`
+does."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from typing import Any
 
 #: Tells the agent which process it must not outlive (as `zmqtrain.launcher.local.PARENT`, which may not be here).
 PARENT = "ZMQTRAIN_PARENT_PID"
-#: How often a process is looked at that cannot be waited for.
+#: Seconds between two looks at a process that cannot be waited for.
 LOOK_S = 0.1
-#: How long killed processes may take to be gone.
+#: Seconds that killed processes may take to end.
 KILLED_S = 5.0
 
 
 def keep(command: list[str], environ: dict[str, str], folder: str, run: str, tell: int) -> None:
-    """The supervisor's life: start the agent, wait for it, end what it has left, and write its exit code down. Never returns."""
+    """Run the supervisor: start the agent, wait for it, end what it has left, and record its exit code. Never returns."""
     try:
         os.setsid()
-        # Handlers, not SIG_IGN: that would be handed down to the agent.
+        # Handlers, not SIG_IGN, which the agent would inherit.
         agents: list[Any] = []
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -51,14 +52,14 @@ def keep(command: list[str], environ: dict[str, str], folder: str, run: str, tel
 
 
 def write_whole(path: str, text: str) -> None:
-    """Write a file whole: nobody ever sees half of it."""
+    """Write a file atomically, so that it is never seen half-written."""
     with open(path + ".tmp", "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(path + ".tmp", path)
 
 
 def _stat(process: int) -> list[str]:
-    """What the kernel says of a process, from its state on. Empty where it is gone, or elsewhere than on Linux."""
+    """The fields of a process in ``/proc/PID/stat``, from its state on. Empty if it is gone, or not on Linux."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -67,7 +68,7 @@ def _stat(process: int) -> list[str]:
 
 
 def began(process: int) -> str:
-    """When a process began, in a way that no other process on this host can have under the same number."""
+    """The start of a process, in a form that no other process of the same number on this host has."""
     fields = _stat(process)
     if not fields:
         return ""
@@ -78,7 +79,7 @@ def began(process: int) -> str:
 def alive(process: int) -> bool:
     fields = _stat(process)
     if fields:
-        return fields[0] not in "ZX"  # it has ended, though nobody has asked how
+        return fields[0] not in "ZX"  # it has ended, but its exit status was not collected
     if os.path.isdir("/proc/self"):
         return False
     try:
@@ -89,7 +90,7 @@ def alive(process: int) -> bool:
 
 
 def open_pidfd(process: int | None) -> int | None:
-    """What tells of a process's end at once; ``None`` where the kernel has no such thing."""
+    """A file descriptor that becomes readable when a process ends; ``None`` if the kernel does not support it."""
     if process is None or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -104,7 +105,8 @@ def send(process: int, number: int) -> None:
 
 
 def end_session(session: int, but: int = 0) -> None:
-    """Kill every process of a session but one, until there is none: a process that is being killed may have forked another."""
+    """Kill all processes of a session except ``but``, until there are none: a process that is being killed may have forked
+    another."""
     end = time.monotonic() + KILLED_S
     while time.monotonic() < end:
         numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []

@@ -10,9 +10,9 @@ from typing import IO
 from zmqtrain.errors import SshError, UsageError
 from zmqtrain.launcher.ssh.target import Target, system_arguments
 
-#: Longest line of an answer: a log text in JSON.
+#: The longest line of an answer: a log text in JSON.
 LONGEST_LINE = 1 << 20
-#: What is kept of what it says on standard error.
+#: How much of its standard error is kept, in bytes.
 _KEPT_BYTES = 4000
 
 
@@ -20,14 +20,14 @@ class SystemClient:
     """Implements `zmqtrain.launcher.ssh.session.Client`."""
 
     def __init__(self) -> None:
-        """Raises `UsageError` where there is no ``ssh``."""
+        """Raises `UsageError` if there is no ``ssh``."""
         if shutil.which("ssh") is None:
             raise UsageError("there is no ssh command here: install OpenSSH's client, or the library: pip install zmqtrain[ssh]")
 
     async def connect(self, target: Target, connect_s: float) -> SystemConnection:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
         try:
-            # In a session of its own: Ctrl-C is for the launcher, and there is no terminal on which it might ask.
+            # In a session of its own: Ctrl-C is for the launcher, and there is no terminal on which it could ask.
             process = await asyncio.create_subprocess_exec(
                 *system_arguments(target, connect_s=connect_s),
                 stdin=asyncio.subprocess.PIPE,
@@ -53,14 +53,14 @@ class SystemConnection:
         try:
             self.process.stdin.write(data)
             await self.process.stdin.drain()
-        except (ConnectionError, RuntimeError):  # uvloop says RuntimeError of a transport that has closed
-            return  # why it has ended is told by what comes out of it
+        except (ConnectionError, RuntimeError):  # uvloop raises RuntimeError for a closed transport
+            return  # its output says why it has ended
 
     async def line(self) -> bytes:
         assert self.process.stdout is not None
         try:
             return await self.process.stdout.readline()
-        except (ConnectionError, ValueError) as error:  # ValueError: a line beyond every measure
+        except (ConnectionError, ValueError) as error:  # ValueError: a line is too long
             raise SshError(self.target.name, f"lost {self.target.way}: {error}") from error
 
     async def ended(self) -> tuple[int | None, str]:

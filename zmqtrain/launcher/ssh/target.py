@@ -1,4 +1,4 @@
-"""A machine to log in to, and the words for it: ssh's arguments, its configuration, and what the login shell is to run."""
+"""A machine to log in to: ssh's arguments, its configuration, and the command for the login shell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zmqtrain.topology.schema import Host
 
 #: Seconds between signs of life, and how many may be missing: a silent connection is noticed within a minute.
 ALIVE_S, ALIVE_MISSING = 15, 3
-#: What Python runs first: it takes the real program from its standard input, so that nothing need be there before. In single quotes
-#: this means the same to every shell.
+#: What Python runs first: it takes the real program from its standard input, so that nothing needs to be installed there. In
+#: single quotes this means the same in every shell.
 _FIRST = 'import sys;b=sys.stdin.buffer;exec(compile(b.read(int(b.readline())),"zmqtrain-remote","exec"))'
 #: What it does with them: under their own names they find each other, and nothing else of zmqtrain is looked for. The last one
 #: is the program.
@@ -32,9 +32,9 @@ class Target:
     """How to get to one host, and to what the run has there."""
 
     name: str
-    """Of the host in the topology file."""
+    """The host's name in the topology file."""
     host: str
-    """What ssh is told to connect to."""
+    """The name or address that ssh connects to."""
     python: str
     user: str | None = None
     port: int | None = None
@@ -44,7 +44,7 @@ class Target:
 
     @classmethod
     def of(cls, host: Host, python: str) -> Target:
-        """The target of a host. ``python``: where the file names none."""
+        """The target of a host. ``python``: used if the file names none."""
         login = host.ssh
         return cls(
             name=host.name,
@@ -58,27 +58,27 @@ class Target:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; `from_dict` gives an equal target."""
+        """The target as plain values; `from_dict` restores it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Target:
-        """The target that `to_dict` was called on. Raises ``TypeError`` for anything else."""
+        """The target that `to_dict` wrote. Raises ``TypeError`` for anything else."""
         return cls(**values)
 
     @property
     def way(self) -> str:
-        """What leads there, in words."""
+        """The connection, in words."""
         return "the ssh connection"
 
     @property
     def program(self) -> bytes:
-        """What is sent there first."""
+        """The program that is sent there first."""
         return remote_program()
 
     @property
     def by_hand(self) -> str:
-        """The command with which a person would log in."""
+        """The command with which a user would log in."""
         words = ["ssh"]
         if self.jump is not None:
             words += ["-J", self.jump]
@@ -89,9 +89,10 @@ class Target:
 
 
 def system_arguments(target: Target, *, connect_s: float) -> list[str]:
-    """The system's ``ssh`` with its arguments, to run the remote program. The file goes before the user's own configuration."""
+    """The system's ``ssh`` with its arguments, to run the remote program. The file's options take precedence over the user's
+    configuration."""
     options = {
-        "BatchMode": "yes",  # nobody is there to be asked
+        "BatchMode": "yes",  # there is no user to ask
         "ConnectTimeout": str(max(1, round(connect_s))),
         "ServerAliveInterval": str(ALIVE_S),
         "ServerAliveCountMax": str(ALIVE_MISSING),
@@ -106,25 +107,25 @@ def system_arguments(target: Target, *, connect_s: float) -> list[str]:
 
 
 def options_as_config(target: Target) -> str:
-    """The file's own options as an ssh configuration that is about this host alone, not about those on the way to it."""
+    """The file's options as an ssh configuration that applies to this host only, and not to jump hosts."""
     lines = [f"Host {target.host}", *(f"  {name} {value}" for name, value in target.options.items())]
     return "\n".join(lines) + "\n"
 
 
 def remote_command(python: str) -> str:
-    """What the login shell is to run, whichever shell that is: Python, with the remote program to come on its standard input."""
+    """The command for the login shell, for any shell: Python, which then gets the remote program on its standard input."""
     # Every shell knows $HOME, but not ~ in quotes.
     word = '"$HOME"/' + shlex.quote(python[2:]) if python.startswith("~/") else shlex.quote(python)
     return f"{word} -u -c {shlex.quote(_FIRST)}"
 
 
 def remote_words(python: str) -> tuple[str, ...]:
-    """The same, where no shell reads it."""
+    """The same as words, for use without a shell."""
     return (os.path.expanduser(python), "-u", "-c", _FIRST)
 
 
 def remote_program(*more: str) -> bytes:
-    """The remote program as `remote_command` takes it: its length, and its text, which brings the modules that it consists of.
+    """The remote program in the form that `remote_command` reads: its length, and its text, which contains its modules.
     ``more``: further modules, of which the last is the program."""
     modules = {}
     for name in (*_MODULES, *more):
@@ -136,8 +137,8 @@ def remote_program(*more: str) -> bytes:
 
 
 def launching_python() -> str:
-    """The Python that runs this, by a path that other hosts may have, too: links are not followed, since a virtual environment is
-    known by its own path."""
+    """The path of this Python interpreter, which other hosts may have, too. Links are not followed, since a virtual environment is
+    identified by its own path."""
     import sys
 
     return os.path.abspath(sys.executable)

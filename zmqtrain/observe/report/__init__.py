@@ -1,1 +1,1 @@
-"""One page about a run: what its directory holds, folded into figures, and drawn."""
+"""One page about a run: the contents of its directory, folded into figures and drawn."""

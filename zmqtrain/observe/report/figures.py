@@ -1,4 +1,4 @@
-"""The figures of a run's report: a fold of its events. Pure; sizes are bounded however long and wide the run was."""
+"""The figures of a run's report: a fold of its events. Pure; sizes are bounded, however long and wide the run was."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 from zmqtrain.observe.peer_order import peer_order
 from zmqtrain.observe.summary import mean_staleness, metrics_of
 
-#: Points of a curve. More are averaged.
+#: The most points of a curve; more are averaged.
 MOST_POINTS = 600
-#: Groups that get a curve of their own, and ranks and peers that get a row. More are drawn together.
+#: The most groups with a curve of their own, and the most ranks and peers with a row; more are drawn together.
 MOST_ROWS = 32
-#: Steps of which a median over ranks is taken: of longer runs, an even choice.
+#: The most steps of which a median over ranks is taken; longer runs are sampled evenly.
 MOST_STEPS = 4096
 MOST_MARKS = 200
 SLOWEST = 12
@@ -81,7 +81,7 @@ class Figures:
         stale = mean_staleness(values)
         if stale is not None:
             self._seen[round(stale)] += 1
-        if step > 0:  # the first is slow everywhere
+        if step > 0:  # the first step is slow everywhere
             self._slow.append((seconds, peer, step, exposed))
             if len(self._slow) > 50 * SLOWEST:
                 self._slow = sorted(self._slow, reverse=True)[:SLOWEST]
@@ -90,7 +90,7 @@ class Figures:
         if kind == "view":
             text = f"from step {step} on: {len(values.get('members') or [])} members ({values.get('reason')})"
             if any(other[2] == text for other in self._marks):
-                return  # each member says so
+                return  # each member reports it
         else:
             text = str(values.get("reason") or f"{kind}: {peer}")
         if len(self._marks) < MOST_MARKS:
@@ -128,12 +128,12 @@ class Figures:
         }
 
     def _staleness(self) -> Counter[int]:
-        """What the servers counted; where there are none, what workers saw: as the summary has it."""
+        """The staleness that servers counted or, without servers, that workers saw; as in the summary."""
         return sum(self._served.values(), Counter[int]()) or self._seen
 
 
 class _Rank:
-    """A rank's step times: an even choice of them, so that a median can be told of any number."""
+    """A rank's step times, sampled evenly, so that the median of any number of steps can be computed."""
 
     def __init__(self) -> None:
         self._every, self._seen = 1, 0
@@ -170,7 +170,7 @@ def _means(rows: Mapping[int, Sequence[float]]) -> list[Point]:
 
 
 def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
-    """A row a rank; of many, the medians of neighbours."""
+    """One row per rank; for many ranks, the medians of neighbours."""
     ordered = sorted(ranks.items(), key=lambda item: peer_order(item[0]))
     count = min(len(ordered), MOST_ROWS)
     rows = []
@@ -184,8 +184,8 @@ def _ranks(ranks: Mapping[str, _Rank]) -> list[Json]:
 
 
 def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
-    """Bytes from each role (a row of ``bytes``, named in ``rows``) to whomever it has sent any (``peers``), the coordinator too,
-    and ``total``, their sum. Of many roles, only what each of those that sent most did in all."""
+    """Bytes from each role (a row of ``bytes``, named in ``rows``) to each peer (``peers``), including the coordinator, and
+    ``total``, their sum. For many roles, only the sums of those that sent most."""
     rows = sorted(traffic, key=peer_order)
     peers = sorted({to for sent in traffic.values() for to in sent}, key=peer_order)
     totals = {peer: sum(sent.values()) for peer, sent in traffic.items()}

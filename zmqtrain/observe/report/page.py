@@ -12,9 +12,9 @@ _MARK = "/*RUNS*/"
 
 
 def page(runs: Sequence[Json]) -> str:
-    """The page about one run, or several beside each other. The data is in it as JSON, the drawing is done by the browser."""
+    """The page about one run, or about several for comparison. It contains the data as JSON, and the browser draws it."""
     template = files("zmqtrain.observe.report").joinpath("page.html").read_text(encoding="utf-8")
-    # Inside a script element only the end tag could end the data, and JSON lets it be written otherwise.
+    # Inside a script element only the end tag could end the data, and JSON allows to escape it.
     data = json.dumps(list(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     assert template.count(_MARK) == 1
     return template.replace(_MARK, data)

@@ -10,7 +10,7 @@ from typing import Any
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.report.figures import Json, figures_of
 
-#: What the page says of a run, from ``summary.json``.
+#: The fields of ``summary.json`` that the page shows.
 HEADLINE = (
     "status", "world", "steps", "samples", "seconds", "training_seconds", "samples_per_s", "step_s", "exposed_communication_s",
     "loss", "eval", "staleness", "bytes_sent", "replica_spread", "groups", "group_size", "roles", "hosts", "versions", "losses",
@@ -18,10 +18,10 @@ HEADLINE = (
 
 
 def read_run(path: Path) -> Json:
-    """All that the page shows of a run, as plain values. Raises `UsageError` where there is no run."""
+    """Everything that the page shows about a run, as plain values. Raises `UsageError` if there is no run."""
     events = path / "events.jsonl"
     if not events.exists():
-        raise UsageError(f"{path} is no run directory: it has no events.jsonl")
+        raise UsageError(f"{path} is not a run directory: it has no events.jsonl")
     summary = _json(path / "summary.json")
     broken: list[int] = []
     figures = figures_of(_events(events, broken), group_size=int(summary.get("group_size") or 1))
@@ -31,7 +31,7 @@ def read_run(path: Path) -> Json:
         else []
     )
     if not summary:
-        notes.append("the run has not ended: what is shown is what there is so far")
+        notes.append("the run has not ended: the page shows its state so far")
     return {
         "name": path.name,
         "summary": {key: summary[key] for key in HEADLINE if key in summary},

@@ -1,23 +1,36 @@
-"""Settings that layers have once for both axes of an image, or for each: 0 is the height, 1 the width."""
+"""Settings that layers have once for all axes of an image, or for each: the first is that of dimension 2."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import functional
 
+from zmqtrain.parallel.geometry import Range
 
-def pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    """A setting for height and width."""
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+#: The first dimension of an image that is not samples or channels.
+FIRST = 2
 
 
-def pad(tensor: Tensor, axis: int, rows: tuple[int, int], value: float = 0.0) -> Tensor:
-    """Rows before and after, along an axis; negative numbers cut off."""
-    if rows == (0, 0):
+def each(value: float | Sequence[float] | None, axes: int) -> tuple[int, ...]:
+    """A setting for each axis."""
+    return (value,) * axes if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
+
+
+def pad(tensor: Tensor, rows: Mapping[int, tuple[int, int]], value: float = 0.0) -> Tensor:
+    """Rows before and after, by dimension; negative numbers cut off."""
+    if all(ends == (0, 0) for ends in rows.values()):
         return tensor
-    return functional.pad(tensor, (0, 0, *rows) if axis == 0 else rows, value=value)
+    ends = [rows.get(dim, (0, 0)) for dim in range(tensor.dim() - 1, FIRST - 1, -1)]
+    return functional.pad(tensor, [number for pair in ends for number in pair], value=value)
 
 
-def sizes(axis: int, along: int, other: int) -> tuple[int, int]:
-    """(height, width) of an image that has this size along the axis."""
-    return (along, other) if axis == 0 else (other, along)
+def along(vector: Tensor, dim: int, dimensions: int) -> Tensor:
+    """A vector as a factor of the rows of an image with so many dimensions."""
+    return vector.reshape([-1 if number == dim else 1 for number in range(dimensions)])
+
+
+def lengths(outputs: Mapping[int, Range]) -> dict[int, int]:
+    """How many rows of each dimension."""
+    return {dim: stop - start for dim, (start, stop) in outputs.items()}

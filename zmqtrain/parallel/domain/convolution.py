@@ -2,98 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.domain.axes import pad, pair
-from zmqtrain.parallel.domain.layer import DomainLayer
-from zmqtrain.parallel.geometry import Range, Transposed, Window, length
-from zmqtrain.parallel.halo import HEIGHT
+from zmqtrain.parallel.domain.axes import FIRST, along, each, pad
+from zmqtrain.parallel.domain.layer import Block, DomainLayer
+from zmqtrain.parallel.geometry import Transposed, Window, length
+
+_PLAIN: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
 
 
-class DomainConv2d(DomainLayer):
-    """`torch.nn.Conv2d` on a strip of the image."""
+class DomainConv(DomainLayer):
+    """`torch.nn.Conv2d` on a strip of the image, or another convolution."""
 
     def configure(self, module: nn.Module) -> None:
-        assert isinstance(module, nn.Conv2d)
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if module.padding_mode != "zeros":
             raise UsageError(
                 f"{self.name}: a convolution with padding_mode={module.padding_mode!r} cannot be divided: only zeros are known "
                 "to be the same at all strips' edges"
             )
-        self.stride, self.dilation, self.groups = pair(module.stride), pair(module.dilation), module.groups
-        self.kernel = pair(module.kernel_size)
-        self.padding = tuple(conv_padding(module, axis) for axis in range(2))
+        self.axes = len(module.kernel_size)
+        self.stride, self.dilation, self.groups = each(module.stride, self.axes), each(module.dilation, self.axes), module.groups
+        self.kernel = each(module.kernel_size, self.axes)
+        self.padding = tuple(conv_padding(module, axis) for axis in range(self.axes))
 
     def window(self, axis: int, rows: int) -> Window:
-        """How the kernel slides along the height (0) or the width (1) of so many rows."""
+        """How the kernel slides along an axis of an image with ``rows`` rows."""
         before, after = self.padding[axis]
         return Window(rows, self.kernel[axis], self.stride[axis], before, after, self.dilation[axis])
 
-    def reach(self, rows: int) -> Window:
-        return self.window(self.dim - HEIGHT, rows)
+    def reach(self, dim: int, rows: int) -> Window:
+        return self.window(dim - FIRST, rows)
 
-    def compute(self, rows: Tensor, outputs: Range, weights: Sequence[Tensor]) -> Tensor:
+    def compute(self, rows: Tensor, outputs: Block, weights: Sequence[Tensor]) -> Tensor:
         weight, bias = weights[0], weights[1] if len(weights) > 1 else None
-        axis = self.dim - HEIGHT
-        before, after = cast(Window, self.geometry).padding(outputs)
-        stride = self.stride[axis]
-        # Torch pads both sides alike. More of it on one side, by whole strides, gives more output rows, which are left out: so the
-        # strip need not be copied into a padded one, which would have to be kept for backward.
-        more = -(-max(0, after - before) // stride)
-        padding = [0, 0]
-        padding[axis] = before + more * stride
-        whole = self.padding[1 - axis]
-        if whole[0] == whole[1]:
-            padding[1 - axis] = whole[0]
-        else:
-            rows = pad(rows, 1 - axis, whole)
-        if not rows.shape[self.dim]:  # windows that lie in the padding altogether
-            rows, padding[axis], more = pad(rows, axis, (before, after)), 0, 0
-        result = functional.conv2d(rows, weight, bias, self.stride, padding, self.dilation, self.groups)
-        return result.narrow(self.dim, more, length(outputs))
+        padding, skipped, apart = [0] * self.axes, {}, {}
+        for axis in range(self.axes):
+            dim = axis + FIRST
+            if dim not in outputs:
+                before, after = self.padding[axis]
+                if before == after:
+                    padding[axis] = before
+                else:
+                    apart[dim] = before, after
+                continue
+            before, after = cast(Window, self.lines[dim].geometry).padding(outputs[dim])
+            # Torch pads both sides alike. More of it on one side, by whole strides, gives more output rows, which are left out: so
+            # the strip need not be copied into a padded one, which would have to be kept for backward.
+            skipped[dim] = -(-max(0, after - before) // self.stride[axis])
+            padding[axis] = before + skipped[dim] * self.stride[axis]
+            if not rows.shape[dim]:  # windows that lie in the padding altogether
+                apart[dim], padding[axis], skipped[dim] = (before, after), 0, 0
+        result = _PLAIN[self.axes](pad(rows, apart), weight, bias, self.stride, padding, self.dilation, self.groups)
+        for dim, more in skipped.items():
+            result = result.narrow(dim, more, length(outputs[dim]))
+        return result
 
 
-class DomainConvTranspose2d(DomainLayer):
-    """`torch.nn.ConvTranspose2d` on a strip of the image."""
+class DomainConvTranspose(DomainLayer):
+    """`torch.nn.ConvTranspose2d` on a strip of the image, or another of its kind."""
 
     def configure(self, module: nn.Module) -> None:
-        assert isinstance(module, nn.ConvTranspose2d)
-        self.stride, self.dilation, self.groups = pair(module.stride), pair(module.dilation), module.groups
-        self.kernel, self.padding = pair(module.kernel_size), pair(cast("tuple[int, int]", module.padding))
-        self.output_padding = pair(module.output_padding)
+        assert isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+        self.axes = len(module.kernel_size)
+        self.stride, self.dilation, self.groups = each(module.stride, self.axes), each(module.dilation, self.axes), module.groups
+        self.kernel, self.padding = each(module.kernel_size, self.axes), each(cast(Any, module.padding), self.axes)
+        self.output_padding = each(module.output_padding, self.axes)
 
-    def reach(self, rows: int) -> Transposed:
-        axis = self.dim - HEIGHT
+    def reach(self, dim: int, rows: int) -> Transposed:
         settings = (self.kernel, self.stride, self.padding, self.output_padding, self.dilation)
-        return Transposed(rows, *(setting[axis] for setting in settings))
+        return Transposed(rows, *(setting[dim - FIRST] for setting in settings))
 
-    def compute(self, rows: Tensor, outputs: Range, weights: Sequence[Tensor]) -> Tensor:
+    def compute(self, rows: Tensor, outputs: Block, weights: Sequence[Tensor]) -> Tensor:
         weight, bias = weights[0], weights[1] if len(weights) > 1 else None
-        axis = self.dim - HEIGHT
-        if not rows.shape[self.dim]:  # rows that no input row reaches: the bias alone, in the shape that one row would give
-            rows = pad(rows, axis, (0, 1))
-            start = outputs[1]
-        else:
-            geometry = cast(Transposed, self.geometry)
-            start, _ = geometry.spread(geometry.needs(outputs))
-        # Along the divided dimension everything that the rows reach; what others compute, and the padding, is cut off.
-        padding, output_padding = list(self.padding), list(self.output_padding)
-        padding[axis] = output_padding[axis] = 0
-        result = functional.conv_transpose2d(rows, weight, None, self.stride, padding, output_padding, self.groups, self.dilation)
-        result = pad(result, axis, (start - outputs[0], outputs[1] - start - result.shape[self.dim]))
-        return result if bias is None else result + bias[:, None, None]
+        # Along a divided dimension everything that the rows reach; what others compute, and the padding, is cut off.
+        padding, output_padding, starts = list(self.padding), list(self.output_padding), {}
+        for dim, (first, last) in outputs.items():
+            padding[dim - FIRST] = output_padding[dim - FIRST] = 0
+            if not rows.shape[dim]:  # rows that no input row reaches: the bias alone, in the shape that one row would give
+                rows, starts[dim] = pad(rows, {dim: (0, 1)}), last
+            else:
+                geometry = cast(Transposed, self.lines[dim].geometry)
+                starts[dim], _ = geometry.spread(geometry.needs((first, last)))
+        result = _TRANSPOSED[self.axes](rows, weight, None, self.stride, padding, output_padding, self.groups, self.dilation)
+        for dim, (first, last) in outputs.items():
+            result = pad(result, {dim: (starts[dim] - first, last - starts[dim] - result.shape[dim])})
+        return result if bias is None else result + along(bias, 1, result.dim())
 
 
-def conv_padding(module: nn.Conv2d, axis: int) -> tuple[int, int]:
+def conv_padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:
     """Rows of padding before and after."""
+    axes = len(module.kernel_size)
     if isinstance(module.padding, str):
         if module.padding == "valid":
             return 0, 0
-        total = pair(module.dilation)[axis] * (pair(module.kernel_size)[axis] - 1)
+        total = each(module.dilation, axes)[axis] * (each(module.kernel_size, axes)[axis] - 1)
         return total // 2, total - total // 2
-    return (pair(module.padding)[axis],) * 2
+    return (each(module.padding, axes)[axis],) * 2

@@ -10,32 +10,28 @@ from torch import Tensor, nn
 from zmqtrain.errors import UsageError
 from zmqtrain.events import Recorder
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
-from zmqtrain.parallel.domain.adaptive import (
-    DomainAdaptiveAvgPool2d,
-    DomainAdaptiveMaxPool2d,
-    DomainGlobalPool2d,
-    output_size,
-)
+from zmqtrain.parallel.domain.adaptive import DomainAdaptiveAvgPool, DomainAdaptiveMaxPool, DomainGlobalPool, output_size
+from zmqtrain.parallel.domain.axes import FIRST
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
-from zmqtrain.parallel.domain.convolution import DomainConv2d, DomainConvTranspose2d
-from zmqtrain.parallel.domain.layer import DomainLayer
-from zmqtrain.parallel.domain.pooling import DomainAvgPool2d, DomainMaxPool2d
+from zmqtrain.parallel.domain.convolution import DomainConv, DomainConvTranspose
+from zmqtrain.parallel.domain.layer import Across, DomainLayer
+from zmqtrain.parallel.domain.padding import DomainPad, Pad
+from zmqtrain.parallel.domain.pooling import DomainAvgPool, DomainMaxPool
 from zmqtrain.parallel.domain.traffic import Collective, LayerTraffic
-from zmqtrain.parallel.domain.upsample import DomainUpsample
+from zmqtrain.parallel.domain.upsample import DomainUpsample, Resize
 from zmqtrain.parallel.geometry import Count, Division, halo_traffic
 from zmqtrain.parallel.halo import HEIGHT
 
 #: Layers that need rows of others.
 HALO: dict[type[nn.Module], type[DomainLayer]] = {
-    nn.Conv2d: DomainConv2d,
-    nn.ConvTranspose2d: DomainConvTranspose2d,
-    nn.MaxPool2d: DomainMaxPool2d,
-    nn.AvgPool2d: DomainAvgPool2d,
-    nn.AdaptiveAvgPool2d: DomainAdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d: DomainAdaptiveMaxPool2d,
-    nn.Upsample: DomainUpsample,
-    nn.UpsamplingNearest2d: DomainUpsample,
-    nn.UpsamplingBilinear2d: DomainUpsample,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), DomainConv),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), DomainConvTranspose),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), DomainMaxPool),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), DomainAvgPool),
+    **dict.fromkeys((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), DomainAdaptiveAvgPool),
+    **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), DomainAdaptiveMaxPool),
+    Pad: DomainPad,
+    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, Resize), DomainUpsample),
 }
 #: Layers that compute each place of an image by itself: they are the same on a strip.
 LOCAL: frozenset[type[nn.Module]] = frozenset(
@@ -62,15 +58,17 @@ def domain_layer(
     statistics: Communicator | None = None,
     outputs: Division | None = None,
     dim: int = HEIGHT,
+    across: Across | None = None,
     recorder: Recorder | None = None,
 ) -> tuple[nn.Module, Division | None]:
     """The layer that does on strips what ``module`` does on images, and the division of its output.
 
     Arguments:
-        communicator: of the processes that divide the image: a grid's column.
+        communicator: of the processes that divide the image along ``dim``.
         division: of the input.
         statistics: over whom batch norm takes its statistics; ``None`` for each strip by itself.
         outputs: the division of the output; by default the one that follows the input's.
+        across: a second dimension that is divided; then the layer says of its output's (`DomainLayer.out_across`).
 
     The division returned is ``None`` where each member has the whole output (pooling to one row). A layer that computes each place
     by itself is returned as it is. Raises `UsageError`, which names the layer, for one that cannot be divided.
@@ -81,13 +79,24 @@ def domain_layer(
     if kind is nn.BatchNorm2d:
         norm = DomainBatchNorm2d(module, name, communicator, division, statistics=statistics, dim=dim, recorder=recorder)
         return norm, norm.out_division
-    if kind in (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d) and output_size(module)[dim - HEIGHT] == 1:
-        pool = DomainGlobalPool2d(module, name, communicator, division, dim=dim, recorder=recorder)
+    if across is None and _to_one_row(module, dim):
+        pool = DomainGlobalPool(module, name, communicator, division, dim=dim, recorder=recorder)
         return pool, None
     if kind not in HALO:
         raise UsageError(f"{name}: {kind.__name__} cannot be divided along the image")
-    layer = HALO[kind](module, name, communicator, division, outputs=outputs, dim=dim, recorder=recorder)
+    layer = HALO[kind](module, name, communicator, division, outputs=outputs, dim=dim, across=across, recorder=recorder)
     return layer, layer.out_division
+
+
+def _to_one_row(module: nn.Module, dim: int) -> bool:
+    """Whether it pools to one row, which can be made of what each member makes of its own.
+
+    Of a maximum along another dimension than the first the members alone do not say which of equal numbers is torch's choice.
+    """
+    kind = HALO.get(type(module))
+    if kind is DomainAdaptiveMaxPool and dim != FIRST:
+        return False
+    return kind in (DomainAdaptiveAvgPool, DomainAdaptiveMaxPool) and output_size(module)[dim - FIRST] == 1
 
 
 def domain_traffic(
@@ -124,13 +133,13 @@ def domain_traffic(
         halo = halo_traffic(layer.geometry, division, out_division, row_bytes, input_gradient=input_gradient)
         return LayerTraffic(out_division, halo, ())
     collectives: tuple[Collective, ...] = ()
-    if isinstance(layer, DomainBatchNorm2d | DomainGlobalPool2d):
+    if isinstance(layer, DomainBatchNorm2d | DomainGlobalPool):
         collectives = tuple(layer.collectives(shape, element_size, input_gradient))
     return LayerTraffic(out_division, {"forward": nothing, "backward": nothing}, collectives)
 
 
 class _Silent:
-    """A communicator through which nobody can speak: it only says how many there are."""
+    """A communicator that sends nothing, and only says how many members there are."""
 
     rank = 0
 

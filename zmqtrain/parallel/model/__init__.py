@@ -1,6 +1,5 @@
 """Layers whose model is divided over the rows of a grid: each process has 1/Pr of the weights and 1/Pc of the batch."""
 
-from zmqtrain.parallel.model.activation import PReLU
 from zmqtrain.parallel.model.attention import MultiheadAttention, head_divisions
 from zmqtrain.parallel.model.batch_norm import BatchNorm
 from zmqtrain.parallel.model.convolution import Convolution
@@ -10,10 +9,7 @@ from zmqtrain.parallel.model.dropout import Batch, Dropout, Masks
 from zmqtrain.parallel.model.embedding import Embedding
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.lstm import LSTM
-from zmqtrain.parallel.model.norm import GroupNorm, LayerNorm
 from zmqtrain.parallel.model.site import Site
-from zmqtrain.parallel.model.softmax import Softmax
-from zmqtrain.parallel.model.transformer import TransformerEncoderLayer
 
 __all__ = [
     "LSTM",
@@ -24,14 +20,9 @@ __all__ = [
     "Divided",
     "Dropout",
     "Embedding",
-    "GroupNorm",
-    "LayerNorm",
     "Linear",
     "Masks",
     "MultiheadAttention",
-    "PReLU",
     "Site",
-    "Softmax",
-    "TransformerEncoderLayer",
     "head_divisions",
 ]

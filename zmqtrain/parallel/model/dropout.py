@@ -12,6 +12,7 @@ integer arithmetic on int64 without overflow, so that all devices and releases o
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,7 +35,7 @@ _AT_ONCE = 1 << 15
 
 @dataclass(slots=True)
 class Batch:
-    """The batch that a group works on. One object for all layers of a model; whoever runs the steps keeps it up to date."""
+    """The batch that a group works on. One object for all layers of a model; the code that runs the steps keeps it up to date."""
 
     size: int
     """Samples of the whole group."""
@@ -47,9 +48,13 @@ class Masks:
     def __init__(self, site: Site, batch: Batch, seed: int) -> None:
         self.site, self.batch, self.seed = site, batch, seed
         self._step, self._calls = -1, 0
+        self.draw: Callable[[], int] | None = None
+        """What numbers calls, where they are not counted: a forward that is computed again for its backward must get the same."""
 
     def begin(self) -> int:
         """The number of a new call: its masks differ from those of the calls before in this step."""
+        if self.draw is not None:
+            return self.draw()
         if self.batch.step != self._step:
             self._step, self._calls = self.batch.step, 0
         self._calls += 1
@@ -79,7 +84,18 @@ class Masks:
                 f"{placement.local_shape(shape, self.site.rank)}"
             )
         key = f"{self.seed}/{self.site.layer}/{self.batch.step}/{self.begin() if call is None else call}"
-        kept = keep(key, probability, block, shape, placement.sample_dimension, like.device)
+        return self._scale(key, shape, probability, block, placement.sample_dimension or 0, like)
+
+    def of_block(
+        self, shape: tuple[int, ...], probability: float, block: Block, sample_dimension: int, like: Tensor, call: int
+    ) -> Tensor:
+        """The same for any block of an activation, of whatever batch. ``call``: another number for each call of a step."""
+        key = f"{self.seed}/{self.site.layer}/{self.batch.step}/{call}"
+        return self._scale(key, shape, probability, block, sample_dimension, like)
+
+    @staticmethod
+    def _scale(key: str, shape: tuple[int, ...], probability: float, block: Block, sample_dimension: int, like: Tensor) -> Tensor:
+        kept = keep(key, probability, block, shape, sample_dimension, like.device)
         return kept.to(like.dtype).div_(max(1 - probability, 1e-30))
 
 

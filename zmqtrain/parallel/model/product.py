@@ -4,7 +4,7 @@ Each process computes what its weights contribute to the gradient of the input. 
 backward; it is begun first, the gradients of the weights are computed while it is on its way, and it is waited for at the end. A
 layer whose input needs no gradient, the first of a model, sends nothing.
 
-The gradients of the weights are those of this process's samples; somebody else adds them up.
+The gradients of the weights are those of this process's samples; they are summed elsewhere.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Nobody else contributes: the input was this process's own."""
+    """No other process contributes: the input was this process's own."""
 
     def begin(self, contribution: Tensor) -> Finish:
         return lambda: contribution

@@ -1,1 +1,1 @@
-"""What a model and a machine can do, by trying: everything that planners and modelled devices otherwise have to be told."""
+"""Measurements of a model and a machine, for planners and modelled devices."""

@@ -1,12 +1,12 @@
-"""Forward and backward of each layer of a model, by hooks.
+"""Forward and backward times of each layer of a model, measured by hooks.
 
-Between two hooks one layer computes, and what a model does between its layers (a function, a sum of branches)::
+Between two hooks the time belongs to one layer, including what a model does between its layers (a function, a sum of branches)::
 
-    forward     what ends where a layer ends is the layer's: its own time, and that of functions before it
-    backward    what begins where the gradient of a layer's output is there is the layer's: its own, and functions' before it
+    forward     time that ends with a layer's end is the layer's: its own, and that of functions before it
+    backward    time that starts with the gradient of a layer's output is the layer's: its own, and that of functions before it
 
-so functions count with the layer behind them in both, all adds up to the whole step, and no layer counts twice. The loss, and what
-comes behind the last layer, is one more.
+so functions count with the layer after them in both directions, the times add up to the whole step, and no time counts twice. The
+loss, with everything after the last layer, counts as one more layer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from zmqtrain.plan.measure.timing import Clock, Times
 from zmqtrain.plan.trace import _first
 
-#: The loss among the layers.
+#: The name of the loss among the layers.
 LOSS = "loss"
 
 
 class LayerTimes:
-    """Seconds of each layer, one of each for every step."""
+    """Seconds of each layer; for every step one forward and one backward time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.forward: dict[str, list[float]] = defaultdict(list)
         self.backward: dict[str, list[float]] = defaultdict(list)
         self.passes: dict[str, int] = {}
-        """How many products a layer does in forward and backward: 3, or 2 where its input needs no gradient, or 1 or 2 where it has
-        no weights to train."""
+        """How many products each layer does in forward and backward: 3, or 2 if the gradient of its input is not needed; 1 or 2 if
+        it has no weights to train."""
         self._last_s = 0.0
         self._owner = LOSS
         self._now: dict[str, float] = {}
@@ -42,7 +42,7 @@ class LayerTimes:
 
     @contextmanager
     def watching(self, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Note the times of these modules of the model."""
+        """A context that records the times of these modules of the model."""
         modules = dict(model.named_modules())
         hooks = [modules[name].register_forward_hook(self._hook(name)) for name in names]
         try:
@@ -54,7 +54,7 @@ class LayerTimes:
 
     @contextmanager
     def going_forward(self) -> Iterator[None]:
-        """The model's forward, and its loss."""
+        """A context for the model's forward and its loss."""
         self._now = defaultdict(float)
         self._seen.clear()
         self._last_s = self._clock()
@@ -64,7 +64,7 @@ class LayerTimes:
 
     @contextmanager
     def going_backward(self) -> Iterator[None]:
-        """The backward of both."""
+        """A context for the backward of both."""
         self._now, self._owner = defaultdict(float), LOSS
         self._last_s = self._clock()
         yield
@@ -72,7 +72,7 @@ class LayerTimes:
         self._keep(self.backward)
 
     def drop(self) -> None:
-        """Forget the steps so far: they were to warm up."""
+        """Discard the steps so far, which were a warm-up."""
         self.forward.clear()
         self.backward.clear()
 
@@ -81,7 +81,7 @@ class LayerTimes:
         return Times.of(self.forward.get(name) or [0.0]), Times.of(self.backward.get(name) or [0.0])
 
     def together(self, names: Sequence[str]) -> Times:
-        """Forward and backward of several layers."""
+        """Forward and backward of several layers, summed."""
         totals = [0.0] * len(self.forward[LOSS])
         for name in names:
             for table in (self.forward, self.backward):
@@ -97,7 +97,7 @@ class LayerTimes:
                 return
             trained = any(parameter.requires_grad for parameter in module.parameters())
             self.passes[name] = 1 + trained + (source is not None and source.requires_grad)
-            # A layer that hands on what it was given has no backward, and its hook would come in the way of the other's.
+            # A layer that returns its input has no backward, and its hook would conflict with that of the other layer.
             if all(target.grad_fn is not seen for seen in self._seen):
                 self._seen.append(target.grad_fn)
                 target.register_hook(begun)  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ class LayerTimes:
         self._last_s = now
 
     def _keep(self, into: dict[str, list[float]]) -> None:
-        """Every layer has a time for every step, also where a step left it out."""
+        """Give every layer a time for every step, also if the step did not call it."""
         steps = len(into[LOSS])
         for name in {*into, *self._now}:
             into[name] += [0.0] * (steps - len(into[name]))

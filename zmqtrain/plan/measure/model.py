@@ -21,13 +21,13 @@ from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.task import Task, build_model, build_optimizer_of, user_code
 
-#: What a step needs for each element that a layer leaves: the activation, its gradient, and as much again while layers compute.
+#: Bytes factor per element of a layer's output in a step: the activation, its gradient, and the same again while layers compute.
 _COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of so many samples."""
+    """Steps with ``samples`` samples."""
 
     samples: int
     times: LayerTimes
@@ -41,18 +41,18 @@ class Steps:
 
 
 class ModelBench:
-    """A task's model, to be tried."""
+    """A task's model, for measurements."""
 
     def __init__(
         self, task: Task, device: torch.device, *, precision: Precision = "float32", channels_last: bool = False, seed: int = 1
     ) -> None:
-        """``channels_last``: as ``[compute] channels_last`` has it. Raises `TaskError` where the task's code fails."""
+        """``channels_last``: see ``[compute] channels_last``. Raises `TaskError` if the task's code fails."""
         self.task, self.device, self._precision, self._seed = task, device, precision, seed
         self._clock = clock_of(device)
         seed_everything(seed)
         self.model = build_model(task)
         self.channels_last = channels_last
-        """How images lie in memory. May be changed."""
+        """Whether images are laid out with channels last in memory. May be changed."""
         first = self._batch(SAMPLES)
         self.layers: tuple[LayerShape, ...] = trace_layers(self.model, first.arguments(self.model))
         self.model.to(device)
@@ -62,11 +62,11 @@ class ModelBench:
         self.fc = tuple(layer.name for layer in self.layers[begin:])
 
     def memory_of(self, samples: int) -> int:
-        """Bytes that a step of so many samples needs beside the parameters, about."""
+        """An estimate of the bytes that a step of ``samples`` samples needs besides the parameters."""
         return samples * sum(4 * _COPIES * layer.numel_out * layer.calls for layer in self.layers)
 
     def memory_free(self) -> int:
-        """Bytes that are left for a step."""
+        """Bytes that are available for a step."""
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             return int(free)
@@ -75,8 +75,8 @@ class ModelBench:
         return int(psutil.virtual_memory().available)
 
     def steps(self, samples: int, patience: Patience) -> Steps:
-        """Forward, loss and backward of so many samples, several times. Raises `TaskError` where the task's code fails, and torch's
-        error where there is not enough memory."""
+        """Measure forward, loss and backward of ``samples`` samples several times. Raises `TaskError` if the task's code fails, and
+        torch's error if there is not enough memory."""
         model, times = self.model.train(), LayerTimes(self._clock)
         batch = self._batch(samples).to(self.device)
         cuda = self.device.type == "cuda"
@@ -103,14 +103,14 @@ class ModelBench:
         return Steps(samples, times, times.together(self.conv), times.together([*self.fc, LOSS]), memory)
 
     def update_s(self, patience: Patience) -> float:
-        """The optimizer on all parameters, which it changes."""
+        """Seconds of one optimizer step on all parameters, which it changes."""
         optimizer, _ = build_optimizer_of(self.task, self.model.train())
         self._loss(self._batch(SAMPLES).to(self.device)).backward()  # type: ignore[no-untyped-call]
         with user_code("the optimizer's step"):
             return Times.of(repeat(lambda: _ignore(optimizer.step()), self._clock, patience)).median_s
 
     def evaluate_s(self, samples: int, patience: Patience) -> float:
-        """All of the task's ``eval_data``, so many samples at once; 0: there is none."""
+        """Seconds to evaluate all of the task's ``eval_data``, ``samples`` samples at a time; 0: there is none."""
         if self.task.eval_data is None:
             return 0.0
         source = self.task.evaluating()
@@ -128,7 +128,7 @@ class ModelBench:
         return Times.of(once).median_s * count / samples
 
     def _batch(self, samples: int) -> Batch:
-        """The first ones, and again from the beginning where there are fewer."""
+        """The first samples, repeated if there are too few."""
         with user_code("reading samples of Task.train_data"):
             return sample_batch(self.task.training(), samples, self._finish, self._seed)
 
@@ -145,7 +145,7 @@ class ModelBench:
 
 
 def products(layers: Sequence[LayerShape], steps: Steps) -> dict[str, float]:
-    """Operations of the matrix products in forward and backward, by layer; those that multiply nothing are left out."""
+    """Operations of the matrix products in forward and backward, by layer; layers without products are left out."""
     kinds = ("conv", "linear", "recurrent", "attention")
     return {
         layer.name: float(layer.flops * layer.calls * steps.samples * steps.times.passes[layer.name])

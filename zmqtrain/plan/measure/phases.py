@@ -1,4 +1,4 @@
-"""The two phases of a model: convolutions, with much arithmetic and few parameters, and the fully connected layers behind them."""
+"""The two phases of a model: convolutions, with much arithmetic and few parameters, and the fully connected layers after them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from zmqtrain.plan.layers import LayerShape
 
 
 def fc_begins(layers: Sequence[LayerShape]) -> int:
-    """The place of the first layer of the FC phase: the first linear one after the last convolution; in a model without any the
-    last linear one, which makes the output. Where there is none, the number of layers."""
+    """The index of the first layer of the FC phase: the first linear layer after the last convolution or, in a model without
+    convolutions, the last linear layer, which makes the output. The number of layers if there is no such phase."""
     linear = [place for place, layer in enumerate(layers) if layer.kind == "linear"]
     convolutions = [place for place, layer in enumerate(layers) if layer.kind == "conv"]
     if not convolutions:

@@ -18,25 +18,25 @@ from zmqtrain.plan.measure.timing import Patience
 from zmqtrain.train.device.measured import HostSpeed, Layout, Measured, Size, Threads
 from zmqtrain.train.device.profile import Layer, Profile
 
-#: A step this long is not made longer, and sizes beyond are not tried unless asked for.
+#: A step of this many seconds is not made longer, and larger sizes are not tried unless asked for.
 LONGEST_STEP_S = 4.0
 LARGEST_BATCH = 4096
-#: Of the memory that is free.
+#: The share of free memory that may be used.
 MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to measure, and how carefully."""
+    """What to measure, and how thoroughly."""
 
     batches: tuple[int, ...] = ()
-    """Samples of a step that are tried; none: 1, 2, 4, ... until that brings nothing more."""
+    """Numbers of samples to try; none: 1, 2, 4, ... until throughput stops growing."""
     batch: int = 0
-    """Samples of which the layers' times are; 0: as many as are best."""
+    """Number of samples for the layers' times; 0: the best number."""
     threads: int = 0
-    """Of torch; 0: as many as are best."""
+    """Number of torch's threads; 0: the best number."""
     processors: int = 1
-    """As many threads are tried at most."""
+    """The largest number of threads to try."""
     patience: Patience = field(default_factory=Patience)
     """For each number of samples, and of threads."""
     peak_patience: Patience = field(default_factory=lambda: Patience(0.4, least=7, most=100))
@@ -52,15 +52,15 @@ class _Peaks:
 def profile_task(
     bench: ModelBench, asked: Asked, *, name: str, host: str = "", say: Callable[[str], None] = lambda text: None
 ) -> Profile:
-    """Measure everything. ``say`` hears what is measured now. Raises `TaskError` where the task's code fails, and `UsageError`
-    where not even the smallest step fits into memory."""
+    """Measure everything. ``say`` is called with a text about each measurement. Raises `TaskError` if the task's code fails, and
+    `UsageError` if not even the smallest step fits into memory."""
     cpu = bench.device.type == "cpu"
     counted: list[Threads] = []
     count = asked.threads or (asked.processors if cpu else torch.get_num_threads())
     with threads(count):
         sizes = list(_sizes(bench, asked, say))
         if not sizes:
-            raise UsageError("not even the smallest of --batches fits into memory")
+            raise UsageError("not even the smallest step fits into memory: give smaller numbers of samples with --batches")
         best = smallest_good([(size.samples, size.samples_per_s) for size in sizes])
     if cpu and not asked.threads and asked.processors > 1:
         counted = list(_threads(bench, asked, best, say))
@@ -81,7 +81,7 @@ def profile_task(
             sizes.append(_size(steps))
         evaluate_s = bench.evaluate_s(best, asked.patience)
         update_s = bench.update_s(asked.patience)
-        # The machine may have been busy with something else, once: what it can do is the better of two.
+        # Another process may have disturbed one measurement: the better of two shows what the machine can do.
         peaks = _better(first, _peaks(bench, asked, count))
     operations = products(bench.layers, steps)
     flops = peaks.all.product
@@ -115,7 +115,7 @@ def profile_task(
 
 
 def _sizes(bench: ModelBench, asked: Asked, say: Callable[[str], None]) -> Iterator[Size]:
-    """Steps of more and more samples, as far as memory, patience and what it brings allow."""
+    """Steps with increasing numbers of samples, until memory, time or throughput end it."""
     rates: list[float] = []
     for samples in asked.batches or doubling(min(LARGEST_BATCH, bench.task.training().samples)):
         if bench.memory_of(samples) > MEMORY_SHARE * bench.memory_free():
@@ -160,7 +160,7 @@ def _layouts(bench: ModelBench, asked: Asked, samples: int, say: Callable[[str],
             except TaskError as error:
                 if last == asked_for:
                     raise
-                say(f"the model does not take images with channels {name}: {error}")
+                say(f"the model does not accept images with channels {name}: {error}")
     finally:
         bench.channels_last = asked_for
 

@@ -1,4 +1,4 @@
-"""Real time, and what to make of several measurements of it."""
+"""Real time, and the statistics of several measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Times:
 
     median_s: float
     spread_s: float
-    """Half the distance between the quartiles."""
+    """Half the interquartile range."""
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
@@ -32,13 +32,13 @@ class Patience:
 
     seconds: float = 1.0
     least: int = 5
-    """Measurements, whatever they take."""
+    """The smallest number of measurements, however long they take."""
     most: int = 50
     warm_up: int = 2
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Seconds, once everything that was begun on the device is done."""
+    """A clock in seconds that waits for all work begun on the device."""
     if device.type == "cpu":
         return time.perf_counter
 
@@ -50,7 +50,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def repeat(run: Callable[[], None], clock: Clock, patience: Patience) -> list[float]:
-    """Seconds of each of several calls."""
+    """Call ``run`` several times. Returns the seconds of each call."""
     for _ in range(patience.warm_up):
         run()
     found: list[float] = []

@@ -1,4 +1,4 @@
-"""Checkpoints by time: every so many seconds all workers agree on a step that nobody has passed, and keep one there."""
+"""Checkpoints by time: at a fixed interval all workers agree on a step that none has passed yet, and write a checkpoint there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointClock:
-    """The coordinator's. `run` it as a task; it asks nobody before `begin`."""
+    """The coordinator's side. `run` it as a task; it asks the workers only after `begin`."""
 
     def __init__(self, endpoint: Endpoint, workers: Sequence[PeerId], every_s: float, *, timeout_s: float) -> None:
         self._endpoint, self._workers, self._every_s, self._timeout_s = endpoint, workers, every_s, timeout_s
@@ -24,7 +24,7 @@ class CheckpointClock:
 
     @classmethod
     def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement) -> CheckpointClock | None:
-        """A run's; ``None`` where checkpoints do not go by time."""
+        """The clock of a run; ``None`` if checkpoints are not taken by time."""
         every_s = topology.job.checkpoint_s
         if every_s is None:
             return None
@@ -32,18 +32,18 @@ class CheckpointClock:
         return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s)
 
     def begin(self) -> None:
-        """A worker is there that keeps checkpoints (scripts and models of devices do not)."""
+        """A worker that keeps checkpoints has started (scripts and modelled devices keep none)."""
         self._begun.set()
 
     async def run(self, complete: Callable[[int], Awaitable[None]]) -> None:
-        """Until training is about to end anyway. ``complete(step)`` waits for a checkpoint: there is one at a time."""
+        """Run until training is about to end. ``complete(step)`` waits for a checkpoint: there is one at a time."""
         await self._begun.wait()
         while True:
             await asyncio.sleep(self._every_s)
             try:
                 step = await stop_together(self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep")
             except ConnectivityError:
-                continue  # some have gone, or are busy: whether that ends the run is not said here
+                continue  # some workers are gone or busy; whether that ends the run is decided elsewhere
             if step is None:
                 return
             await complete(step)

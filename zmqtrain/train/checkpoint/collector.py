@@ -1,4 +1,4 @@
-"""The coordinator's side of checkpoints: parts come in from all roles, and a checkpoint exists when all are on disk.
+"""The coordinator's side of checkpoints: parts arrive from all roles, and a checkpoint exists once all are on disk.
 
 Runs in the launcher; the roles' side is `zmqtrain.exchange.checkpoint_part`.
 """
@@ -12,33 +12,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import CheckpointError, PeerLostError
-from zmqtrain.exchange.checkpoint_part import COMMITTED, NOTHING, OPEN_PART, RESUME, SAVE, STANDS_IN, WRITTEN, pack_manifest
+from zmqtrain.exchange.checkpoint_part import (
+    AS_KEPT,
+    COMMITTED,
+    NOTHING,
+    OPEN_PART,
+    RESUME,
+    SAVE,
+    STANDS_IN,
+    WRITTEN,
+    pack_manifest,
+)
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.train.checkpoint.clock import CheckpointClock
 from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, RunShape, find_latest, prune
 from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint
 from zmqtrain.train.checkpoint.model_file import ModelFile
 from zmqtrain.train.checkpoint.weights import Weights
+from zmqtrain.waiting import settle
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
     from zmqtrain.topology.placement import Placement
     from zmqtrain.topology.schema import Topology
 
-#: Checkpoints of so many steps may be incomplete at once (groups run apart). Beyond that the second is given up: the oldest is the
-#: one that the slowest group comes to next, and without it none would ever be complete where a group stays behind.
+#: At most this many checkpoints may be incomplete at once (groups may be steps apart). Beyond that the second oldest is given up:
+#: the oldest is the one that the slowest group reaches next, and without it none would ever complete if a group stays behind.
 MOST_INCOMPLETE = 8
-#: Of what is missing so many parts are named.
+#: A message names at most this many missing parts.
 MOST_NAMED = 4
-#: What is told of a checkpoint: ``checkpoint complete`` (on disk), ``checkpoint late`` (it may be complete still), ``checkpoint
-#: failed`` (it never will be), with its step, and the reason.
+#: Events about a checkpoint: ``checkpoint complete`` (on disk), ``checkpoint late`` (it may still complete), ``checkpoint failed``
+#: (it never will), each with its step and the reason.
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class CheckpointCollector:
-    """Collects, commits and prunes checkpoints, and hands out the parts of the one that the run resumes.
+    """Collects, commits and prunes checkpoints, and hands out the parts of the checkpoint from which the run resumes.
 
-    ``run()`` it as a task for as long as the run lasts.
+    `run` it as a task for as long as the run lasts.
     """
 
     def __init__(
@@ -56,11 +67,16 @@ class CheckpointCollector:
         model: Path | None = None,
         clock: CheckpointClock | None = None,
     ) -> None:
-        """``checkpoints``: the folder for them; ``None``: none is kept, and parts are refused. ``weights``: where the model begins
-        that resumes nothing. ``patience_s``: how long the parts of a checkpoint may take
-        until somebody is told. ``members``: who is there now, for runs that go on without those who are not; it is asked again
-        whenever one is lost. ``model``: the folder in which the run's newest model is left. ``clock``: says when it is time for a
-        checkpoint. Raises `CheckpointError` where ``resume`` is of another shape."""
+        """
+        Args:
+            checkpoints: the folder for checkpoints; ``None``: none is kept, and parts are refused.
+            weights: the model that a run which resumes nothing begins with.
+            patience_s: how long the parts of a checkpoint may take before an event says that it is late.
+            members: the workers that are present now, for runs that continue after losses; asked again after each loss.
+            model: the folder in which the run's newest model is left.
+            clock: says when a checkpoint is due, if that goes by time.
+
+        Raises `CheckpointError` if ``resume`` was written by a run of another shape."""
         if resume is not None:
             resume.require(shape)
         self._endpoint, self._checkpoints, self._shape = endpoint, checkpoints, shape
@@ -70,10 +86,11 @@ class CheckpointCollector:
         self._expected = frozenset(shape.parts())
         self._incoming: dict[int, IncomingCheckpoint] = {}
         self._nothing: dict[str, Mapping[str, Value]] = {}  # parts that are always empty
-        self._given_up: set[int] = set()  # steps of which no complete checkpoint will come
-        self._ended: dict[Tag, asyncio.Future[None]] = {}  # (WRITTEN, step, name) and (COMMITTED, step): done, or why not
-        self._lock = asyncio.Lock()  # one change of what is incoming at a time
-        self._look = asyncio.Event()  # somebody was lost, or there is another deadline
+        self._given_up: set[int] = set()  # steps whose checkpoint will never be complete
+        # (WRITTEN, step, name) and (COMMITTED, step): done, or the reason why not.
+        self._ended: dict[Tag, asyncio.Future[None]] = {}
+        self._lock = asyncio.Lock()  # one change to the incoming checkpoints at a time
+        self._look = asyncio.Event()  # a worker was lost, or there is another deadline
         self._model, self._clock = ModelFile(endpoint, model), clock
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
@@ -96,9 +113,9 @@ class CheckpointCollector:
         on_event: OnEvent | None = None,
         model: Path | None = None,
     ) -> CheckpointCollector:
-        """The collector of a run. ``resume``: a checkpoint's folder, or one with checkpoints or runs in it. ``model``: the folder
-        in which the run's newest model is left."""
-        fc = min(placement.fc_servers, 1)  # the first one keeps the whole of what they have divided
+        """The collector of a run. ``resume``: a checkpoint's folder, or a folder that holds checkpoints or runs. ``model``: the
+        folder in which the run's newest model is left."""
+        fc = min(placement.fc_servers, 1)  # the first FC server keeps all layers that they have divided between them
         shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
         given = topology.job.weights
@@ -119,11 +136,11 @@ class CheckpointCollector:
 
     @property
     def first_step(self) -> int:
-        """The step that the run goes on with: 0 where it resumes nothing."""
+        """The step with which the run continues; 0 if it resumes nothing."""
         return 0 if self._resume is None else self._resume.step
 
     async def run(self) -> None:
-        """Until cancelled. Incomplete checkpoints are removed then."""
+        """Run until cancelled; incomplete checkpoints are then removed."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch(), name="watch incomplete checkpoints")
@@ -147,7 +164,7 @@ class CheckpointCollector:
             case (_, int(step), str(name)) if name in self._expected:
                 pass
             case _:
-                return  # not of this run; nobody waits for it
+                return  # from another run; nothing waits for it
         if step in self._given_up:
             self._end((WRITTEN, step, name))
             return
@@ -163,7 +180,7 @@ class CheckpointCollector:
             self._give_up_second()
             if written:
                 await self._commit_if_complete(step)
-                # Of the last part only now: its worker stays until the checkpoint is complete, and with it the run.
+                # The last part is acknowledged only now: its worker, and with it the run, stays until the checkpoint is complete.
                 self._end((WRITTEN, step, name))
         except (CheckpointError, OSError) as error:
             said = error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {step} cannot be written: {error}")
@@ -171,7 +188,7 @@ class CheckpointCollector:
             self._drop(step, said)
 
     async def _watch(self) -> None:
-        """Look again where somebody was lost, and where parts are overdue."""
+        """Look again when a worker is lost or parts are overdue."""
         while True:
             due = [incoming.began_s + self._patience_s for incoming in self._incoming.values() if not incoming.overdue]
             with suppress(TimeoutError):
@@ -187,10 +204,10 @@ class CheckpointCollector:
             self._give_up(self._incoming[sorted(self._incoming)[1]], "some groups are too far ahead of others")
 
     def _give_up(self, incoming: IncomingCheckpoint, reason: str) -> None:
-        self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} is given up: {reason}{self._missing(incoming)}"))
+        self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} is abandoned: {reason}{self._missing(incoming)}"))
 
     def _drop(self, step: int, error: CheckpointError) -> None:
-        """This one will never be complete. Nobody is held up by it."""
+        """The checkpoint of ``step`` will never be complete: everything that waits for it gets ``error``."""
         incoming = self._incoming.pop(step, None)
         self._given_up.add(step)
         if incoming is not None:
@@ -207,7 +224,7 @@ class CheckpointCollector:
             self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} cannot be written: {error}"))
         there = self._there()
         if incoming.step in self._incoming and incoming.has_lost(there) and incoming.missing(self._nothing, there) == [MODEL]:
-            self._give_up(incoming, "who was to send the model was lost")
+            self._give_up(incoming, "the worker that was to send the model was lost")
         if incoming.step in self._incoming and not incoming.overdue and self._now() >= incoming.began_s + self._patience_s:
             incoming.overdue = True
             reason = f"checkpoint {incoming.step} is not complete after {self._patience_s:g} s{self._missing(incoming)}"
@@ -218,7 +235,7 @@ class CheckpointCollector:
         if not missing:
             return ""
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-        return f": {', '.join(missing[:MOST_NAMED])}{more} {'has' if len(missing) == 1 else 'have'} not come"
+        return f"; missing: {', '.join(missing[:MOST_NAMED])}{more}"
 
     async def _commit_if_complete(self, step: int) -> None:
         incoming, there = self._incoming.get(step), self._there()
@@ -226,16 +243,16 @@ class CheckpointCollector:
             return
         folder = await asyncio.to_thread(incoming.commit, self._nothing, there)
         del self._incoming[step]
-        # Everybody sends one part after the other, so of what is older nothing more will come.
+        # Every role sends its parts in order, so no more parts of older checkpoints will arrive.
         for older in [each for each in self._incoming.values() if each.step < step]:
-            self._give_up(older, f"checkpoint {step} is complete, and nothing more of this one will come")
+            self._give_up(older, f"checkpoint {step}, a later one, is already complete")
         await self._publish(step, folder)
         await asyncio.to_thread(prune, self._checkpoints, self._keep)
         self._end((COMMITTED, step))
         self._on_event("checkpoint complete", {"step": step, "seconds": self._now() - incoming.began_s, "folder": str(folder)})
 
     async def _publish(self, step: int, folder: Path) -> None:
-        """The checkpoint is there, whatever becomes of this."""
+        """Make the complete checkpoint's model the run's. The checkpoint exists, even if this fails."""
         try:
             await asyncio.to_thread(self._model.publish, folder)
         except OSError as error:
@@ -250,7 +267,7 @@ class CheckpointCollector:
         return lambda rank: members is None or f"worker/{rank}" in members
 
     async def _complete(self, step: int) -> None:
-        """Wait until the checkpoint is on disk, or will never be, or is overdue: the next one may be complete."""
+        """Wait until the checkpoint is on disk, has failed, or is overdue: the next one may still be complete."""
         await asyncio.wait({self._future((COMMITTED, step))}, timeout=self._patience_s)
 
     def _future(self, key: Tag) -> asyncio.Future[None]:
@@ -260,14 +277,7 @@ class CheckpointCollector:
         return future
 
     def _end(self, key: Tag, error: CheckpointError | None = None) -> None:
-        future = self._future(key)
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-            future.exception()  # it may be that nobody asks
+        settle(self._future(key), error)
 
     async def _on_written(self, caller: PeerId, step: int, name: str) -> Value:
         await asyncio.shield(self._future((WRITTEN, step, name)))
@@ -291,15 +301,20 @@ class CheckpointCollector:
             given = self._weights
         if given is None:
             return None
-        if name not in self._expected:
+        wanted = name
+        if isinstance(given, Checkpoint) and name.startswith(AS_KEPT):
+            wanted = name.removeprefix(AS_KEPT)
+        elif name not in self._expected:
             raise CheckpointError(f"{caller} asks for part {name!r}, which checkpoints of this run do not have")
+        elif isinstance(given, Checkpoint):
+            wanted = given.counterpart(name, self._shape.group_size)
         tensors: Mapping[str, Payload] = {}
         sidecar: Mapping[str, Value] = {}
-        neighbour = given.stands_in(name) if isinstance(given, Checkpoint) else None
+        neighbour = given.stands_in(wanted) if isinstance(given, Checkpoint) else None
         if neighbour is not None:
             sidecar = {"step": given.step, STANDS_IN: neighbour}
         else:
-            tensors, sidecar = await asyncio.to_thread(given.part, name)
+            tensors, sidecar = await asyncio.to_thread(given.part, wanted)
         if self._tasks is None:
             raise CheckpointError("the run is ending")
         self._tasks.create_task(self._hand_out(caller, name, tensors, sidecar))
@@ -313,4 +328,4 @@ class CheckpointCollector:
             for message in sent:
                 await message.wait_released()
         except PeerLostError:
-            return  # membership tells the run
+            return  # membership reports the loss

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one folder a step, which is there as a whole or not at all.
+"""Checkpoints on disk: one folder per step, which exists completely or not at all.
 
 ::
 
     checkpoints/step-00000100/
         checkpoint.msgpack        format version, step, shape of the run, and size and CRC of every file
-        model.safetensors         the model's ordinary state_dict, for anybody
+        model.safetensors         the model's ordinary state_dict, which any program can read
         NAME.safetensors, NAME.msgpack    tensors and plain values of each part: worker-0, server-1, ...
 
-A folder is written under another name and renamed when it is complete. No pickle, and no torch needed.
+A folder is written under a temporary name and renamed once it is complete. No pickle, and torch is not needed.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _SAFETENSORS = {
     "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
 _WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES}
-#: No header of ours comes near it; a larger one is a torn or foreign file.
+#: None of our headers comes near this size; a larger one belongs to a torn or foreign file.
 _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 
 
 class PartWriter:
-    """Writes one part, tensor by tensor, in the order in which they were listed."""
+    """Writes one part, tensor by tensor, in the listed order."""
 
     def __init__(self, folder: Path, name: str, listed: Listed, sidecar: Mapping[str, Any]) -> None:
         if not _PART.fullmatch(name):
-            raise CheckpointError(f"{name!r} is no name of a part of a checkpoint")
+            raise CheckpointError(f"{name!r} is not a valid name for a part of a checkpoint")
         self._folder, self._name, self._left = folder, name, list(listed)
         header = _header(listed)
         self._tensors = _File(folder / f"{name}.safetensors")
@@ -77,29 +77,30 @@ class PartWriter:
         return not self._left
 
     def write(self, frames: Iterable[memoryview], dtype: str, numel: int) -> None:
-        """The next tensor."""
+        """Write the next listed tensor: its bytes, dtype and number of elements. Raises `CheckpointError` unless it is as
+        listed."""
         if not self._left:
-            raise CheckpointError(f"part {self._name} of a checkpoint has more tensors than it listed")
+            raise CheckpointError(f"more tensors of checkpoint part {self._name} arrived than it listed")
         name, expected, shape = self._left.pop(0)
         if (dtype, numel) != (expected, _numel(shape)):
             raise CheckpointError(
-                f"part {self._name} of a checkpoint listed {name} as {expected} {list(shape)}, but {numel} elements of {dtype} came"
+                f"checkpoint part {self._name} listed {name} as {expected} {list(shape)}, but {numel} elements of {dtype} arrived"
             )
         for frame in frames:
             self._tensors.write(frame)
 
     def close(self) -> dict[str, tuple[int, int]]:
-        """Put everything on disk. Returns size and CRC of each file."""
+        """Flush everything to disk. Returns size and CRC of each file."""
         assert self.complete
         return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
 
     def discard(self) -> None:
-        """Give the part up."""
+        """Abandon the part."""
         self._tensors.abandon()
 
 
 class CheckpointWriter:
-    """One checkpoint while it is written."""
+    """One checkpoint while it is being written."""
 
     def __init__(self, checkpoints: Path, step: int, shape: RunShape) -> None:
         self._final = checkpoints / f"step-{step:08d}"
@@ -113,18 +114,19 @@ class CheckpointWriter:
         return PartWriter(self._partial, name, listed, sidecar)
 
     def add(self, files: Mapping[str, tuple[int, int]]) -> None:
-        """A part is on disk."""
+        """Record the files of a part that is on disk."""
         self._files.update(files)
 
     def commit(self, workers: Collection[int] | None = None) -> Path:
-        """Give the folder its final name; the checkpoint exists from now on. ``workers``: whose parts there are, if not all."""
+        """Give the folder its final name: the checkpoint exists from now on. ``workers``: the ranks whose parts it has, if not all.
+        Returns the folder."""
         meta = _File(self._partial / META)
         there = None if workers is None or len(workers) == self._shape.world_size else frozenset(workers)
         meta.write(Meta(self._step, self._shape, self._files, there).packed())
         meta.close()
         _sync_folder(self._partial)
         before = self._partial.with_suffix(".old")
-        if self._final.exists():  # the run was resumed from an earlier step and came by again
+        if self._final.exists():  # the run was resumed from an earlier step and has reached this one again
             shutil.rmtree(before, ignore_errors=True)
             self._final.rename(before)
         self._partial.rename(self._final)
@@ -140,17 +142,17 @@ class Checkpoint:
     """A complete checkpoint on disk, checked."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `CheckpointError` where it is missing, of another release, or not whole."""
+        """Raises `CheckpointError` if it is missing, damaged, or in the format of another release."""
         self.folder = folder
         if not folder.is_dir():
-            raise CheckpointError(f"there is no checkpoint {folder}; --resume takes the folder of one, a run, or latest")
+            raise CheckpointError(f"there is no checkpoint {folder}; --resume takes the folder of a checkpoint or a run, or latest")
         try:
             meta = Meta.parse(_content(folder / META, LARGEST_META))
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {META}") from None
+            raise CheckpointError(f"{folder} is not a checkpoint: it has no {META}") from None
         except AnotherFormatError as error:
             raise CheckpointError(
-                f"{folder} has format {error}, this zmqtrain reads {FORMAT}: use the release that wrote it"
+                f"{folder} has format {error}, but this zmqtrain reads {FORMAT}: use the release that wrote it"
             ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder / META} cannot be read: {error}; use an earlier checkpoint") from error
@@ -159,33 +161,47 @@ class Checkpoint:
             self._check(folder / name, size, crc)
 
     def require(self, shape: RunShape) -> None:
-        """Raise `CheckpointError` unless it is of a run of this shape."""
+        """Raise `CheckpointError` unless the checkpoint was written by a run of this shape."""
         for name, mine in asdict(self.shape).items():
+            if name == "group_size" and not shape.fc_servers and self._workers is None:
+                continue  # models may be divided in another way
             if mine != getattr(shape, name):
                 raise CheckpointError(
-                    f"{self.folder} was made with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
-                    "set it as it was, or start without --resume"
+                    f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
+                    "restore the old value, or start without --resume"
                 )
         if self._workers is not None and (shape.kind != "gossip" or shape.group_size > 1):
-            raise CheckpointError(f"{self.folder} has not all workers, and only gossip among groups of one goes on from that")
-        for part in shape.parts(self._workers):
+            raise CheckpointError(
+                f"{self.folder} lacks the parts of lost workers, and only gossip among groups of one worker can continue from "
+                "that: use an earlier checkpoint"
+            )
+        for part in self.shape.parts(self._workers):
             self._require_part(part)
 
+    def counterpart(self, part: str, group_size: int) -> str:
+        """The part with which a role of a run with groups of ``group_size`` workers begins: a worker's is that of its place in its
+        group or, if it had no such place, of its group's first worker."""
+        kind, _, number = part.partition("-")
+        if kind != "worker" or group_size == self.shape.group_size:
+            return part
+        group, position = divmod(int(number), group_size)
+        return f"worker-{group * self.shape.group_size + (position if position < self.shape.group_size else 0)}"
+
     def stands_in(self, part: str) -> int | None:
-        """The worker's neighbour, by rank, where the part is one of a worker that was lost; ``None``: the part is there."""
+        """The rank of the worker whose part replaces ``part``, if its own worker was lost; ``None`` if the part exists."""
         kind, _, number = part.partition("-")
         if self._workers is None or kind not in ("worker", "group") or int(number) in self._workers:
             return None
         return max((rank for rank in self._workers if rank < int(number)), default=max(self._workers))
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:
-        """Tensors, which alias the mapped file, and plain values of a part."""
+        """The tensors of a part, which alias the mapped file, and its plain values."""
         self._require_part(name)
         path = self.folder / f"{name}.msgpack"
         try:
             sidecar = unpack(_content(path, self._files[path.name][0]))
             if sidecar.get("step", self.step) != self.step:
-                raise ValueError(f"it is of step {sidecar['step']!r:.60}, and the checkpoint of step {self.step}")
+                raise ValueError(f"it belongs to step {sidecar['step']!r:.60}, but the checkpoint to step {self.step}")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
         return read_safetensors(self.folder / f"{name}.safetensors"), sidecar
@@ -205,8 +221,8 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
         if (found, now) != (size, crc):
-            what = f"{found} bytes instead of {size}" if found != size else "other content than was written"
-            raise CheckpointError(f"{path} is torn: it has {what}; use an earlier checkpoint")
+            what = f"it has {found} bytes instead of {size}" if found != size else "its CRC is wrong"
+            raise CheckpointError(f"{path} is damaged: {what}; use an earlier checkpoint")
 
 
 _SETTINGS = {
@@ -219,26 +235,26 @@ _SETTINGS = {
 
 
 def read_safetensors(path: Path) -> dict[str, TensorPayload]:
-    """The tensors of a safetensors file, mapped and not copied. Raises `CheckpointError` for anything else."""
+    """The tensors of a safetensors file, by name, memory-mapped. Raises `CheckpointError` for any other file."""
     try:
         _require_file(path)
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(mapped[:8], "little")
         if length > min(_LARGEST_HEADER, len(mapped) - 8):
-            raise ValueError(f"its header is said to have {length} bytes")
+            raise ValueError(f"its header claims to have {length} bytes")
         header = json.loads(bytes(mapped[8 : 8 + length]), object_pairs_hook=_once)
         data = mapped[8 + length :]
         tensors, before = {}, 0
-        # As the format says: one after the other, without gap or overlap.
+        # The format demands that tensors follow one another without gap or overlap.
         entries = [(name, _entry(name, entry)) for name, entry in header.items() if name != "__metadata__"]
         for name, (start, stop, dtype, shape) in sorted(entries, key=lambda each: each[1][:2]):
             if start != before or stop > len(data):
-                raise ValueError(f"{name} lies beyond its end" if stop > len(data) else f"{name} does not lie where it must")
+                raise ValueError(f"{name} lies beyond its end" if stop > len(data) else f"{name} is not where it must be")
             before = stop
             tensors[name] = TensorPayload.received(data[start:stop], dtype, shape)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, WireError) as error:
-        raise CheckpointError(f"{path} is no safetensors file that can be read: {type(error).__name__}: {error!s:.200}") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {type(error).__name__}: {error!s:.200}") from error
     return {name: tensors[name] for name, _ in entries}
 
 
@@ -254,14 +270,14 @@ def _entry(name: str, entry: Mapping[str, Any]) -> tuple[int, int, str, tuple[in
     (start, stop), dtype, shape = entry["data_offsets"], _WIRE[entry["dtype"]], tuple(entry["shape"])
     numbers = (start, stop, *shape)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"{name} has {shape!r:.60} at {entry['data_offsets']!r:.60}")
+        raise ValueError(f"{name} has shape {shape!r:.60} and offsets {entry['data_offsets']!r:.60}")
     if _numel([max(1, size) for size in shape]) >= 2**63 or stop - start != _numel(shape) * dtype_named(dtype).itemsize:
-        raise ValueError(f"{name} of {dtype} {shape!r:.60} has {stop - start} bytes")
+        raise ValueError(f"{name}, {dtype} of shape {shape!r:.60}, has {stop - start} bytes")
     return start, stop, dtype, shape
 
 
 def _content(path: Path, most: int) -> bytes:
-    """A file's content. Raises `OSError`, and `ValueError` where it is none, or larger than ``most`` bytes."""
+    """A file's content. Raises `OSError`, and `ValueError` if it is not a file or is larger than ``most`` bytes."""
     _require_file(path)
     with path.open("rb") as file:
         content = file.read(min(path.stat().st_size, most) + 1)
@@ -271,9 +287,9 @@ def _content(path: Path, most: int) -> bytes:
 
 
 def _require_file(path: Path) -> None:
-    """Raise `OSError` for what is there and no file: to open a pipe waits for ever."""
+    """Raise `OSError` if ``path`` exists but is not a regular file: opening a pipe would wait for ever."""
     if path.exists() and not path.is_file():
-        raise OSError(f"{path.name} is no file")
+        raise OSError(f"{path.name} is not a regular file")
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:
@@ -283,9 +299,9 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def find_latest(folder: Path) -> Path:
-    """The latest checkpoint of a run's folder, of its ``checkpoints`` folder, or of any run below ``folder``.
+    """The latest checkpoint in a run's folder, in its ``checkpoints`` folder, or in any run below ``folder``.
 
-    Raises `CheckpointError` where there is none.
+    Raises `CheckpointError` if there is none.
     """
     try:
         if (folder / META).is_file():
@@ -295,9 +311,9 @@ def find_latest(folder: Path) -> Path:
                 return found[-1]
         runs = [found[-1] for checkpoints in folder.glob("*/checkpoints") if (found := find_checkpoints(checkpoints))]
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(folder)!r:.300} cannot be looked through for checkpoints: {error!s:.300}") from error
+        raise CheckpointError(f"{str(folder)!r:.300} cannot be searched for checkpoints: {error!s:.300}") from error
     if not runs:
-        raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run have [job] checkpoint_every?")
+        raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run set [job] checkpoint_every?")
     return max(runs, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -305,14 +321,14 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the latest ``keep`` checkpoints. Returns those removed."""
     removed = find_checkpoints(checkpoints)[:-keep]
     for path in removed:
-        # First it must stop being a checkpoint: a removal that is cut short leaves no torn one behind.
+        # Rename it first, so that an interrupted removal leaves no damaged checkpoint behind.
         (path / META).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
 class _File:
-    """A file that counts its bytes and their CRC, and is on disk once it is closed."""
+    """A file that counts its bytes and their CRC, and is flushed to disk when closed."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -331,7 +347,7 @@ class _File:
         return self._size, self._crc
 
     def abandon(self) -> None:
-        with suppress(OSError):  # what was not written yet may not fit on a full disk
+        with suppress(OSError):  # on a full disk, closing may fail again
             self._file.close()
 
 
@@ -340,7 +356,7 @@ def _header(listed: Listed) -> bytes:
     offset = 0
     for name, dtype, shape in listed:
         if dtype not in _SAFETENSORS:
-            raise CheckpointError(f"{name} is of type {dtype}, which cannot be kept in a checkpoint")
+            raise CheckpointError(f"{name} has type {dtype}, which a checkpoint cannot hold")
         nbytes = _numel(shape) * dtype_named(dtype).itemsize
         entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offset += nbytes

@@ -1,7 +1,7 @@
 """A checkpoint whose parts are arriving: which it has, which it waits for, and when it is complete. Blocking; no network.
 
-It is complete when everybody who trained its step has sent their part. In an elastic run these may be fewer than the run has
-places for: each worker says with its parts who they are, as far as it knows, and whoever anyone knows to be gone is not waited for.
+It is complete when every role that took part in its step has sent its parts. In an elastic run some workers may be missing: each
+worker sends, with its parts, the list of workers it knows of, and a worker that is known to be gone is not waited for.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zmqtrain.wire.payload import Payload
 
 
 class IncomingCheckpoint:
-    """One checkpoint until it is committed or given up."""
+    """One checkpoint until it is committed or abandoned."""
 
     def __init__(self, checkpoints: Path, step: int, shape: RunShape, began_s: float) -> None:
         self._writer = CheckpointWriter(checkpoints, step, shape)
         self.step, self.began_s = step, began_s
         self.overdue = False
-        """Whether somebody was told that it takes too long."""
+        """Whether an event has said that it takes too long."""
         self._shape = shape
         self._parts: dict[str, tuple[PeerId, PartWriter]] = {}
         self._members: frozenset[int] | None = None
@@ -33,17 +33,17 @@ class IncomingCheckpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """The parts of which anything has come."""
+        """The parts of which at least one message has arrived."""
         return self._parts.keys() | self._written.keys()
 
     def take(self, sender: PeerId, name: str, payload: Payload) -> bool:
-        """The next message of a part. Returns whether the part is on disk. Raises `CheckpointError` and `OSError`."""
+        """Take the next message of a part. Returns whether the part is on disk now. Raises `CheckpointError` and `OSError`."""
         if name in self._written:
             if self._written[name] == sender:
-                raise CheckpointError(f"part {name} of checkpoint {self.step} came twice")
-            return False  # somebody believed that who was to send it is gone
+                raise CheckpointError(f"part {name} of checkpoint {self.step} arrived twice")
+            return False  # a second worker sent it, in the belief that the first one is gone
         began, part = self._parts.get(name, (sender, None))
-        if part is not None and began != sender:  # who began it is gone, and another begins anew
+        if part is not None and began != sender:  # its first sender is gone, and another begins again
             part.discard()
             part = None
         if part is None:
@@ -61,17 +61,19 @@ class IncomingCheckpoint:
         return True
 
     def missing(self, nothing: Collection[str], there: Callable[[int], bool]) -> list[str]:
-        """The parts that have to come still. ``nothing``: parts that are always empty; ``there(rank)``: whether a worker is."""
+        """The names of the parts still to come.
+
+        ``nothing``: parts that are always empty. ``there(rank)``: whether a worker is present."""
         present = self._present(there)
         parts = self._all if present is None else self._shape.parts(present)
         return [part for part in parts if part not in self._written and part not in nothing]
 
     def has_lost(self, there: Callable[[int], bool]) -> bool:
-        """Whether one is gone whose part somebody has waited for."""
+        """Whether a worker is gone whose part was waited for."""
         return self._members is not None and self._members != self._present(there)
 
     def commit(self, nothing: Mapping[str, Mapping[str, Any]], there: Callable[[int], bool]) -> Path:
-        """Nothing is `missing`: write what is in no message, and let the checkpoint exist."""
+        """Called when nothing is `missing`: write the empty parts, and commit the checkpoint. Returns its folder."""
         for name, sidecar in nothing.items():
             if name not in self._written:
                 self._writer.add(self._writer.part(name, [], {**sidecar, "step": self.step}).close())
@@ -91,7 +93,7 @@ class IncomingCheckpoint:
                 return
 
     def _present(self, there: Callable[[int], bool]) -> frozenset[int] | None:
-        """The workers whose parts belong to it; ``None``: all of the run's."""
+        """The workers whose parts belong to the checkpoint; ``None``: all workers of the run."""
         if self._members is None:
             return None
         return frozenset(rank for rank in self._members if f"worker-{rank}" in self._written or there(rank))

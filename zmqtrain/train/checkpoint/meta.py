@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, checked: its ``checkpoint.msgpack`` may be torn, of another release, or tampered with. Pure."""
+"""A checkpoint's ``checkpoint.msgpack``, checked: it may be damaged, of another release, or tampered with. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FORMAT = 1
 #: The part with the model's state_dict.
 MODEL = "model"
 KINDS = ("allreduce", "model_server", "gossip", "averaging")
-#: Longer than any that is written; what is longer is no such file.
+#: No such file that we write is longer than this many bytes.
 LARGEST_META = 64 << 20
-#: Values beside the tensors are lists and tables of a few levels.
+#: The values beside the tensors are lists and tables nested at most this deep.
 DEEPEST = 32
 _LARGEST_STEP = 2**53
 _LARGEST_COUNT = 1 << 20
@@ -23,30 +23,30 @@ _FILE = re.compile(r"[a-z0-9][a-z0-9-]{0,63}\.(safetensors|msgpack)")
 
 
 class AnotherFormatError(ValueError):
-    """It is of a release that writes checkpoints in another way."""
+    """The checkpoint was written by a release with another format."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """What must be equal for a checkpoint to fit a run."""
+    """The settings that must be equal for a checkpoint to fit a run."""
 
     kind: str
     groups: int
     group_size: int
     servers: int
     fc_servers: int = 0
-    """That keep a part: however many divide the layers, the first one keeps all of them."""
+    """FC servers that keep a part: the first one keeps all layers, however many servers divide them."""
 
     @property
     def world_size(self) -> int:
         return self.groups * self.group_size
 
     def parts(self, workers: Collection[int] | None = None) -> tuple[str, ...]:
-        """The parts of a complete checkpoint. ``workers``: who was there of an elastic run's, by rank; all if not given.
+        """The names of the parts of a complete checkpoint. ``workers``: the ranks present in an elastic run; ``None`` for all.
 
-        ``model`` is rank 0's state_dict; ``group-G`` is what the workers of a group have in common (the optimizer's state, and the
-        parameters where groups differ); servers have parameters and optimizer state of their pieces, FC servers those of their
-        layers; workers the rest (random states, buffers).
+        ``model`` is rank 0's state_dict. ``group-G`` is what the workers of a group share (the optimizer's state, and the
+        parameters if groups differ). Servers have the parameters and optimizer state of their pieces, FC servers those of their
+        layers, and workers the rest (random states, buffers).
         """
         groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
         ranks = range(self.world_size) if workers is None else sorted(workers)
@@ -62,14 +62,14 @@ class RunShape:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What stands in ``checkpoint.msgpack``."""
+    """The content of ``checkpoint.msgpack``."""
 
     step: int
     shape: RunShape
     files: Mapping[str, tuple[int, int]]
     """Size and CRC of each file."""
     workers: frozenset[int] | None = None
-    """Who was there, by rank, where some of an elastic run's were lost; ``None``: all."""
+    """The ranks that were present, if an elastic run had lost some; ``None``: all."""
 
     def packed(self) -> bytes:
         values: dict[str, Any] = {"format": FORMAT, "step": self.step, "shape": asdict(self.shape)}
@@ -80,7 +80,7 @@ class Meta:
 
     @classmethod
     def parse(cls, data: bytes) -> Meta:
-        """Raises `ValueError`, which says what is wrong: `AnotherFormatError` where only the release is."""
+        """Raises `ValueError` that says what is wrong: `AnotherFormatError` if only the release differs."""
         values = unpack(data)
         version = values.get("format")
         if not isinstance(version, int) or isinstance(version, bool):
@@ -94,13 +94,13 @@ class Meta:
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """A table of plain values. Raises `ValueError` for anything else."""
+    """The table of plain values that ``data`` holds. Raises `ValueError` for anything else."""
     try:
         values = msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise ValueError(f"it is no msgpack ({type(error).__name__}: {error!s:.100})") from None
+        raise ValueError(f"it is not msgpack ({type(error).__name__}: {error!s:.100})") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"it is no table, but {values!r:.60}")
+        raise ValueError(f"it is not a table, but {values!r:.60}")
     _require_plain(values, DEEPEST)
     return values
 
@@ -116,7 +116,7 @@ def _require_plain(value: object, depth: int) -> None:
         for each in value:
             _require_plain(each, depth - 1)
     elif not (value is None or isinstance(value, bool | int | float | str | bytes)):
-        raise ValueError(f"it has {value!r:.60}")
+        raise ValueError(f"it contains {value!r:.60}")
 
 
 def _number(values: Mapping[str, Any], name: str, most: int, least: int = 0) -> int:
@@ -145,7 +145,7 @@ def _shape(values: Mapping[str, Any]) -> RunShape:
 
 def _file(name: object) -> str:
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r:.60} is no name of one of its files")
+        raise ValueError(f"{name!r:.60} is not a valid file name")
     return name
 
 

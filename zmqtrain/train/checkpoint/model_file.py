@@ -1,7 +1,7 @@
-"""``model.safetensors`` in a run's directory: the newest of the run's models; and ``model.json``, which says what it is.
+"""``model.safetensors`` in a run's directory, which holds the run's newest model, and ``model.json``, which describes it.
 
-With each checkpoint it becomes that one's model, which is linked and not copied. A model that belongs to no checkpoint (where the
-job keeps none, or a script does) comes alone. Runs beside the coordinator.
+With each checkpoint it becomes that checkpoint's model, by a link rather than a copy. A model that belongs to no checkpoint (if
+the job keeps none, or a script does) is sent on its own. This runs beside the coordinator.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAME, ABOUT = "model.safetensors", "model.json"
 
 
 class ModelFile:
-    """A run's. `run` it as a task for as long as the run lasts."""
+    """The model file of one run. `run` it as a task for as long as the run lasts."""
 
     def __init__(self, endpoint: Endpoint, folder: Path | None) -> None:
-        """``folder``: the run's directory; ``None``: nowhere, and what comes is dropped."""
+        """``folder``: the run's directory; ``None``: models that arrive are dropped."""
         self._folder = folder
         self._writer: PartWriter | None = None
         self._written: dict[Tag, asyncio.Future[None]] = {}
@@ -48,21 +48,21 @@ class ModelFile:
                 except (CheckpointError, OSError) as error:
                     if not future.done():
                         future.set_exception(CheckpointError(f"the model cannot be written: {error}"))
-                        future.exception()  # it may be that nobody asks
+                        future.exception()  # nothing may be waiting for it
         finally:
             self._subscription.close()
             for future in self._written.values():
                 future.cancel()
 
     def publish(self, checkpoint: Path) -> None:
-        """The checkpoint is complete: its model is the run's from now on. Raises `OSError`."""
+        """The checkpoint is complete: its model becomes the run's. Raises `OSError`."""
         if self._folder is None:
             return
         about = msgpack.unpackb((checkpoint / f"{MODEL}.msgpack").read_bytes(), strict_map_key=False)
         self._put(checkpoint / NAME, about)
 
     def _take(self, payload: Payload) -> bool:
-        """In a thread. Returns whether the model is complete."""
+        """Write the next message of a model, in a thread. Returns whether the model is complete."""
         if self._folder is None:
             return True
         partial = self._folder / f".{MODEL}.partial"
@@ -82,7 +82,7 @@ class ModelFile:
         return True
 
     def _put(self, source: Path, about: Mapping[str, Any]) -> None:
-        """Neither file is ever seen half written."""
+        """Replace both files so that neither is ever seen half written."""
         assert self._folder is not None
         new = self._folder / f".{NAME}.tmp"
         new.unlink(missing_ok=True)
@@ -102,16 +102,16 @@ class ModelFile:
 
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
-    """Write what the model in ``folder`` is."""
+    """Write the description of the model in ``folder``."""
     new = folder / f".{ABOUT}.tmp"
     new.write_text(json.dumps(dict(about), indent=2) + "\n", encoding="utf-8")
     os.replace(new, folder / ABOUT)
 
 
 def model_lines(folder: Path, steps: int) -> list[str]:
-    """What to say of the model that a run has left, and how it is loaded; nothing where there is none.
+    """Lines that describe the model that a run has left, and how to load it; none if there is no model.
 
-    ``steps``: as many as the run is known to have done; of one that has failed they may be fewer than the model's."""
+    ``steps``: the steps that the run is known to have trained; after a failure these may be fewer than the model's."""
     about = read_about(folder)
     if about is None:
         return []
@@ -129,7 +129,7 @@ def model_lines(folder: Path, steps: int) -> list[str]:
 
 
 def read_about(folder: Path) -> dict[str, Any] | None:
-    """What the model in ``folder`` is; ``None`` where there is none."""
+    """The description of the model in ``folder``; ``None`` if there is no model."""
     with suppress(OSError, ValueError, RecursionError):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if isinstance(about, dict) and (folder / NAME).is_file():

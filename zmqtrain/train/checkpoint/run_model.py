@@ -1,17 +1,17 @@
-"""The run's model: what evaluations judge, checkpoints hold as ``model``, and a run leaves at its end.
+"""The run's model: what evaluations judge, checkpoints store as ``model``, and a run leaves at its end.
 
 ===========================================  =====================================================================================
 exchange                                     the run's model
 ===========================================  =====================================================================================
-allreduce; averaging at every step           what all workers have
-model servers                                the servers' parameters. On the way those of one moment of each server, after group 0's
-                                             last step and before its next; at the end with all steps of all groups
+allreduce; averaging at every step           the parameters, which are equal on all workers
+model servers                                the servers' parameters: during training those of one moment of each server, after
+                                             group 0's last step and before its next; at the end, with all steps of all groups
 gossip, averaging                            the exact mean of all groups' parameters
 averaging by ``elastic``                     the center, not the mean
 ===========================================  =====================================================================================
 
-Buffers, like batch norm's statistics, are in each case those of the first worker, as in evaluations. With merged layers the FC
-server's part belongs to it, as it is at the same moment.
+Buffers, like batch norm's statistics, are always those of the first worker, as in evaluations. With merged layers the FC server's
+part, as it is at the same moment, belongs to the model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from zmqtrain.wire.tensor import TensorPayload
 
 @asynccontextmanager
 async def gathered(replica: Replica, exchange: Exchange, group: Group, own: Group, tag: str) -> AsyncIterator[float]:
-    """With `RunModel.MEAN` and `RunModel.CENTER`: for a while all members of ``group``, who all call it, have the run's model in
-    place of their own parameters. Yields the largest difference of any of this worker's own from it.
+    """A context in which all members of ``group`` have the run's model in place of their own parameters, with `RunModel.MEAN` and
+    `RunModel.CENTER`. All members must enter it. Yields the largest difference between this worker's own parameters and the model.
 
-    ``own``: the worker's compute group. `TorchReplica.take_all` comes next, then and at the end.
+    ``own``: the worker's compute group. Call `TorchReplica.take_all` next, both inside the context and after it.
     """
     mine = [copy_of(bucket.parameters) for bucket in replica.buckets]
     try:
@@ -48,7 +48,7 @@ async def gathered(replica: Replica, exchange: Exchange, group: Group, own: Grou
 
 
 async def take_run_model(replica: Replica, exchange: Exchange, group: Group, own: Group, tag: str) -> None:
-    """As `gathered`, and nothing puts the worker's own parameters back."""
+    """As `gathered`, but the worker's own parameters are not restored."""
     for bucket in replica.buckets:
         if exchange.model is RunModel.CENTER:
             await _take_center(bucket, exchange.center(bucket), own, tag)
@@ -74,7 +74,7 @@ async def _take_center(bucket: Bucket, part: Payload, own: Group, tag: str) -> N
 
 
 def _difference(one: Payload, other: Payload) -> float:
-    """The largest; 0 for payloads without elements in memory."""
+    """The largest absolute difference; 0 for payloads without elements in memory."""
     if not isinstance(one, TensorPayload) or not isinstance(other, TensorPayload):
         return 0.0
     return float((one.tensor - other.tensor).abs().max())

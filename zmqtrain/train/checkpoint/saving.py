@@ -1,13 +1,14 @@
-"""A worker's part of checkpoints: what goes in, and how it comes back.
+"""A worker's part of checkpoints: what is saved, and how it is restored.
 
-What is where depends on who has it. Servers keep their pieces themselves; workers that are equal leave it to the first of them.
-The schedule is not kept: it is run through again, which ends in the same state whatever its class.
+Which part holds what depends on who owns it. Servers keep their own pieces; of workers with equal state, the first one keeps it.
+The learning-rate schedule is not saved: it is replayed from the start, which gives the same state for any class of schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
-from zmqtrain.exchange.checkpoint_part import MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint.folder import MODEL
+from zmqtrain.train.checkpoint.layout import Layout
+from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, tensors_of
+from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
 from zmqtrain.train.random_state import random_state, restore_random_state
@@ -26,9 +30,9 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
-#: What `torch.compile` puts into the names of a module's parameters.
+#: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
-_ANOTHER_MODEL = "it is of another model; give one of this model, or start without it"
+_ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or start without it"
 
 
 class Keeps(Protocol):
@@ -41,7 +45,7 @@ class Keeps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """Who this worker is, as far as checkpoints care."""
+    """This worker's identity, as far as checkpoints depend on it."""
 
     endpoint: Endpoint
     kind: Literal["allreduce", "model_server", "gossip", "averaging"]
@@ -49,16 +53,18 @@ class Saver:
     group: int
     position: int
     timeout_s: float
+    size: tuple[int, int] = (1, 1)
+    """The workers of a group, and among how many of them it divides its batch."""
     data: Keeps | None = None
-    """Knows how far this worker is in its data."""
+    """The worker's position in its data."""
     merged: bool = False
-    """Whether this worker has only a phase of the model."""
+    """Whether this worker has only some layers of the model."""
     members: tuple[int, ...] | None = None
-    """Who trains, by rank, where these may be fewer than the run's workers."""
+    """The ranks that train, if these may be fewer than the run's workers."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
-        """Send this worker's parts of the checkpoint at ``step``, all but the run's model; on return they are on disk. Nothing may
-        change meanwhile.
+        """Send this worker's parts of the checkpoint at ``step``, except the run's model; on return they are on disk. Nothing may
+        change in the meantime.
 
         All workers of a group that divides its model call it together."""
         values: dict[str, Any] = {"step": step}
@@ -66,38 +72,39 @@ class Saver:
             values[MEMBERS] = list(self.members)
         parts = Parts.of(replica.model)
         if self.kind != "model_server":
-            tensors = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
-            tensors = await device.run(lambda: parts.whole(tensors))
+            own = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
+            state = await device.run(lambda: _gathered(parts, own))
             if self._keeps_group:
-                await self._send(step, self._group_part, tensors, values)
+                await self._send(step, self._group_part, state, values)
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
         values |= {"random": random, "exchange": exchange.state_dict()}
+        values |= {"layout": self._layout(replica).to_value(), "columns": self.size[1]}
         if replica.loss_scale is not None:
             values["loss_scale"] = replica.loss_scale.state()
         if self.data is not None:
             values["data"] = self.data.state_dict()
         added = _added_up(exchange, step)
         if added is not None:
-            # Each worker's own, also where the model is divided: what it will add to them is its own, too.
+            # These are each worker's own, even if the model is divided, as are the gradients that it will add to them.
             tensors |= {f"gradient/{name}": gradient for name, gradient in replica.memory.added_up().items()}
             values["added up"] = added
         await self._send(step, f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
-        """Fill the model from the checkpoint that ``[job] weights`` names; the run begins afresh all the same."""
+        """Fill the model from the checkpoint named by ``[job] weights``; apart from that the run begins at step 0."""
         others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         if others and not self.merged:
             raise CheckpointError(
-                f"[job] weights: the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}"
+                f"[job] weights: the checkpoint's model has {min(others)}, but this model does not: {_ANOTHER_MODEL}"
             )
         replica.memory.publish()
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
-        """Take this worker's parts back. Returns the step to go on with; None if the run begins afresh.
+        """Restore this worker's parts. Returns the step to continue with, or ``None`` if the run begins afresh.
 
-        Parameters that the exchange spreads when it starts (from rank 0, or from servers) are not read here.
+        Parameters that the exchange distributes when it starts (from rank 0, or from servers) are not read here.
         """
         own = await self._fetch(f"worker-{self.rank}")
         if own is None:
@@ -110,38 +117,81 @@ class Saver:
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
-        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # others with the same part get it from them
+        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # workers with the same part get it from this one
             others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
-                raise CheckpointError(f"the checkpoint's model has {min(others)}, which this one has not: {_ANOTHER_MODEL}")
+                raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
             _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
         replica.memory.publish()
+        recut = await self._recut(own, replica)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
-            exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            if recut is None:
+                exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
+            else:
+                recut.load_into(exchange)
             if self.data is not None:
                 self.data.load_state_dict(own.sidecar.get("data"))
             self._restore_gradients(own, tensors, replica, exchange)
-            restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
+            if recut is None or recut.was.group_size == recut.now.group_size:  # otherwise two may have begun with the same part
+                restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    def _layout(self, replica: TorchReplica) -> Layout:
+        return Layout.of(replica, Parts.of(replica.model).shards, self.size[0])
+
+    async def _recut(self, own: Part, replica: TorchReplica) -> Recut | None:
+        """What the exchange begins with, if the checkpoint was written with other parts of the model or buckets; else ``None``.
+        Raises `CheckpointError` for what cannot be divided anew."""
+        kept = own.sidecar.get("layout")
+        if kept is None:  # of a release that resumed on the same grid only
+            return None
+        with taking_back(own.name):
+            was, now = Layout.from_value(kept), self._layout(replica)
+        if was == now:
+            return None
+        others = (was.group_size, was.parameters, own.sidecar.get("columns")) != (now.group_size, now.parameters, self.size[1])
+        if others and own.sidecar.get("added up") is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), when each "
+                "worker has added up its own: resume with the grid and group_size with which it was written, or from "
+                "a checkpoint right after an exchange"
+            )
+        if self.size[1] != own.sidecar.get("columns") and own.sidecar.get("data") is not None:
+            raise CheckpointError(
+                "the checkpoint says how far each worker has read its stream, which is divided in another way among "
+                f"{self.size[1]} columns: resume with a grid of {own.sidecar.get('columns')!r:.20} columns"
+            )
+        fetch = partial(self._kept, self.timeout_s)
+        if self.kind == "averaging":
+            return await recut_averages(was, now, self.group, self.position, own, fetch)
+        if self.kind == "model_server":
+            return await recut_servers(was, now, self.group, self.position, own, fetch)
+        return Recut(was, now)
+
+    async def _kept(self, timeout_s: float, name: str) -> Part:
+        """A part as the run that wrote the checkpoint named it."""
+        part = await fetch_part(self.endpoint, AS_KEPT + name, timeout_s=timeout_s)
+        assert part is not None, "the run resumes a checkpoint"
+        return part
 
     @staticmethod
     def _restore_gradients(own: Part, tensors: Mapping[str, Tensor], replica: TorchReplica, exchange: Exchange) -> None:
-        """What was added up since the last exchange."""
+        """Restore the gradients that were added up since the last exchange."""
         was, now = own.sidecar.get("added up"), _added_up(exchange, own.step)
         if was != now:
             raise CheckpointError(
-                f"the checkpoint of step {own.step} was written {_in_words(was)}, but now this step comes {_in_words(now)}: resume "
-                "with [exchange] every as it was, or from another checkpoint"
+                f"the checkpoint of step {own.step} was written {_in_words(was)}, but in this run that step comes "
+                f"{_in_words(now)}: resume with the old value of [exchange] every, or from another checkpoint"
             )
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
         replica.memory.go_on_adding_to(added)
 
     async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
-        """The checkpoint was written after this worker was lost: begin with the run's model, and a neighbour's optimizer."""
+        """The checkpoint was written after this worker was lost: begin with the run's model and a neighbour's optimizer state."""
         await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
         state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
@@ -162,27 +212,27 @@ class Saver:
         return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        await send_part(self.endpoint, step, name, _payloads(tensors), values, timeout_s=self.timeout_s)
+        await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
 
     async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
 
     async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
-        """Fill ``targets`` from the part; those in plain host memory are received in place. Returns the part's other tensors."""
+        """Fill ``targets`` from the part; targets in plain host memory are received in place. Returns the part's other tensors."""
         whole = {} if parts.divided else targets
         plain = {key: t for key, t in whole.items() if t.device.type == "cpu" and t.is_contiguous()}
         part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
         if part is None:
-            raise CheckpointError(f"the checkpoint has no part {name}: use an earlier one")
+            raise CheckpointError(f"the checkpoint has no part {name}: use an earlier checkpoint")
         tensors = tensors_of(part)
-        if name == MODEL:  # which may be a file of somebody else's
+        if name == MODEL:  # which another program may have written
             tensors = {plain_name(key): tensor for key, tensor in tensors.items()}
         _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
 def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
-    """Over how many steps gradients are added up before ``step``, and how many are still to come with them; ``None``: none."""
+    """Over how many steps gradients have been added up before ``step``, and how many are still to come; ``None`` if not at all."""
     since = 0
     while since < step and not exchange.exchanges(step - 1 - since):
         since += 1
@@ -201,11 +251,20 @@ def _in_words(added: object) -> str:
     return "right after an exchange of gradients"
 
 
-def whole_state(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
-    """The model's ordinary state_dict, with the task's names and nothing divided. In the compute thread; all workers of a group
-    that divides the model call it together. Without ``copied`` tensors may alias the model's."""
-    state = Parts.of(model).whole({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
-    return {plain_name(name): tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
+def whole_state(model: nn.Module, *, copied: bool, to: int = 0) -> Mapping[str, Tensor]:
+    """The model's ordinary state_dict, with the task's names, and whole even if the model is divided. Called in the compute thread.
+
+    All workers of a group that divides the model call it together; that of position ``to`` has the state, and the others none.
+    Without ``copied``, tensors may alias the model's."""
+    parts, state = Parts.of(model), _state(model)
+    if parts.divided:
+        return _gathered(parts, state, to)
+    return {name: tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
+
+
+def _gathered(parts: Parts, tensors: Mapping[str, Tensor], to: int = 0) -> Mapping[str, Tensor]:
+    """Whole tensors, on the group's worker ``to``: not in its memory, where they may not fit beside its part of the model."""
+    return Spool(parts.gathered(tensors, to)) if parts.divided else tensors
 
 
 async def send_model(
@@ -213,20 +272,32 @@ async def send_model(
 ) -> None:
     """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
     values = {"step": step, **about}
-    await (send_alone if alone else send_part)(endpoint, step, MODEL, _payloads(state), values, timeout_s=timeout_s)
+    await (send_alone if alone else send_part)(endpoint, step, MODEL, _Payloads(state), values, timeout_s=timeout_s)
 
 
-def _payloads(tensors: Mapping[str, Tensor]) -> dict[str, Payload]:
-    return {key: TensorPayload.of(tensor.detach().cpu().contiguous()) for key, tensor in tensors.items()}
+class _Payloads(Mapping[str, Payload]):
+    """Tensors as payloads, each made when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Payload:
+        return TensorPayload.of(self._tensors[name].detach().cpu().contiguous())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's ordinary state_dict, as if nothing in it were compiled. Tensors alias the model's."""
+    """The model's ordinary state_dict, named as if nothing were compiled. Tensors alias the model's."""
     return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or buffer's name without what `torch.compile` puts into it."""
+    """The name of a parameter or buffer, without what `torch.compile` adds to it."""
     return name.replace(COMPILED, "")
 
 
@@ -235,7 +306,7 @@ def _parameters(replica: TorchReplica) -> dict[str, Tensor]:
 
 
 def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
-    """``optimizer/KEY/PARAMETER`` of everything the optimizer keeps; numbers become tensors."""
+    """Everything that the optimizer keeps, as tensors named ``optimizer/KEY/PARAMETER``; numbers become tensors."""
     tensors = {}
     for name, parameter in replica.model.named_parameters():
         for key, value in replica.optimizer.state.get(parameter, {}).items():
@@ -252,7 +323,9 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
         kind, _, rest = full.partition("/")
         key, _, name = rest.partition("/")
         if kind != "optimizer" or name not in parameters or id(parameters[name]) not in groups:
-            raise CheckpointError(f"the checkpoint's optimizer knows {full!r:.100}, which this one has not: {_ANOTHER_MODEL}")
+            raise CheckpointError(
+                f"the checkpoint's optimizer has state for {full!r:.100}, which this model does not have: {_ANOTHER_MODEL}"
+            )
         states.setdefault(name, {})[key] = tensor
     for name, state in states.items():
         parameter = parameters[name]
@@ -260,7 +333,7 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
         group = groups[id(parameter)]
         for key, tensor in state.items():
             if key == "step" and not (group.get("capturable") or group.get("fused")):
-                pass  # counted on the CPU
+                pass  # step counters stay on the CPU
             elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
                 tensor = torch.empty_like(parameter).copy_(tensor)
             else:
@@ -268,17 +341,8 @@ def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) 
             replica.optimizer.state[parameter][key] = tensor
 
 
-def tensors_of(part: Part) -> dict[str, Tensor]:
-    """The part's tensors, which alias the part."""
-    tensors = {}
-    for name, payload in part.tensors.items():
-        assert isinstance(payload, TensorPayload)
-        tensors[name] = payload.tensor
-    return tensors
-
-
 def _fill(part: str, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy each of ``tensors`` into the target of its name; `CheckpointError` where they do not fit."""
+    """Copy each of ``tensors`` into the target of the same name. Raises `CheckpointError` if they do not fit."""
     for name, target in targets.items():
         source = tensors.get(name)
         if source is None:

@@ -1,7 +1,7 @@
-"""What a device with memory of its own gives: a small table of calls, which CUDA implements, and a stand-in in the tests.
+"""The calls that zmqtrain makes on a device with memory of its own. CUDA implements them, and so does a stand-in in the tests.
 
-All that is built on it (copies beside the arithmetic, random states, tensors of other devices in collectives) is the same code for
-all of them, so what runs on the stand-in runs on a GPU but for the lines of `zmqtrain.train.device.cuda`.
+Everything built on them (copies beside the arithmetic, random states, tensors of other devices in collectives) is the same code
+for all devices, so what works on the stand-in works on a GPU, apart from the lines of `zmqtrain.train.device.cuda`.
 """
 
 from __future__ import annotations
@@ -16,62 +16,65 @@ from zmqtrain.errors import UsageError
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream of work."""
 
     def record(self, stream: Stream) -> object:
-        """Be the point behind all that is queued on the stream now."""
+        """Mark the point after everything that is queued on the stream now."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until what is before it has run, without using a processor meanwhile. Any thread. Raises what has gone wrong."""
+        """Wait until everything before the point has run, without occupying a processor. Any thread. Raises the device's errors."""
         ...
 
 
 class Stream(Protocol):
-    """Work that a device does in order, beside that of other streams."""
+    """Work that a device does in order, concurrently with other streams."""
 
     def wait_event(self, event: Event) -> None:
-        """What is queued from now on runs after what is before the event. Returns at once."""
+        """Work queued from now on runs after the event. Returns at once."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all that is queued has run."""
+        """Wait until all queued work has run."""
         ...
 
 
 class Accelerator(Protocol):
-    """A kind of device."""
+    """A kind of device, such as CUDA."""
 
     def count(self) -> int:
-        """How many there are here; 0 where there is none, or no driver. Must not be asked before a process forks."""
+        """The number of devices here; 0 if there is none, or no driver. Must not be called before the process forks."""
         ...
 
     def use(self, device: torch.device) -> None:
-        """What this thread does without naming a device is done on this one."""
+        """Make ``device`` the default device of this thread."""
         ...
 
     def stream(self, device: torch.device) -> Stream:
-        """A new one."""
+        """A new stream."""
         ...
 
     def current(self, device: torch.device) -> Stream:
-        """The one on which this thread's arithmetic is queued; in a hook of autograd the one on which gradients are made."""
+        """The stream on which this thread's arithmetic is queued; in an autograd hook, the stream on which gradients are
+        computed."""
         ...
 
     def event(self) -> Event:
-        """A new one."""
+        """A new event."""
         ...
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream) -> None:
-        """Queue a copy on the stream. It returns at once where the host's side is pinned. Neither may be freed before it ends."""
+        """Queue a copy of ``source`` to ``target`` (same shape and dtype) on the stream.
+
+        It returns at once if the host's side is pinned. Neither tensor may be freed before the copy ends."""
         ...
 
     def move(self, source: Tensor, device: torch.device, stream: Stream) -> Tensor:
-        """Queue a copy of host memory to new memory of the device, which belongs to the stream."""
+        """Queue a copy of ``source``, in host memory, to new memory of the device that belongs to the stream. Returns the copy."""
         ...
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Once it is dropped, the tensor's memory is used again only when what is queued on this stream, too, has run."""
+        """After the tensor is freed, its memory is not reused before the work now queued on this stream has run."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
@@ -79,19 +82,20 @@ class Accelerator(Protocol):
         ...
 
     def pin(self, tensor: Tensor, device: torch.device) -> bool:
-        """Let the device read and write this memory of the host itself. False where it could already. Raises `HostMemoryError`."""
+        """Let the device read and write the host memory of ``tensor`` directly. Returns False if it already could. Raises
+        `HostMemoryError`."""
         ...
 
     def unpin(self, tensor: Tensor) -> None:
-        """Take that back."""
+        """Undo `pin`."""
         ...
 
     def random_state(self, device: torch.device) -> Tensor:
-        """Of the device's generator, as bytes in the host's memory."""
+        """The state of the device's generator, as uint8 in host memory."""
         ...
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """What `random_state` gave."""
+        """Restore what `random_state` returned."""
         ...
 
 
@@ -101,14 +105,17 @@ def _cuda() -> Accelerator:
     return Cuda()
 
 
-#: By torch's name for the type of device.
+#: Keyed by torch's name of the device type.
 KINDS: dict[str, Callable[[], Accelerator]] = {"cuda": _cuda}
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """What drives the device; None for the CPU. Raises `UsageError` where tensors cannot travel from and to such devices."""
+    """The accelerator that drives ``device``; None for the CPU. Raises `UsageError` if tensors cannot be copied to such devices."""
     if device.type == "cpu":
         return None
     if device.type not in KINDS:
-        raise UsageError(f"a model on {device} cannot be trained: there are cpu and {', '.join(KINDS)}; move it there first")
+        raise UsageError(
+            f"a model on {device} cannot be trained: supported devices are cpu and {', '.join(KINDS)}; move the model to one of "
+            "them"
+        )
     return KINDS[device.type]()

@@ -1,4 +1,4 @@
-"""The seam between a worker and where its arithmetic happens."""
+"""The interface between a worker and the place where its arithmetic happens."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ T = TypeVar("T")
 
 
 class Staging(Protocol):
-    """Copies between the device's memory and the host's, which the network and the other processes of the host read and write.
+    """Copies between the device's memory and host memory, which the network and the host's other processes read and write.
 
-    Copies run beside the arithmetic, those in one direction one after another, and never wait for those in the other.
+    Copies run concurrently with the arithmetic. Those in one direction run one after another and never wait for the other
+    direction.
     """
 
     def pin(self, tensor: Tensor) -> None:
-        """Host memory, in whole pages, that will be copied from and to: the device may read and write it itself from now on.
+        """Let the device read and write this host memory directly from now on. The memory must be whole pages.
 
-        It stays where it is until the staging is closed. Raises `HostMemoryError`.
+        It must stay allocated until the staging is closed. Raises `HostMemoryError`.
         """
         ...
 
     def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
-        """Begin to copy once what is queued on the device so far has run, and return at once; then call ``done`` (any thread).
+        """Copy ``source`` (device) to ``target`` (host), after everything now queued on the device. Returns at once.
 
-        ``source`` must stay until then. Call what is returned to wait until it has been copied; it raises what has gone wrong.
+        ``done`` is called in any thread after the copy; ``source`` must not change until then. The returned function waits for the
+        copy, and raises its error.
         """
         ...
 
     def to_device(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
-        """Begin to copy at once, and return; nothing queued on the device may use ``target``. Any thread. ``done`` is called (any
-        thread) once ``source`` may be written again.
+        """Copy ``source`` (host) to ``target`` (device), starting now. Returns at once; may be called in any thread.
 
-        Call what is returned in the compute thread: what it queues from then on sees the new content.
+        Nothing that is queued on the device may use ``target``. ``done`` is called in any thread as soon as ``source`` may be
+        written again. Call the returned function in the compute thread: work that it queues afterwards sees the new content.
         """
         ...
 
     def ahead(self, source: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy a tensor in pinned memory to new memory of the device, and return at once. Any thread.
+        """Start to copy a tensor in pinned memory to new memory of the device. Returns at once; may be called in any thread.
 
-        Call what is returned in the compute thread: it gives the copy, for what is queued from then on."""
+        Call the returned function in the compute thread: it returns the copy, for work queued afterwards."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued so far has run."""
+        """Wait until everything queued before this call has run."""
         ...
 
 
@@ -61,30 +63,38 @@ class Device(Protocol):
 
     @property
     def staging(self) -> Staging | None:
-        """None where the network can read the device's memory itself (CPU)."""
+        """None if the network can read the device's memory directly (CPU)."""
         ...
 
     def clock(self) -> float:
-        """Seconds, on a clock that runs with the event loop's. May be read in the compute thread."""
+        """Seconds, on the event loop's clock. May be read in the compute thread."""
         ...
 
     def background(self, name: str) -> Background:
-        """Something that calls functions beside the compute thread."""
+        """A thread, or on virtual time its replacement, that calls functions beside the compute thread."""
         ...
 
     def condition(self) -> Condition:
-        """What the compute thread can wait at."""
+        """A condition at which the compute thread can wait."""
         ...
 
-    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
-        """This model will be computed here. Called in the compute thread, before anything else looks at it.
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sizes: Mapping[str, int] | None = None,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """Announce a model that will be computed here. Called in the compute thread, before anything else uses the model.
 
-        ``sizes``: parameters of each layer of the whole model, where ``model`` is a part of it."""
+        ``sizes``: the number of parameters of each layer of the whole model, if ``model`` is a part of it. ``shares``: which
+        part of a layer's work is done here, where that does not follow from its parameters."""
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the compute thread. One after another; a cancelled wait does not stop what runs already."""
+        """Call ``function`` in the compute thread, after all earlier calls. Cancelling the wait does not stop a call that has
+        begun."""
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for what runs, at most ``timeout_s``, and end the compute thread."""
+        """Wait for the running call, at most ``timeout_s`` seconds, and end the compute thread."""
         ...

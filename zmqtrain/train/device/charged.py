@@ -1,8 +1,8 @@
-"""Torch on a device that takes its time: the arithmetic is real, how long it takes is a profile's.
+"""Torch on a device with modelled speed: the arithmetic is real, but a profile says how long it takes.
 
-Time passes layer by layer, so a forward waits for a layer's parameters, and a bucket leaves during backward, at the moments at
-which they would on the real device. Without a profile the device is a nominal one: `NOMINAL_FLOPS`, two operations a parameter and
-sample in the forward and twice as many in the backward.
+Time passes layer by layer, so a forward waits for a layer's parameters, and a bucket leaves during backward, when they would on
+the real device. Without a profile the device is a nominal one: `NOMINAL_FLOPS`, with two operations per parameter and sample in
+the forward and four in the backward.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
 
-#: Operations a second of the nominal device, about one core's.
+#: Operations per second of the nominal device, about those of one core.
 NOMINAL_FLOPS = 20e9
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """How long a layer takes (and those without parameters behind it), in seconds: a sample, or a whole batch of any size."""
+    """How long a layer takes, in seconds, together with the layers without parameters after it: per sample, or for a whole batch of
+    any size."""
 
     forward_s: float
     backward_s: float
 
     def part(self, share: float) -> LayerTime:
-        """Of a share of the layer."""
+        """The time of a share (0 to 1) of the layer."""
         return LayerTime(self.forward_s * share, self.backward_s * share)
 
 
 class ChargedTorch(ABC):
-    """The part of `zmqtrain.train.device.base.Device` that charges time. Where it passes is for `spend` to say."""
+    """The part of `zmqtrain.train.device.base.Device` that charges time. Subclasses let it pass, in `spend`."""
 
     def __init__(self, context: RoleContext) -> None:
-        """The device of a worker, as its topology describes it. Raises `UsageError` where its profile cannot be used."""
+        """The device of a worker, as its topology describes it. Raises `UsageError` if its profile cannot be used."""
         compute, seed, rank = context.topology.compute, context.topology.job.seed, context.role.index
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._profile = None if compute.profile is None else Profile.load(compute.profile)
@@ -50,20 +51,25 @@ class ChargedTorch(ABC):
 
     @abstractmethod
     def spend(self, seconds: float) -> None:
-        """In the compute thread: let so much time pass."""
+        """Let this much time pass. Called in the compute thread."""
 
-    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
-        """Charge the time of this model's layers, and of the optimizer's steps. Raises `UsageError` where the profile is of another
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sizes: Mapping[str, int] | None = None,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """Charge the time of this model's layers and of the optimizer's steps. Raises `UsageError` if the profile describes another
         model."""
         modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
         own_sizes = {name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()}
-        all_sizes = own_sizes if sizes is None else dict(sizes)  # a profile is of the whole model
+        all_sizes = own_sizes if sizes is None else dict(sizes)  # a profile describes the whole model
         times = _nominal(all_sizes) if self._profile is None else _of_profile(self._profile, all_sizes)
-        # A divided layer takes as much of the time as it has of the parameters.
+        # Where nothing else is known, a divided layer takes the share of the time that it has of the parameters.
+        own_shares = {name: own_sizes[name] / all_sizes[name] for name in own_sizes if name in all_sizes} | dict(shares or {})
         layers = [
-            _ChargedLayer(self, module, times[name].part(own_sizes[name] / all_sizes[name]))
-            for name, module in modules.items()
-            if name in times
+            _ChargedLayer(self, module, times[name].part(own_shares[name])) for name, module in modules.items() if name in times
         ]
         share = sum(own_sizes.values()) / sum(all_sizes.values())
         update_s = 0.0 if self._profile is None else self._profile.update_s * share
@@ -81,13 +87,13 @@ class ChargedTorch(ABC):
         model.register_forward_hook(ends)
         whole = _numel(optimizer)
 
-        def updated(part: Optimizer, *_: object) -> None:  # all parameters, or a bucket's
+        def updated(part: Optimizer, *_: object) -> None:  # the optimizer of all parameters, or of one bucket
             self.spend(update_s * self._speed_factor(self._step) * _numel(part) / whole)
 
         optimizer.register_step_post_hook(updated)
 
     def charge(self, seconds: float) -> None:
-        """In the compute thread: work of this length, for each sample where the profile's times are a sample's."""
+        """Charge this much time, multiplied by the batch's samples if the profile's times are per sample. In the compute thread."""
         samples = self._samples if self._profile is None or self._profile.batch_size else 1
         self.spend(seconds * samples * self._speed_factor(self._step))
 
@@ -96,7 +102,7 @@ class ChargedTorch(ABC):
         return max(0, self._forwards - 1) // self._micro_batches
 
     def _begin(self, arguments: tuple[Any, ...], *, training: bool) -> None:
-        """The model's forward begins. Batches come first: the first dimension of the first tensor counts samples."""
+        """The model's forward begins. The first dimension of the first tensor counts the samples."""
         self._forwards += training
         first = next((argument for argument in arguments if isinstance(argument, Tensor) and argument.dim()), None)
         self._samples = 1 if first is None else first.shape[0]
@@ -111,7 +117,8 @@ class _ChargedLayer:
         module.register_forward_hook(lambda *_: self.forward())
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                # Before the replica's own hook, which hands buckets over: the gradient is there when its time has passed.
+                # Registered before the replica's own hook, which hands buckets over: a gradient is complete once its time has
+                # passed.
                 parameter.register_post_accumulate_grad_hook(lambda _: self._backward())  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -137,7 +144,8 @@ def _nominal(sizes: dict[str, int]) -> dict[str, LayerTime]:
 
 
 def _of_profile(profile: Profile, sizes: dict[str, int]) -> dict[str, LayerTime]:
-    """Times of the layers with parameters; the others' count with the one before (the first ones' with the one behind)."""
+    """Times of the layers with parameters. The time of others is added to the layer before (for the first ones, to the layer
+    after)."""
     profile.check_model(sizes)
     batch = profile.batch_size or 1
     sums: dict[str, list[float]] = {}

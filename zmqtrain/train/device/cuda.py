@@ -15,7 +15,7 @@ _PORTABLE = 1
 
 
 class Cuda:
-    """All CUDA devices that torch sees (``CUDA_VISIBLE_DEVICES`` has its say before)."""
+    """All CUDA devices that torch sees, as ``CUDA_VISIBLE_DEVICES`` limits them."""
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -30,7 +30,7 @@ class Cuda:
         return cast(Stream, torch.cuda.current_stream(device))
 
     def event(self) -> Event:
-        return cast(Event, torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # else waiting takes a processor
+        return cast(Event, torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # otherwise waiting occupies a processor
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream) -> None:
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
@@ -54,7 +54,8 @@ class Cuda:
         if int(error):
             said = _runtime().cudaGetErrorString(error)
             raise HostMemoryError(
-                f"CUDA cannot pin {tensor.nbytes / 1e6:.1f} MB of host memory ({said}): is locked memory limited (ulimit -l)?"
+                f"CUDA cannot pin {tensor.nbytes / 1e6:.1f} MB of host memory ({said}); raise the limit on locked memory (ulimit "
+                "-l)"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""The device that a role's placement asks for."""
+"""Makes the device that a role's placement names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zmqtrain.train.device.streams import AcceleratorDevice
 
 
 def device_of(context: RoleContext, *, local_rank: int, keep: bool = False) -> Device:
-    """The device of a role that computes with torch. Raises `UsageError` where it is not there."""
+    """The device of a role that computes with torch. Raises `UsageError` if this host does not have it."""
     role = context.role
     if context.make_device is not None:
         return context.make_device(role)
@@ -26,10 +26,11 @@ def device_of(context: RoleContext, *, local_rank: int, keep: bool = False) -> D
 
 
 def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool = False) -> Device:
-    """The device of this name (see `device_named`), with a compute thread of its own. Not for ``modelled``. ``keep``: on a CPU the
-    process keeps memory that it has freed (`zmqtrain.train.device.memory_kept`).
+    """The device of this name (see `device_named`; not ``modelled``), with a compute thread of its own.
 
-    Raises `UsageError` where the device is not there.
+    ``keep``: on a CPU, the process keeps memory that it has freed (`zmqtrain.train.device.memory_kept`).
+
+    Raises `UsageError` if this host does not have the device.
     """
     device = device_named(name, local_rank)
     if device.type == "cpu":
@@ -42,9 +43,9 @@ def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool 
 
 
 def device_named(name: str, local_rank: int = 0) -> torch.device:
-    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``: CUDA where there is any, the workers of a host in turn.
+    """The torch device for ``cpu``, ``cuda``, ``cuda:N`` or ``auto`` (CUDA if there is any, with the workers of a host in turn).
 
-    Raises `UsageError` where the device is not there.
+    Raises `UsageError` if this host does not have the device.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -53,9 +54,9 @@ def device_named(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
-        raise UsageError(f"there is no device {name!r}; there are cpu, cuda, cuda:N and auto")
+        raise UsageError(f"there is no device {name!r}; choose cpu, cuda, cuda:N or auto")
     index = int(number) if number else local_rank % max(1, devices)
     if index >= devices:
         found = f"torch sees {devices} CUDA devices here" if devices else "torch sees no CUDA device here"
-        raise UsageError(f'device {name}: {found}; set [compute] device = "cpu" or "auto", or mend [[hosts]] devices')
+        raise UsageError(f'device {name}: {found}; set [compute] device to "cpu" or "auto", or correct [[hosts]] devices')
     return torch.device("cuda", index)

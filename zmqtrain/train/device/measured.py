@@ -1,4 +1,4 @@
-"""What `zmqtrain profile` measures beside the times of layers: how they grow with the samples, the machine, and its links."""
+"""What `zmqtrain profile` measures beside the times of layers: how these grow with the batch, and the speed of host and links."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from zmqtrain.train.device.fields import check_fields
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A step of so many samples, as it was measured. Spreads are half the distance between the quartiles."""
+    """A measured step of ``samples`` samples. Spreads are half the interquartile range."""
 
     samples: int
     conv_s: float
-    """Forward and backward of the layers before the FC phase: t_conv."""
+    """t_conv: forward and backward of the layers before the FC phase."""
     fc_s: float
-    """The same of the FC phase and the loss: t_fc."""
+    """t_fc: forward and backward of the FC phase and the loss."""
     conv_spread_s: float = 0.0
     fc_spread_s: float = 0.0
     memory: int = 0
-    """Bytes that it needs beside the parameters: measured on an accelerator, estimated elsewhere."""
+    """Bytes needed beside the parameters: measured on an accelerator, estimated elsewhere."""
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """The time of forward and backward."""
         return self.conv_s + self.fc_s
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput."""
+        """Throughput of the step."""
         return self.samples / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How fast a step was with so many threads."""
+    """The measured speed of a step with ``threads`` threads."""
 
     threads: int
     samples_per_s: float
@@ -45,56 +45,56 @@ class Threads:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How fast a step was with images that lie in memory so."""
+    """The measured speed of a step with images in a given memory layout."""
 
     layout: str
-    """Where the channels are: ``first`` or ``last``."""
+    """The position of the channels: ``first`` or ``last``."""
     samples_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """How fast a host multiplies matrices."""
+    """The measured speed of a host."""
 
     name: str
     flops: float
-    """Of a large product in single precision, with all processors that its workers may use, a second."""
+    """Operations per second in a large single-precision matrix product on all processors that the host's workers may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The way from one host to another, between two processes and through all that endpoints do."""
+    """The measured speed between two processes of two hosts, through zmqtrain's endpoints."""
 
     source: str
     target: str
     bandwidth: float
-    """Bits a second of a bulk transfer."""
+    """Bits per second of a bulk transfer."""
     latency_s: float
-    """Half a round trip of a small message."""
+    """Seconds: half the round trip of a small message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All of it."""
+    """All these measurements."""
 
     device: str = ""
     processors: int = 0
     threads: int = 0
-    """With which the times of the profile were measured, and which gave the best throughput where that was tried."""
+    """Threads with which the profile's times were measured; the fastest number, if several were tried."""
     micro_batch: int = 0
-    """The fewest samples with the best throughput, of those that fit into memory: Omnivore's b_p."""
+    """b_p of Omnivore: the smallest batch with the best throughput, of those that fit into memory."""
     peak_flops: float = 0.0
-    """The fastest large product of matrices in single precision, a second, with these threads: what layers are compared with."""
+    """Operations per second of the fastest large single-precision matrix product with these threads: the peak for all layers."""
     sgemm_flops: float = 0.0
-    """The same by the library that torch multiplies matrices with."""
+    """The same, with the library that torch uses for matrix products."""
     peak_flops_one_thread: float = 0.0
     sgemm_flops_one_thread: float = 0.0
     conv_share: float = 0.0
-    """Of the peak, which all convolutions together reach in forward and backward; 0: there are none."""
+    """The share of the peak that all convolutions together reach in forward and backward; 0 if there are none."""
     fc_from: str = ""
     """The first layer of the FC phase."""
     channels_last: bool = False
-    """Whether images lay in memory so."""
+    """Whether images were measured with their channels last in memory."""
     sizes: tuple[Size, ...] = ()
     thread_counts: tuple[Threads, ...] = ()
     layouts: tuple[Layout, ...] = ()
@@ -103,28 +103,28 @@ class Measured:
 
     @classmethod
     def of(cls, values: Any) -> Measured:
-        """From a profile's ``measured``. Raises `ValueError` that says what is wrong."""
+        """Check and convert a profile's ``measured`` object. Raises `ValueError` that says what is wrong."""
         if not isinstance(values, dict):
-            raise ValueError(f"measured is {values!r:.60}, where an object belongs")
+            raise ValueError(f"measured is {values!r:.60}; it must be an object")
         rest = {**values}
         for name, kind in _LISTS.items():
             rest[name] = _list(name, kind, values.get(name, []))
         check_fields("measured", cls, rest)
         sizes = rest["sizes"]
         if [size.samples for size in sizes] != sorted({size.samples for size in sizes if size.samples}):
-            raise ValueError("measured: sizes must go up, from 1 sample on")
+            raise ValueError("measured: sizes must be in ascending order, from 1 sample on")
         return cls(**rest)
 
     def to_values(self) -> dict[str, Any]:
-        """What `of` takes."""
+        """The JSON form, which `of` reads."""
         return asdict(self)
 
     def conv_s(self, samples: float) -> float:
-        """t_conv of a worker's step of so many samples, between and beyond the sizes that were measured."""
+        """t_conv, in seconds, of a worker's step of ``samples`` samples, inside and outside the measured range."""
         return _between([(size.samples, size.conv_s) for size in self.sizes], samples)
 
     def fc_s(self, samples: float) -> float:
-        """t_fc of so many samples."""
+        """t_fc, in seconds, of ``samples`` samples."""
         return _between([(size.samples, size.fc_s) for size in self.sizes], samples)
 
 
@@ -139,16 +139,16 @@ _LISTS: Mapping[str, type[Any]] = {
 
 def _list(name: str, kind: type[Any], values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple):
-        raise ValueError(f"measured: {name} is {values!r:.60}, where a list belongs")
+        raise ValueError(f"measured: {name} is {values!r:.60}; it must be a list")
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise ValueError(f"measured: {name} {number} is {value!r:.60}, where an object belongs")
+            raise ValueError(f"measured: {name} {number} is {value!r:.60}; it must be an object")
         check_fields(f"measured: {name} {number}", kind, value)
     return tuple(kind(**value) for value in values)
 
 
 def _between(points: Sequence[tuple[int, float]], samples: float) -> float:
-    """Straight lines between the points. Before the first the time stays; beyond the last each sample takes as long as in it."""
+    """Interpolate linearly. Below the first point the value is constant; above the last it grows with its value per sample."""
     if not points:
         raise ValueError("no sizes were measured")
     place = bisect_left([size for size, _ in points], samples)

@@ -1,4 +1,4 @@
-"""What the buckets of a modelled replica hold: sizes, zeros in full size, or a few numbers whose end can be told beforehand.
+"""The content of a modelled replica's buckets: only sizes, zeros in full size, or a few numbers whose final values are known.
 
 ========  =============================================  ===========================  ==========================================
 kind      a bucket's payload                             the network carries          for
@@ -8,7 +8,7 @@ real      zeros, in full                                 all bytes              
 small     up to 8 whole numbers a layer, in float64      far less than a real model   checking that nothing is lost or doubled
 ========  =============================================  ===========================  ==========================================
 
-With ``small`` the buckets are those of the real model, but hold next to nothing: times and bytes on the network mean nothing.
+With ``small`` the buckets are those of the real model but hold very few numbers: times and bytes on the network mean nothing.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from zmqtrain.wire.tensor import TensorPayload
 PayloadKind = Literal["phantom", "small", "real"]
 Numbers = npt.NDArray[np.float64]
 
-#: Elements that stand for a layer in small payloads: enough to be cut between workers and servers.
+#: Elements that represent a layer in small payloads: enough to be divided between workers and servers.
 SMALL = 8
 #: The largest element of a worker's own small gradient, before it is multiplied by the number of groups.
 LARGEST = 13
 
 
 class Memory(Protocol):
-    """Makes and fills the payloads of one replica."""
+    """Allocates and fills the payloads of one replica."""
 
     optimizer: OptimizerSpec
-    """What servers run on the parameters."""
+    """The optimizer that servers run on the parameters."""
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> Payload:
-        """A bucket's parameters, or its gradients."""
+        """Allocate a bucket's parameters or, without ``parameters``, its gradients."""
         ...
 
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
-        """Write this worker's gradient of the step, or add it."""
+        """Write this worker's gradient of the step into the bucket, or add it."""
         ...
 
     def update(self, bucket: Bucket, gradients: Payload) -> None:
-        """Run the local optimizer on the bucket's parameters, by ``gradients``."""
+        """Run the local optimizer on the bucket's parameters with ``gradients``."""
         ...
 
 
 class NoMemory:
-    """Payloads that are never looked into: phantoms, or zeros in full size."""
+    """Payloads whose content does not matter: phantoms, or zeros in full size."""
 
     def __init__(self, optimizer: OptimizerSpec, make: Callable[[int, str], Payload]) -> None:
         self.optimizer = optimizer
@@ -68,12 +68,12 @@ class NoMemory:
 
     @classmethod
     def phantom(cls, optimizer: OptimizerSpec) -> NoMemory:
-        """Sizes only."""
+        """Payloads that are only sizes."""
         return cls(optimizer, PhantomPayload)
 
     @classmethod
     def real(cls, optimizer: OptimizerSpec, arena: Arena | None = None) -> NoMemory:
-        """Zeros, in the memory that the host's processes share where there is any."""
+        """Zeros in full size; in the host's shared memory if there is an arena."""
         return cls(optimizer, partial(_zeros, arena))
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> Payload:
@@ -87,23 +87,24 @@ class NoMemory:
 
 
 class SmallMemory:
-    """A few whole numbers a layer. The optimizer subtracts gradients as they are, so all arithmetic is exact, in any order.
+    """A few whole numbers per layer. The optimizer subtracts the gradients themselves, so all arithmetic is exact in any order.
 
-    (It names no momentum, not even 0, so nothing fits its rate to asynchrony: `zmqtrain.exchange.look_ahead.has_rule`.)
+    (The optimizer has no momentum, not even 0, so that nothing adapts its learning rate to asynchrony:
+    `zmqtrain.exchange.look_ahead.has_rule`.)
 
-    With gossip only the mean over all groups is a whole number, and no more exact than float64 is.
+    With gossip only the mean over all groups is a whole number, and it is exact only to the precision of float64.
     """
 
     optimizer = OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},))
 
     def __init__(self, profile: Profile, rank: int, factor: int, *, whole: bool = True) -> None:
-        """``factor``: see `gradient_factor`; ``whole``: whether parameters are whole numbers."""
+        """``factor``: see `gradient_factor`. ``whole``: whether parameters are whole numbers."""
         self._rank, self._factor, self._whole = rank, factor, whole
         self._layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> TensorPayload:
         numel = sum(self._layers[name][1] for name in plan.names)
-        # All begin with the parameters of rank 0. Whatever is not replaced by them shows.
+        # All workers begin with the parameters of rank 0, so a part that the exchange does not overwrite is noticed.
         unset = 0.0 if self._rank == 0 or not parameters else np.nan
         return TensorPayload.of(np.full(numel, unset))
 
@@ -118,15 +119,15 @@ class SmallMemory:
         parameters = numbers_of(bucket.parameters)
         parameters -= numbers_of(gradients)
         if self._whole:
-            # Sums were multiplied by one over a number of groups. That is not exact, but what comes of it is a whole number.
+            # A sum was multiplied by 1/n for some number of groups n. That is inexact, but the true result is a whole number.
             np.rint(parameters, out=parameters)
 
     def values(self, buckets: Sequence[Bucket]) -> dict[str, Numbers]:
-        """Each layer's parameters."""
+        """Each layer's parameters, by the layer's name: one dimension, float64."""
         return {name: numbers_of(bucket.parameters)[part].copy() for bucket in buckets for name, part in self._parts(bucket)}
 
     def _parts(self, bucket: Bucket) -> list[tuple[str, slice]]:
-        """Where in the bucket each layer lies."""
+        """The slice of each layer in the bucket."""
         parts, start = [], 0
         for name in bucket.names:
             numel = self._layers[name][1]
@@ -145,20 +146,20 @@ def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: i
 
 
 def small_numel(numel: int) -> int:
-    """Elements that stand for a layer of so many."""
+    """The number of elements that represent a layer of ``numel`` elements."""
     return min(numel, SMALL)
 
 
 def gradient(rank: int, step: int, layer: int, numel: int) -> Numbers:
-    """A worker's own gradient of a layer (by its place in the profile): whole numbers from 1 to `LARGEST`.
+    """A worker's own gradient of a layer, given by its index in the profile: ``numel`` whole numbers from 1 to `LARGEST`, float64.
 
-    Each element repeats after another number of steps and ranks, so that to lose one gradient and to double another shows.
+    Each element has another period in steps and in ranks, so losing one gradient and doubling another gives a wrong sum.
     """
     return _gradients(np.array([rank]), np.array([step]), layer, numel)
 
 
 def gradient_factor(topology: Topology) -> int:
-    """By what workers multiply their own gradients: where the groups' mean is taken, their number, so that it is a whole number."""
+    """The factor on workers' own gradients: the number of groups if their mean is taken, so that the mean is a whole number."""
     exchange = topology.exchange
     if exchange.kind == "model_server" and exchange.policy != "sync":
         return 1
@@ -167,7 +168,7 @@ def gradient_factor(topology: Topology) -> int:
 
 
 def exact(topology: Topology) -> bool:
-    """Whether `expected_parameters` can be told: no clipping, and no compression that rounds the group's gradients."""
+    """Whether `expected_parameters` is known: no clipping, and no compression that rounds the groups' gradients."""
     exchange = topology.exchange
     if (exchange.kind == "gossip" and not exchange.gossip.balanced) or (
         exchange.kind == "averaging" and exchange.averaging != type(exchange.averaging)()
@@ -179,14 +180,14 @@ def exact(topology: Topology) -> bool:
 
 
 def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dict[str, Numbers]:
-    """What the small parameters of each layer are after ``steps`` steps of all workers, where `exact` says that this is known.
+    """The small parameters of each layer after ``steps`` steps of all workers, if `exact` says that they are known.
 
-    With synchronous exchanges the replicas hold them, with asynchronous ones the servers, whatever the order was (a worker has what
-    it read last); with gossip and averaging they are the replicas' mean, with which a run ends.
+    With synchronous exchanges these are the replicas' parameters. With asynchronous ones they are the servers' parameters, in any
+    order of updates (a worker has what it read last). With gossip and averaging they are the replicas' mean, with which a run ends.
     """
     compute, exchange = topology.compute, topology.exchange
     if exchange.kind == "allreduce":
-        steps -= steps % exchange.every_steps(compute.groups)  # steps left over are never applied
+        steps -= steps % exchange.every_steps(compute.groups)  # steps after the last exchange are never applied
     ranks = np.arange(compute.workers)
     return {
         layer.name: -_gradients(ranks, np.arange(steps), index, small_numel(layer.numel))
@@ -196,17 +197,18 @@ def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dic
 
 
 def differences(found: Mapping[str, Numbers], expected: Mapping[str, Numbers]) -> str | None:
-    """What is wrong with the small parameters of a replica, or of parts of layers; None where all is as it must be."""
+    """What is wrong with the small parameters of a replica, or of parts of layers; None if they are as expected."""
     for name, values in found.items():
-        # Averages of models are not quite exact; whole numbers are told apart all the same.
+        # Averages of models are not quite exact, but whole numbers can still be told apart.
         if not np.array_equal(np.rint(values), expected[name]):
             return f"{name} holds {values.tolist()} instead of {expected[name].tolist()}"
     return None
 
 
 def wrong_pieces(profile: Profile, topology: Topology, steps: int, pieces: Mapping[int, tuple[Piece, Payload]]) -> str | None:
-    """What is wrong with the small parameters that a model server holds after ``steps`` steps of all workers. ``pieces``: what
-    `zmqtrain.server.model_server` states as ``held``."""
+    """What is wrong with the small parameters that a model server holds after ``steps`` steps of all workers; None if nothing.
+
+    ``pieces``: the pieces by number, as `zmqtrain.server.model_server` reports them as ``held``."""
     if not exact(topology):
         return None
     expected = expected_parameters(profile, topology, steps)
@@ -221,12 +223,12 @@ def wrong_pieces(profile: Profile, topology: Topology, steps: int, pieces: Mappi
 
 
 def numbers_of(payload: Payload) -> Numbers:
-    """The memory of a small payload."""
+    """The array, float64, behind a small payload."""
     assert isinstance(payload, TensorPayload)
     return payload.numpy()
 
 
-#: Elements repeat after so many ranks, steps or layers; the factors are prime to them.
+#: Periods of the elements in ranks, steps and layers; the factors are prime to them.
 _PERIODS = np.array([13, 11, 7, 5, 13, 11, 7, 5])
 _OF_RANK = np.array([3, 5, 2, 1, 7, 3, 4, 2])
 _OF_STEP = np.array([5, 3, 4, 3, 2, 7, 3, 1])

@@ -1,27 +1,55 @@
-"""A process that computes keeps the memory that it has freed: the next step needs just as much again."""
+"""Lets a computing process keep the memory that it frees: the next step needs the same amount again."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
-#: glibc's mallopt: blocks up to so large come from the heap, so much of the heap's end may be free, and there is one heap.
+#: Options of glibc's mallopt: the size up to which blocks come from the heap, the free memory kept at its end, the number of heaps.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
 _LARGEST_BLOCK, _MOST_FREE = 1 << 30, (1 << 31) - 1
+#: The size up to which the C library comes by itself, as it sees blocks freed.
+_LARGEST_BY_ITSELF = 32 << 20
 
 
 @cache
 def keep_memory() -> bool:
     """Ask the C library to keep freed memory, once for the whole process. Returns whether it does (glibc only).
 
-    Otherwise each large activation is mapped anew from the kernel, page by page, in every step: a third of the time of a small
-    convolutional network. The process keeps as much as it has ever needed at once. Threads that have no heap of their own yet
-    share one from now on, since theirs cannot hold large blocks.
+    Otherwise the kernel maps each large activation anew, page by page, in every step, which takes a third of the time of a small
+    convolutional network. The process then keeps as much memory as it has ever needed at once. Threads without a heap of their own
+    share one from now on, since separate heaps cannot hold large blocks.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    mallopt = _mallopt()
+    if mallopt is None:
         return False
     settings = ((_MMAP_THRESHOLD, _LARGEST_BLOCK), (_TRIM_THRESHOLD, _MOST_FREE), (_ARENA_MAX, 1))
     kept = [mallopt(*setting) == 1 for setting in settings]
     return all(kept)
+
+
+@contextmanager
+def returning_blocks(nbytes: int) -> Iterator[None]:
+    """A context in which freed blocks of this size and more go back to the kernel at once (glibc only, in the whole process).
+
+    Of many such blocks, of which each lives for a moment, the heap would keep as many holes, each a little too small for the next
+    one."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, nbytes)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            kept = keep_memory.cache_info().currsize and keep_memory()
+            mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK if kept else _LARGEST_BY_ITSELF)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    try:
+        found: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return None
+    return found

@@ -1,4 +1,4 @@
-"""A device that computes nothing, but takes the time that a real one would, as a profile says."""
+"""A device that computes nothing but takes the time that a real one would, according to a profile."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from zmqtrain.train.work import StepResult
 from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload
 
-#: Layers that follow each other without a bucket between them are one sleep, up to so long. A slowdown that begins meanwhile
-#: counts from the next on.
+#: Successive layers without a bucket between them are one sleep of at most this many seconds. A slowdown that begins during a
+#: sleep takes effect after it.
 ONE_SLEEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedFactor:
-    """How fast this device is, other than its profile says."""
+    """The speed of this device relative to its profile."""
 
     of_step: Callable[[int], float] = lambda step: 1.0
-    """By what the times of a step are multiplied (`zmqtrain.train.device.noise`)."""
+    """The factor on the times of a step (`zmqtrain.train.device.noise`)."""
     slowdown: Callable[[], float] = lambda: 1.0
-    """How many times as long work takes that begins now."""
+    """The factor on the time of work that begins now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Work without a wait, or a bucket to hand over, in it."""
+    """Work without a wait or a handed-over bucket in it."""
 
     seconds: float
     take: int | None = None
-    """Forward: the bucket whose parameters must be there before."""
+    """Forward: the bucket whose parameters are needed first."""
     complete: tuple[int, ...] = ()
-    """Backward: buckets that may be handed over after it, in order."""
+    """Backward: the buckets that may be handed over afterwards, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """What a worker's forward and backward had between them."""
+    """The times between a worker's forward and its backward."""
 
     seconds: float
     exposed_s: float
-    """Without the time in which somebody else computed for it."""
+    """Seconds of waiting, without the time in which another process computed for this worker."""
 
 
-#: Computes the layers between a worker's forward and its backward elsewhere: called with the step, its samples, and what to call
-#: once everything is on its way.
+#: Has another process compute the layers between a worker's forward and its backward. Arguments: the step, its samples, and a
+#: function to call once everything has been sent.
 Behind = Callable[[int, int, Callable[[], Awaitable[None]]], Awaitable[Waited]]
 
 
 class ModelledReplica:
-    """Implements `zmqtrain.exchange.base.Replica` without a model. Everything on the loop's thread."""
+    """Implements `zmqtrain.exchange.base.Replica` without a model. Everything runs on the event loop's thread."""
 
     def __init__(
         self,
@@ -72,8 +72,12 @@ class ModelledReplica:
         behind: Behind | None = None,
         slot: Slot | None = None,
     ) -> None:
-        """``memory`` makes and fills the payloads; by default zeros in full size. ``behind``: layers that others compute.
-        ``slot``: taken while it computes."""
+        """
+        Args:
+            memory: allocates and fills the payloads; by default zeros in full size.
+            behind: has the layers after this worker's own computed by another process.
+            slot: the slot shared with other workers, held while this worker computes.
+        """
         self._profile, self._timeout_s, self._recorder = profile, timeout_s, recorder
         self._memory = memory or NoMemory.real(profile.optimizer)
         self._speed_factor = speed_factor or SpeedFactor()
@@ -92,8 +96,8 @@ class ModelledReplica:
         numel = sum(bucket.parameters.numel for bucket in self._buckets)
         self._update_s = [profile.update_s * bucket.parameters.numel / numel for bucket in self._buckets]
         self._sharing: Sharing | None = None
-        self._backward_s = 0.0  # when the backward of the bucket that comes next began
-        self._adding = [False] * len(self._buckets)  # there is a gradient to which the next one is added
+        self._backward_s = 0.0  # when the backward of the next bucket began
+        self._adding = [False] * len(self._buckets)  # whether the next gradient is added to an existing one
         self._on_ready: Callable[[Bucket], None] | None = None
         self.update_s = 0.0
 
@@ -138,7 +142,8 @@ class ModelledReplica:
                 self.parameters_ready(bucket)
 
     async def step(self, step: int, samples: int, *, hand_over: bool = True) -> StepResult:
-        """Forward and backward, as long as the profile says, and waits between. Without ``hand_over`` gradients only add up."""
+        """Forward and backward, taking as long as the profile says, and the waits between them. Without ``hand_over`` the gradients
+        are only accumulated."""
         assert self._on_ready is not None, "connect() comes first"
         clock = asyncio.get_running_loop().time
         start, pace = clock(), _Pace()
@@ -175,7 +180,7 @@ class ModelledReplica:
         return StepResult(None, samples, clock() - start - idle_s, exposed_s, fc_wait_s)
 
     async def evaluate(self, share: float) -> None:
-        """As long as the evaluation of such a share of the data takes."""
+        """Take as long as the evaluation of this share of the data."""
         await asyncio.sleep(self._profile.evaluate_s * share * self._speed_factor.slowdown())
 
     async def take_all(self) -> None:
@@ -184,7 +189,7 @@ class ModelledReplica:
             await self._take(bucket.index, -1, pace)
 
     async def _take_slot(self, step: int, pace: _Pace) -> float:
-        """Wait for this worker's turn. Returns the seconds."""
+        """Wait for this worker's turn on the slot. Returns the seconds waited."""
         if self._slot is None:
             return 0.0
         clock = asyncio.get_running_loop().time
@@ -198,7 +203,7 @@ class ModelledReplica:
             await self._slot.give()
 
     async def _complete(self, index: int, step: int, pace: _Pace) -> None:
-        """Backward has the bucket's gradients."""
+        """The backward has computed the bucket's gradients."""
         bucket, now = self._buckets[index], asyncio.get_running_loop().time()
         self._recorder.add_span(f"backward of bucket {index}", "compute", self._backward_s, now, step=step)
         self._memory.backward(bucket, step, add=self._adding[index])
@@ -227,11 +232,11 @@ class ModelledReplica:
             self._sharing.taken(index)
 
     def _gradients(self, bucket: Bucket) -> Payload:
-        """What an update of the bucket goes by."""
+        """The gradients for an update of the bucket."""
         return bucket.gradients if self._sharing is None else self._sharing.sums[bucket.index]
 
     async def _take(self, index: int, step: int, pace: _Pace) -> float:
-        """Wait for the bucket's parameters. Returns the seconds."""
+        """Wait for the bucket's parameters. Returns the seconds waited."""
         waited_s = 0.0
         todo = self._machine.take(index)
         if todo is None:
@@ -257,7 +262,7 @@ class ModelledReplica:
 
 
 class _Pace:
-    """Sleeps for durations one after another, so that what one sleep is late does not add up."""
+    """Sleeps for successive durations so that the delays of single sleeps do not add up."""
 
     def __init__(self) -> None:
         self.restart()
@@ -291,7 +296,7 @@ def _forward(layers: Sequence[Layer], bucket_of: dict[str, int]) -> Iterator[Str
 
 
 def _backward(layers: Sequence[Layer], buckets: Sequence[Bucket], overlap: bool) -> Iterator[Stretch]:
-    """The layers in reverse order, cut where the machine hands buckets over."""
+    """The layers in reverse order, divided where the machine hands buckets over."""
     bucket_of = {name: bucket.index for bucket in buckets for name in bucket.names}
     machine = BucketMachine([bucket.names for bucket in buckets], overlap=overlap)
     machine.begin_backward(last=True)

@@ -8,27 +8,27 @@ from typing import Literal
 
 Kind = Literal["constant", "normal", "exponential"]
 
-#: A normal distribution's factor is at least this: no step takes no time, or less. With a spread up to 0.3 one draw in a thousand
-#: is cut off, and the mean stays 1 within 0.0002; with 0.5 it is 1.006.
+#: The smallest factor of a normal distribution, so that no step takes no time or negative time. With a standard deviation up to 0.3
+#: one draw in a thousand is limited, and the mean stays within 0.0002 of 1; with 0.5 it is 1.006.
 SMALLEST = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """By what the times of a step are multiplied. The mean of the distributions is 1; stragglers come on top."""
+    """Draws the factor on the times of a step. The distributions have mean 1; stragglers come on top."""
 
     kind: Kind = "constant"
     spread: float = 0.1
-    """normal: standard deviation. (An exponential distribution's is 1.)"""
+    """The standard deviation of a normal distribution. (That of the exponential distribution is 1.)"""
     straggler_chance: float = 0.0
     straggler_factor: float = 3.0
 
     def factor(self, seed: int, rank: int, step: int) -> float:
-        """The factor of a worker's step. Steps and workers are independent of each other."""
+        """The factor for a worker's step. Steps and workers are independent of each other."""
         if self.kind == "constant" and not self.straggler_chance:
             return 1.0
         chance = random.Random(f"compute/{seed}/{rank}/{step}")
-        straggles = chance.random() < self.straggler_chance  # first, so that the same steps straggle whatever the distribution
+        straggles = chance.random() < self.straggler_chance  # drawn first, so that the same steps straggle with any distribution
         factor = 1.0
         if self.kind == "normal":
             factor = max(SMALLEST, chance.normalvariate(1.0, self.spread))

@@ -1,7 +1,7 @@
-"""Torch in real time, as slow as a profile says: what a modelled device is where its job is trained and not simulated.
+"""Torch in real time, slowed down to a profile: what a modelled device is in a job that is trained and not simulated.
 
-The arithmetic is done on the CPU and takes a part of the time; for what is left of it the compute thread waits. So the device is
-never faster than its profile, and slower where this machine is: then dilate (``--dilation``).
+The arithmetic runs on the CPU and takes a part of the time; the compute thread waits for the rest. So the device is never faster
+than its profile, but slower if this machine is slower: then use ``--dilation``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class PacedTorch(ChargedTorch, CpuDevice):
     def __init__(self, context: RoleContext) -> None:
         ChargedTorch.__init__(self, context)
         CpuDevice.__init__(self, context.role.threads or 1)
-        self._until = 0.0  # when what has been charged so far is over
+        self._until = 0.0  # when all charged time has passed
 
     def spend(self, seconds: float) -> None:
-        """What arithmetic is late is made up for by what follows, up to the next wait for others."""
+        """Let the time pass. If the arithmetic took longer, the work that follows catches up, until the next wait for other
+        workers."""
         self._until += seconds
         self.sleep(self._until - self.clock())
 
@@ -45,7 +46,7 @@ class PacedTorch(ChargedTorch, CpuDevice):
 
 
 class _Waiting:
-    """Implements `zmqtrain.data.background.Condition`: no time that was waited at it counts as computing."""
+    """Implements `zmqtrain.data.background.Condition`: time waited at it does not count as computing."""
 
     def __init__(self, inner: Condition, waited: Callable[[], None]) -> None:
         self._inner, self._waited = inner, waited

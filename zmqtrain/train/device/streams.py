@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class StreamStaging:
-    """Copies by way of pinned memory, which may be the host's shared memory: a worker's gradients go straight to where they are
-    summed, and the sums straight back. Each direction has a stream of its own, and so have batches."""
+    """Copies through pinned memory, which may be the host's shared memory: a worker's gradients are copied directly to where they
+    are summed, and the sums directly back. Each direction has a stream of its own, and so have batches."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         self._accelerator, self._device = accelerator, device
@@ -35,7 +35,7 @@ class StreamStaging:
             self._pinned.append(tensor)
 
     def to_host(self, source: Tensor, target: Tensor, done: Callable[[], None]) -> Callable[[], None]:
-        # The stream that is current here is the one on which the gradients are made (autograd sets it in its own threads, too).
+        # The current stream here is the one on which the gradients are computed (autograd sets it in its own threads, too).
         made = self._accelerator.event()
         made.record(self._accelerator.current(self._device))
         return self._outgoing.copy(source, target, done, after=made).synchronize
@@ -45,7 +45,7 @@ class StreamStaging:
         return lambda: self._accelerator.current(self._device).wait_event(copied)
 
     def ahead(self, source: Tensor) -> Callable[[], Tensor]:
-        # The memory belongs to this stream, so what is queued elsewhere cannot be using it.
+        # The memory belongs to this stream, so nothing that is queued elsewhere can be using it.
         copy, copied = self._accelerator.move(source, self._device, self._batches), self._accelerator.event()
         copied.record(self._batches)
 
@@ -61,7 +61,7 @@ class StreamStaging:
         self._accelerator.synchronize(self._device)
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """End all copies."""
         self.synchronize()
         self._outgoing.close()
         self._incoming.close()
@@ -70,7 +70,7 @@ class StreamStaging:
 
 
 class _Direction:
-    """Copies in one direction, and a thread that tells when each is done."""
+    """Copies in one direction, and a thread that reports the end of each."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device, name: str) -> None:
         self._accelerator, self._device = accelerator, device
@@ -81,7 +81,7 @@ class _Direction:
         threading.Thread(target=self._watch, name=f"zmqtrain-copies-{name}", daemon=True).start()
 
     def copy(self, source: Tensor, target: Tensor, done: Callable[[], None], *, after: Event | None = None) -> Event:
-        if self._error is not None:  # nobody would be told of the end of this one
+        if self._error is not None:  # the thread that would report the end of this copy has failed
             raise self._error
         copied = self._accelerator.event()
         with self._order:
@@ -89,14 +89,14 @@ class _Direction:
                 self._stream.wait_event(after)
             self._accelerator.copy(source, target, self._stream)
             copied.record(self._stream)
-            self._copies.put((copied, done, source))  # which must not be freed, and its memory used again, before
+            self._copies.put((copied, done, source))  # keeps source, so that its memory is not reused before the copy ends
         return copied
 
     def close(self) -> None:
         self._copies.put(None)
 
     def _watch(self) -> None:
-        """Call ``done`` of copies in the order in which they were begun."""
+        """Call ``done`` of each copy, in the order in which they were begun."""
         try:
             self._accelerator.use(self._device)
             while (copy := self._copies.get()) is not None:
@@ -110,7 +110,7 @@ class _Direction:
 
 
 class AcceleratorDevice(RealThreads):
-    """One device, driven by one compute thread. What it needs is made there, since starting a device takes seconds."""
+    """One device, driven by one compute thread, in which it is also started, since that takes seconds."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class AcceleratorDevice(RealThreads):
 
     @cached_property
     def staging(self) -> StreamStaging:
-        """Made when it is first asked for."""
+        """Made on first use."""
         return StreamStaging(self._accelerator, self.torch_device)
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -128,7 +128,7 @@ class AcceleratorDevice(RealThreads):
     async def close(self, timeout_s: float) -> None:
         if "staging" in self.__dict__:
             closed = self._thread.submit(self.staging.close)
-            # It comes after what runs, which may never end; and a device that has failed has said so where it was used.
+            # This runs after the current call, which may never end; a failed device has already raised where it was used.
             with suppress(TimeoutError, RuntimeError):
                 await asyncio.wait_for(closed, timeout_s)
         await self._thread.close(timeout_s)

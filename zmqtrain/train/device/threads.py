@@ -1,4 +1,4 @@
-"""What real devices take from the process: its clock, its threads, and a way to wait in them."""
+"""What real devices take from the process: its clock, its threads, and a condition to wait at."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ class RealThreads:
         self._dilation = 1.0
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # made outside of any loop
+        except RuntimeError:  # made outside any loop
             self.clock: Callable[[], float] = time.monotonic
-            """Seconds; the loop's clock, so that a dilated world sees its own. May be read in any thread."""
+            """Seconds, on the loop's clock, so that a dilated world sees its own time. May be read in any thread."""
         else:
             self.clock, self._dilation = loop.time, dilation_of(loop)
 
     def background(self, name: str) -> Background:
-        """A thread for something beside the arithmetic."""
+        """A thread for work beside the arithmetic."""
         return BackgroundThread(name)
 
     def condition(self) -> Condition:
-        """Something that the compute thread can wait at."""
+        """A condition at which the compute thread can wait."""
         return threading.Condition()
 
     def sleep(self, seconds: float) -> None:
-        """Not on the loop's thread: wait for so many of the clock's seconds; not at all where they are over already."""
+        """Sleep for ``seconds`` of the device's clock; not at all if that is negative. Not on the loop's thread."""
         if seconds > 0:
             time.sleep(seconds * self._dilation)
 
-    def watch(self, model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, int] | None = None) -> None:
-        """Arithmetic takes the time that it takes."""
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sizes: Mapping[str, int] | None = None,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """Nothing to do: real arithmetic takes the time that it takes."""

@@ -1,0 +1,39 @@
+"""Ranks of one process draw the same numbers in their forwards, and leave those of others alone."""
+
+from __future__ import annotations
+
+import torch
+
+from zmqtrain.parallel.communicator import Fabric, Label
+from zmqtrain.parallel.turns import drawing, turn
+from zmqtrain.testing.threads import run_ranks
+
+
+def test_ranks_draw_the_same_numbers_whoever_waits_in_between() -> None:
+    def run(fabric: Fabric) -> list[torch.Tensor]:
+        group, found = fabric.among(tuple(range(fabric.size))), []
+        for step in range(3):
+            with drawing(step, []):
+                found.append(torch.randn(2))
+                for _ in range(fabric.rank):
+                    torch.empty(1)
+                group.all_reduce(torch.ones(1), Label("layer", "dx")).wait()
+                found.append(torch.randn(3))
+        return found
+
+    before = torch.get_rng_state()
+    results, _ = run_ranks(3, run)
+    assert torch.equal(torch.get_rng_state(), before)
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=0, atol=0)
+    torch.manual_seed(2)
+    expected = [torch.randn(2), torch.randn(3)]
+    torch.set_rng_state(before)
+    torch.testing.assert_close(results[0][4:], expected, rtol=0, atol=0)
+
+
+def test_a_turn_within_a_turn_is_the_same() -> None:
+    with turn(), turn(), drawing(1, []), drawing(2, []):
+        inner = torch.randn(1)
+    with drawing(2, []):
+        assert torch.equal(torch.randn(1), inner)

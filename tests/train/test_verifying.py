@@ -1,0 +1,47 @@
+"""A group compares its divided model with the task's ordinary one before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_divided import plan_of, recipe_of
+from tests.train.world import run, topology_of
+from zmqtrain.errors import DifferentModelError
+
+MUON = {"optimizer": lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2], 0.1)}
+
+
+def topology(grid: str = "2x1", **parallel: Any) -> Any:
+    rows, columns = map(int, grid.split("x"))
+    return topology_of(
+        job={"steps": 2},
+        compute={"group_size": rows * columns, "batch_size": 8, "grid": grid},
+        parallel={"layers": plan_of("model", grid), **parallel},
+        exchange={"kind": "allreduce"},
+    )
+
+
+@pytest.mark.parametrize("grid", ["2x1", "2x2"])
+async def test_every_worker_says_what_it_has_compared(grid: str) -> None:
+    result = await run(topology(grid), recipe_of())
+    assert not result.errors, result.errors
+    for recorder in result.recorders.values():
+        (event,) = recorder.of("verified")
+        assert event["precision"] == "float64"
+        assert event["samples"] == 2 * int(grid.split("x")[1])
+
+
+async def test_without_it_nothing_is_compared() -> None:
+    result = await run(topology(verify=False), recipe_of())
+    assert not result.errors, result.errors
+    assert not any(recorder.of("verified") for recorder in result.recorders.values())
+
+
+async def test_an_optimizer_of_whole_parameters_ends_the_run_before_it_trains() -> None:
+    result = await run(topology(), recipe_of(**MUON))
+    errors = [error for error in result.errors.values() if isinstance(error, DifferentModelError)]
+    assert errors, result.errors
+    assert "the optimizer Muon updates parts of a parameter other than the whole" in str(errors[0])

@@ -1,0 +1,58 @@
+"""Tensors as the transports take them: flat, contiguous, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Flat:
+    """A tensor as flat, contiguous host memory; what is written there is copied back to the tensor at the end.
+
+    Writing raises no version of the tensor (as with gloo, autograd does not see communication), and inference tensors, which only
+    code under `torch.inference_mode` may change, are written like all others.
+    """
+
+    def __init__(self, tensor: Tensor, *, write: bool = True) -> None:
+        """``write``: copy back."""
+        self._target, self._write = _alias(tensor), write
+        here = self._target.cpu() if tensor.device.type != "cpu" else self._target
+        self._whole = here.resolve_conj().resolve_neg().contiguous()
+        self.flat = self._whole.view(-1)
+        """The memory."""
+
+    def write_back(self) -> None:
+        """Copy to the tensor what was written, where the memory is not its own."""
+        if self._write and self._whole is not self._target:
+            self._target.copy_(self._whole)
+
+    def __enter__(self) -> Tensor:
+        return self.flat
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.write_back()
+
+
+class Flats:
+    """Several tensors as `Flat`."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, write: bool = True) -> None:
+        self._flats = [Flat(tensor, write=write) for tensor in tensors]
+
+    def __enter__(self) -> list[Tensor]:
+        return [flat.__enter__() for flat in self._flats]
+
+    def __exit__(self, *what: object) -> None:
+        for flat in self._flats:
+            flat.__exit__(*what)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor without history, with a version of its own."""
+    if tensor.is_conj() or tensor.is_neg():  # the memory holds other values
+        return tensor.detach()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

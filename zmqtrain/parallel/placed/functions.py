@@ -1,0 +1,24 @@
+"""Torch functions that have a rule above autograd: those of layers, which compute on parts with messages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: By function. ``NotImplemented`` leaves the call to the rules of its operators.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+#: Functions whose rules are given tensors with two divided dimensions as they are; the others get them with one.
+BOTH: set[Any] = set()
+
+
+def function(*functions: Any, both: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the rule of some functions. ``both``: it knows tensors of which two dimensions are divided."""
+
+    def register(found: Callable[..., Any]) -> Callable[..., Any]:
+        for each in functions:
+            FUNCTIONS[each] = found
+            if both:
+                BOTH.add(each)
+        return found
+
+    return register

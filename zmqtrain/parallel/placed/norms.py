@@ -1,0 +1,157 @@
+"""Batch norm with the statistics of the whole batch, wherever its samples, channels and strips are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
+from zmqtrain.parallel.halo import HEIGHT, WIDTH
+from zmqtrain.parallel.model.batch_norm import BatchNorm
+from zmqtrain.parallel.placed.functions import function
+from zmqtrain.parallel.placed.layers import helper, lend
+from zmqtrain.parallel.placed.parameters import use_of
+from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
+from zmqtrain.parallel.placement import Placement, Summands, changed, laid
+
+
+@function(functional.batch_norm, both=True)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`torch.nn.functional.batch_norm`."""
+    if not isinstance(input, Placed) or input.dim() < 2:
+        return NotImplemented
+    world, place = input.world, changed(input.placement, summands="none")
+    use = use_of(weight)
+    alone = place.sample_dimension is None  # all samples on every process
+    if (use is not None and use.choice != "domain") or alone or (place.across is not None and 1 in (place.divided, place.across)):
+        place = _by_channels(place)
+    if place.sample_dimension not in (None, 0):
+        place, alone = world.whole_of(place.grid), True
+    channels, parts = _weights(world, place, weight, bias)
+    statistics = [_Buffer(each, channels, world) for each in (running_mean, running_var)]
+    x = to_local(input, place, world)
+    if not training or alone:
+        found = functional.batch_norm(x, statistics[0].part, statistics[1].part, parts[0], parts[1], training, momentum, eps)
+        for each in statistics if training else ():
+            each.keep()
+        return from_local(found, place, input.shape, world)
+    layer = _layer(world, input, place, statistics[0].part is not None, eps)
+    layer.momentum = momentum
+    lend(layer, weight=parts[0], bias=parts[1])
+    layer._buffers.update(running_mean=statistics[0].part, running_var=statistics[1].part)
+    found = layer(x)
+    for each in statistics:
+        each.keep()
+    return from_local(found, place, input.shape, world)
+
+
+def _by_channels(place: Placement) -> Placement:
+    """The placement with nothing divided over the rows but channels."""
+    return place if place.divided in (None, 1) and place.across is None else place.whole()
+
+
+def _weights(world: World, place: Placement, *weights: Tensor | None) -> tuple[Placement, list[Tensor | None]]:
+    """Where what belongs to channels lies for an image that lies at ``place``, and this process's part of some."""
+    channels = laid(place.grid, sample_dimension=None)
+    if place.divided == 1:
+        channels = changed(channels, divided=0, divisions=place.divisions)
+    apart: Summands = "none"
+    if place.samples == "all" or place.divided not in (None, 1):
+        apart = "all" if place.sample_dimension is not None else "column"
+    elif place.sample_dimension is not None:
+        apart = "row"
+    of_weights = changed(channels, summands=apart)
+    return channels, [None if each is None else to_local(each, channels, world, gradient=of_weights) for each in weights]
+
+
+@function(functional.instance_norm, both=True)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`torch.nn.functional.instance_norm`: each process its own samples and channels."""
+    if not isinstance(input, Placed) or input.dim() < 3:
+        return NotImplemented
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    world, place = input.world, _by_channels(changed(input.placement, summands="none"))
+    if place.sample_dimension not in (None, 0):
+        place = world.whole_of(place.grid)
+    _, parts = _weights(world, place, weight, bias)
+    x = to_local(input, place, world)
+    found = from_local(functional.instance_norm(x, None, None, parts[0], parts[1], True, momentum, eps), place, input.shape, world)
+    with torch.no_grad():
+        values = world.placed(x.detach(), place, input.shape)
+        inner = tuple(range(2, input.dim()))
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_(values.mean(inner).mean(0) * momentum)
+        if running_var is not None:
+            running_var.mul_(1 - momentum).add_(values.var(inner).mean(0) * momentum)
+    return found
+
+
+def _layer(world: World, input: Placed, place: Placement, tracked: bool, eps: float) -> Any:
+    name, members = world.layer, tuple(range(place.grid.size))
+
+    def make() -> nn.Module:
+        if place.divided in (HEIGHT, WIDTH) and place.across is None and input.dim() == 4:
+            whole = nn.BatchNorm2d(input.shape[1], eps, affine=False, track_running_stats=tracked, device="meta", dtype=input.dtype)
+            among = world.site(place.grid, name).column_group
+            every = world.fabric.among(members) if world.statistics == "whole" else None
+            found: nn.Module = DomainBatchNorm2d(whole, name, among, place.divisions, statistics=every, recorder=world.recorder)
+        else:
+            plain = nn.BatchNorm1d(input.shape[1], eps, affine=False, track_running_stats=tracked, device="meta", dtype=input.dtype)
+            divisions = place.divisions if place.divided == 1 else None
+            every_process = place.samples == "all" or place.divided not in (None, 1)
+            found = BatchNorm(plain, world.site(place.grid, name), divisions=divisions, statistics=world.statistics,
+                              samples="all" if every_process else "columns")  # fmt: skip
+        found._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+        return found.train()
+
+    channels = place.divisions if place.divided == 1 else ()
+    key = ("batch norm", name, place.grid, place.divided, place.across, channels, place.samples, tracked, eps)
+    layer = helper(world, key, make)
+    if isinstance(layer, DomainBatchNorm2d):
+        layer.divide(place.divisions)
+    return layer
+
+
+class _Buffer:
+    """Running statistics of the channels that this process has, and the way back into the module's."""
+
+    def __init__(self, whole: Tensor | None, channels: Placement, world: World) -> None:
+        self._whole, self._channels, self._world = whole, channels, world
+        self.part: Tensor | None = None
+        if isinstance(whole, Placed):
+            self.part = world.relaid(whole, channels)
+        elif whole is not None:
+            self.part = world.cut(whole, channels)
+
+    def keep(self) -> None:
+        """What the layer has made of them becomes the module's."""
+        whole = self._whole
+        if not isinstance(whole, Placed) or self.part is None or self.part is whole.local:
+            return
+        if whole.placement == self._channels:
+            return
+        with torch.no_grad():
+            found = self._world.placed(self.part, self._channels, whole.shape)
+            whole.local.copy_(self._world.relaid(found, whole.placement))

@@ -1,0 +1,164 @@
+"""While a divided model's forward runs, its modules have whole tensors for parameters and buffers: this process has their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.parallel.placed.assign import Held
+from zmqtrain.parallel.placed.parameters import Use, wrapped
+from zmqtrain.parallel.placed.tensor import Placed, World
+from zmqtrain.parallel.placement import Placement
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A module's parameters or buffers."""
+
+    tensors: dict[str, Any]
+    held: dict[str, tuple[Held, tuple[int, ...], int]]
+    """How each is held, the shape of this process's part, and its row."""
+    uses: dict[str, Use] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The whole of a parameter, as forwards see it: as long as nothing was done to it, it is that of the next forward, too."""
+
+    leaf: Tensor
+    address: int
+    placement: Placement
+    node: Any
+    whole: Placed
+
+    def is_of(self, leaf: Tensor) -> bool:
+        """Whether it is the whole of this part, and as it was made."""
+        whole, local = self.whole, self.whole._local
+        same = isinstance(local, Tensor) and local.data_ptr() == leaf.data_ptr() == self.address
+        return (
+            same and self.leaf is leaf and whole.placement is self.placement
+            and whole.grad_fn is self.node and not whole._backward_hooks and not whole.retains_grad
+        )  # fmt: skip
+
+
+class Swap:
+    """Gives the modules of one model whole tensors, and takes them away again."""
+
+    def __init__(self, model: nn.Module, world: World, held: Mapping[str, Held]) -> None:
+        self._model, self._world, self._held = model, world, held
+        self._structure: list[Any] = []
+        self._slots: list[_Slot] = []
+        self._recurrent: list[nn.RNNBase] = []
+        self._kept: dict[int, _Kept] = {}
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Modules have whole tensors for parameters and buffers meanwhile."""
+        self._look()
+        wraps: dict[int, Placed] = {}
+        swapped: list[tuple[dict[str, Any], str, Any, Use]] = []
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot in self._slots:
+                    self._give(slot, wraps, swapped)
+            for module in self._recurrent:
+                relink(module)
+            yield
+        finally:
+            for tensors, each, tensor, use in swapped:
+                self._put_back(tensors, each, tensor, use, wraps[id(tensor)])
+            for module in self._recurrent:
+                relink(module)
+
+    def _look(self) -> None:
+        """Find the modules' tensors, again where there are other modules than the last time."""
+        structure = structure_of(self._model)
+        if structure == self._structure:
+            return
+        self._structure, self._slots, self._recurrent = structure, [], []
+        held_by: dict[str, dict[str, tuple[Held, tuple[int, ...], int]]] = {}
+        for each, held in self._held.items():
+            of, _, own = each.rpartition(".")
+            held_by.setdefault(of, {})[own] = (held, *_part_of(held, self._world.rank))
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            if placed := held_by.get(name):
+                self._slots += [_Slot(module._parameters, placed), _Slot(module._buffers, placed)]
+            if isinstance(module, nn.RNNBase):
+                self._recurrent.append(module)
+
+    def _give(self, slot: _Slot, wraps: dict[int, Placed], swapped: list[tuple[dict[str, Any], str, Any, Use]]) -> None:
+        for each, tensor in slot.tensors.items():
+            if tensor is None or isinstance(tensor, Placed) or each not in slot.held:
+                continue
+            there, shape, _ = slot.held[each]
+            if tensor.shape != shape:
+                continue
+            use = slot.uses.get(each)
+            if use is None or use.leaf is not tensor:
+                own = there.assigned
+                use = Use(there.shard.layer, each, own.choice, own.grid, tensor, there.shard, own.strips)
+                slot.uses[each] = use
+            if id(tensor) not in wraps:
+                wraps[id(tensor)] = self._whole(use)
+            swapped.append((slot.tensors, each, tensor, use))
+            slot.tensors[each] = wraps[id(tensor)]
+
+    def _whole(self, use: Use) -> Placed:
+        leaf = use.leaf
+        if not (isinstance(leaf, nn.Parameter) and leaf.requires_grad and torch.is_grad_enabled()):
+            return wrapped(use, self._world)
+        kept = self._kept.get(id(leaf))
+        if kept is None or kept.whole.use is not use or not kept.is_of(leaf):
+            whole = wrapped(use, self._world)
+            if not isinstance(whole._local, Tensor):
+                return whole  # gathered when it is asked for, as it is then
+            self._kept[id(leaf)] = kept = _Kept(leaf, leaf.data_ptr(), whole.placement, whole.grad_fn, whole)
+        return kept.whole
+
+    def _put_back(self, tensors: dict[str, Any], name: str, tensor: Tensor, use: Use, wrap: Placed) -> None:
+        """The plain tensor, with what the forward has made of it."""
+        found = tensors.get(name)
+        if isinstance(tensor, nn.Parameter) or found is None:
+            if found is not None:
+                tensors[name] = tensor
+            return
+        tensors[name] = tensor
+        local = wrap._local
+        if found is wrap and isinstance(local, Tensor) and (local.is_meta or local.data_ptr() == tensor.data_ptr()):
+            return
+        with torch.no_grad():
+            whole = self._world.whole(found) if isinstance(found, Placed) else found
+            row = use.shard.members.index(self._world.rank)
+            part = use.shard.cut(whole, row) if tuple(whole.shape) == use.shard.shape else whole
+            if part.shape == tensor.shape and part.dtype == tensor.dtype:
+                tensor.copy_(part)
+            else:
+                tensors[name] = part
+
+
+def structure_of(model: nn.Module) -> list[Any]:
+    """All modules, and under which names."""
+    found: list[Any] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        found.append(module)
+        if module._modules:
+            found.extend(module._modules)
+            left.extend(each for each in module._modules.values() if each is not None)
+    return found
+
+
+def relink(module: nn.RNNBase) -> None:
+    """Let a recurrent layer's list of weights be its weights."""
+    module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
+
+
+def _part_of(held: Held, rank: int) -> tuple[tuple[int, ...], int]:
+    row = held.shard.members.index(rank)
+    return held.shard.local_shape(row), row

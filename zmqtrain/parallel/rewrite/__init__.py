@@ -1,1 +1,0 @@
-"""Ordinary models become divided ones: what each layer is replaced by, and how activations pass between them."""

@@ -1,0 +1,148 @@
+"""Before its first step a worker's group compares its divided model with the task's ordinary one, on a few samples of the batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.nested import PLAIN, leaves, mapped
+from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.parallel.communicator import Fabric, Label
+from zmqtrain.parallel.deferred import Tape, fill
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.verify import Case, Verified, verified
+from zmqtrain.parallel.verify.compare import alone
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.divided import parallel_model, share_of_model
+from zmqtrain.train.random_state import seed_everything
+from zmqtrain.train.task import Task, build_model, build_optimizer, user_code
+
+#: Samples of each column, at least: batch norm needs more than one.
+SAMPLES = 2
+
+
+class NotComparable(UsageError):
+    """There is no ordinary model, or no batch, to compare with; the text says why."""
+
+
+def verify_task(
+    task: Task, topology: Topology, fabric: Fabric, grid: Grid, ordinary: Ordinary, batch: Batch, device: torch.device
+) -> Verified:
+    """Compare. All workers of a group call it, in their compute threads; nothing of the run changes.
+
+    ``grid``: whose columns have the batch. ``batch``: the first one of this worker's column, in the device's memory.
+
+    Raises `zmqtrain.errors.DifferentModelError`, `TaskError`, and `NotComparable`, each on all workers of the group.
+    """
+    try:
+        with user_code("the divided model, compared with the ordinary one,"):
+            given = _whole_batch(fabric, grid, batch)
+            case = Case(
+                make=lambda: ordinary(device),
+                divide=lambda any_model: parallel_model(any_model, topology, fabric),
+                batch=given,
+                loss=task.loss,
+                optimizer=lambda any_model: build_optimizer(task, any_model, topology)[0],
+                share=lambda divided, samples: share_of_model(divided, samples, task.loss),
+                seed=topology.job.seed,
+                local_statistics=topology.parallel.statistics == "local",
+                dtype=torch.float64,
+            )
+            return verified(case, fabric)
+    finally:
+        gc.collect()  # models and their hooks know each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Ordinary:
+    """The task's model as it is at first. Made before that is divided; a call gives another one, equal, on a device."""
+
+    def __init__(self, task: Task, seed: int, model: nn.Module, tape: Tape | None = None) -> None:
+        """``model``: as the task has built it, in the host's memory. What is divided later is this one; a copy is kept.
+
+        ``tape``: of a model whose large tensors have no content yet, and so take no memory in the copy, either."""
+        self._task, self._seed, self._tape = task, seed, tape
+        self._taken = {id(module) for module in model.modules()}
+        self._kept: nn.Module | None = None
+        with suppress(RuntimeError):  # tensors that have been computed cannot be copied
+            self._kept = copy.deepcopy(model)
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        """Raises `NotComparable`."""
+        if self._kept is not None:
+            copied = copy.deepcopy(self._kept)
+            if self._tape is not None:
+                fill(copied, self._tape, lambda _, whole: whole)
+            return copied.to(device)
+        with alone():
+            seed_everything(self._seed)
+            found = build_model(self._task)
+        if any(id(module) in self._taken for module in found.modules()):
+            raise NotComparable("Task.model() returns the same modules each time, and they are divided now")
+        self._taken |= {id(module) for module in found.modules()}
+        return found.to(device)
+
+
+def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch) -> Batch:
+    """A few samples of every column. Raises `NotComparable`, and `UsageError` where a column's workers have other samples."""
+    everyone = tuple(range(fabric.size))
+    shapes, content = _digests(_first(batch, SAMPLES))
+    own = torch.tensor([batch.samples, shapes, content], dtype=torch.int64)
+    told = fabric.among(everyone).all_gather(own, [(3,)] * fabric.size, Label("", "statistics")).wait()
+    facts = [tuple(int(number) for number in each) for each in told]
+    for column in range(grid.columns):
+        if len({facts[rank] for rank in grid.column(column)}) > 1:
+            raise UsageError(
+                f"the workers of column {column} of the grid have read different samples, and should have the same: does the "
+                "dataset or the transform draw random numbers that are not torch's, numpy's or Python's own?"
+            )
+    samples = min(max(SAMPLES, grid.rows), *(fact[0] for fact in facts))
+    if samples < 1:
+        raise NotComparable("a column has no samples")
+    part = _first(batch, samples)
+    if grid.columns == 1:
+        return part
+    if len({fact[1] for fact in facts}) > 1 or shapes == _UNKNOWN:
+        raise NotComparable("the columns' samples have different shapes, or are no tensors")
+    row = fabric.among(grid.row(fabric.rank))
+
+    def joined(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        parts = row.all_gather(tensor.contiguous(), [tuple(tensor.shape)] * grid.columns, Label("", "statistics")).wait()
+        return torch.cat(parts).to(tensor.device)
+
+    found = part.mapped(lambda each: mapped(each, joined))
+    return Batch(found.inputs, found.target, samples * grid.columns, named=found.named, forward=found.forward)
+
+
+def _first(batch: Batch, samples: int) -> Batch:
+    try:
+        return batch.part(slice(0, min(samples, batch.samples)))
+    except TaskError as error:
+        raise NotComparable(str(error)) from error
+
+
+_UNKNOWN = -1
+
+
+def _digests(batch: Batch) -> tuple[int, int]:
+    """Of the samples' shapes (`_UNKNOWN`: not of tensors alone) and of what is in them."""
+    shapes, content = hashlib.blake2b(digest_size=7), hashlib.blake2b(digest_size=7)
+    known = True
+    for leaf in leaves((batch.inputs, batch.target, dict(batch.named))):
+        if isinstance(leaf, Tensor):
+            shapes.update(f"{leaf.dtype}{list(leaf.shape[1:])};".encode())
+            content.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif not isinstance(leaf, PLAIN):
+            known = False
+        else:
+            content.update(repr(leaf).encode())
+    return int.from_bytes(shapes.digest(), "little") if known else _UNKNOWN, int.from_bytes(content.digest(), "little")
