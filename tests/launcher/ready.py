@@ -19,10 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import msgpack
 
 from zmqtrain.launcher.forkserver import LARGEST_MESSAGE
+from zmqtrain.launcher.zygote import RUNNING, Zygote
 
 #: What the process calls in each fork.
 _ENTRY = "tests.launcher.ready_entry:main"
@@ -140,6 +142,16 @@ class Forked:
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+class ReadyZygote(Zygote):
+    """As `zmqtrain.launcher.zygote.Zygote`, in this process, with one that is forked."""
+
+    async def __aenter__(self) -> Self:
+        if ready_process().serves(os.environ):
+            _, channel = ready_process().zygote(Path.cwd(), os.environ, 2)  # what it prints goes where this process says
+            os.environ[RUNNING] = str(channel.detach())
+        return await super().__aenter__()
 
 
 @cache
