@@ -35,7 +35,7 @@ def test_a_heartbeat_that_a_join_has_overtaken_does_not_lose_the_role() -> None:
     table.join_all()
     table.take(table.roster.handle_heartbeat("agent/h0", ["worker/0", "server/0"], table.now))  # made before worker/1 was started
     table.take(table.roster.handle_heartbeat("agent/h0", ["worker/0", "worker/1", "server/0"], table.now))
-    assert table.roster.state is State.RUNNING and table.roster.is_here("worker/1")
+    assert table.roster.state is State.RUNNING
     for _ in range(2):  # the second was made after the answer to the first, and so after the join
         assert table.roster.is_here("worker/1")
         table.take(table.roster.handle_heartbeat("agent/h0", ["worker/0", "server/0"], table.now))
