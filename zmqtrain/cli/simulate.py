@@ -27,6 +27,7 @@ from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, h
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
+from zmqtrain.topology.plan import NOMINAL_FLOPS
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
@@ -117,6 +118,11 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     record.write_up(result.ending, result.seconds, more)
     for fault in result.faults:
         view.note(f"fault: {fault}")
+    if topology.compute.profile is None:
+        view.note(
+            f"computation takes the time of a nominal device of {NOMINAL_FLOPS / 1e9:g} GFLOP/s: give [compute] profile a shipped "
+            "profile, or what zmqtrain profile --out has measured, for a real one's"
+        )
     per_s = result.callbacks / took_s if took_s > 0 else 0.0
     view.note(f"{result.seconds:.6g} virtual seconds (seed {seed}) took {took_s:.1f} s, {per_s:,.0f} callbacks a second")
     if result.broken:

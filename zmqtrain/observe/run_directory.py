@@ -175,8 +175,12 @@ def log_name(peer: str) -> str:
 
 def latest_run(parent: Path = Path("runs")) -> Path | None:
     """The run that was started last."""
-    runs = [path for path in parent.glob("*-*") if (path / "topology.toml").exists()]
-    return max(runs, key=lambda path: path.stat().st_mtime, default=None)
+    return max(runs_of(parent), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def runs_of(parent: Path = Path("runs")) -> list[Path]:
+    """The run directories of a folder, by name."""
+    return sorted(path for path in parent.glob("*-*") if (path / "topology.toml").exists())
 
 
 def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
