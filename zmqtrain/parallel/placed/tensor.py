@@ -26,7 +26,7 @@ from zmqtrain.parallel.communicator import Fabric, Label, Phase, Term
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.dropout import Batch
 from zmqtrain.parallel.model.site import Site
-from zmqtrain.parallel.placed.functions import BOTH, FUNCTIONS
+from zmqtrain.parallel.placed.functions import BOTH, BY_SAMPLES, FUNCTIONS
 from zmqtrain.parallel.placement import Block, Placement, changed, laid, lengths, remembered, settled, within
 from zmqtrain.parallel.redistribute import carry, route
 
@@ -303,6 +303,8 @@ class Placed(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in BY_SAMPLES:
+            args, kwargs = shared_out(args, kwargs or {})
         rule = FUNCTIONS.get(func)
         if rule is not None:
             if func not in BOTH and any(world.both for world in _worlds(args)):
@@ -338,6 +340,36 @@ def _worlds(args: Sequence[Any]) -> Iterator[World]:
             yield each.world
         elif isinstance(each, list | tuple):
             yield from _worlds(each)
+
+
+def shared_out(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments of a layer's function. Where its weights are batch-parallel, the others are this process's share of the samples.
+
+    What is divided already stays so: a layer before this one has found it worth while.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+    use = next((leaf.use for leaf in leaves if leaf.use is not None and leaf.use.choice == "batch"), None)
+    if use is None or all(_is_share(leaf) for leaf in leaves):
+        return args, kwargs
+    found: dict[int, Placed] = {}  # layers ask whether query, key and value are the same
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Placed) or leaf.use is not None or _is_share(leaf):
+            return leaf
+        if id(leaf) not in found:
+            there = leaf.placement
+            target = laid(use.grid, "all", sample_dimension=there.sample_dimension, sample_unit=there.sample_unit)
+            own = to_local(leaf, target, leaf.world, layer=use.layer)
+            found[id(leaf)] = from_local(own, target, leaf.shape, leaf.world)
+        return found[id(leaf)]
+
+    return pytree.tree_map(moved, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _is_share(value: Placed) -> bool:
+    """Whether no process has more of it than it needs."""
+    there = value.placement
+    return there.sample_dimension is None or there.samples == "all" or there.divided is not None
 
 
 def along_one(value: Any) -> Any:
