@@ -417,15 +417,15 @@ def test_where_a_rank_listens_and_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("ZMQTRAIN_HOST", "ZMQTRAIN_BIND", "ZMQTRAIN_PORTS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    settings = settings_here("token", 5.0)
+    settings = settings_here("token", 5.0, encrypted=False)
     assert (settings.host, settings.advertise, settings.ports) == ("127.0.0.1", "", None)
     monkeypatch.setenv("ZMQTRAIN_HOST", "203.0.113.7")  # behind a translation of addresses
     monkeypatch.setenv("ZMQTRAIN_PORTS", "29400-29499")
-    settings = settings_here("token", 5.0)
+    settings = settings_here("token", 5.0, encrypted=False)
     assert settings.host in ("::", "0.0.0.0")
     assert (settings.advertise, settings.ports) == ("203.0.113.7", (29400, 29499))
     monkeypatch.setenv("ZMQTRAIN_BIND", "127.0.0.1")
-    assert settings_here("token", 5.0).host == "127.0.0.1"
+    assert settings_here("token", 5.0, encrypted=False).host == "127.0.0.1"
     monkeypatch.delenv("ZMQTRAIN_BIND")
     monkeypatch.setenv("ZMQTRAIN_HOST", "gate.lab")
-    assert settings_here("token", 5.0).advertise == "gate.lab"
+    assert settings_here("token", 5.0, encrypted=False).advertise == "gate.lab"
