@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -391,11 +390,9 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> 
     assert other.stdout is not None
     assert other.stdout.readline() == "waiting\n"
     other.send_signal(signal.SIGKILL)
-    began = time.monotonic()
     _, errors = one.communicate(timeout=PATIENCE_S)
     assert "lost rank 1 while waiting for all_reduce" in errors
-    assert "its process has ended" in errors
-    assert time.monotonic() - began < 30  # far less than the time-out of minutes
+    assert "its process has ended" in errors  # and not: the time-out, which is minutes
     other.communicate()
 
 

@@ -13,6 +13,7 @@ from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.run import write_pid
+from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
@@ -49,6 +50,7 @@ def run_simulate(
     settings: Sequence[str] = (),
 ) -> int:
     """Simulate a topology file once, or with many seeds. Returns the exit code. Raises `UsageError`, `SimulationError`."""
+    survive_closed_streams()
     topology = load_with(file, settings)
     source = next((known for known in SOURCES if known == faults), None)
     if source is None:
@@ -125,7 +127,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     view.note(f"{result.seconds:.6g} virtual seconds (seed {seed}) took {took_s:.1f} s, {per_s:,.0f} callbacks a second")
     if result.broken:
         raise InvariantError(seed, result.broken)
-    return result.ending.exit_code
+    return record.exit_code(result.ending)
 
 
 def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:

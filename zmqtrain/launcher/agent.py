@@ -15,6 +15,7 @@ from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
 from zmqtrain.launcher.local import PARENT
 from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
+from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import fetch_description
@@ -63,6 +64,7 @@ def _heed_signals(agent: Agent) -> None:
 
 def main() -> int:
     """``zmqtrain agent``: everything comes from the environment."""
+    survive_closed_streams()  # which are the launcher's
     environment = RoleEnvironment.from_environ()
     if environment is None:
         print(

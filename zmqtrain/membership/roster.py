@@ -215,7 +215,10 @@ class Roster:
         living = set(alive)
         actions: list[Action] = []
         for other in self._members.roles_of(entry.member.host):
-            if other.here and not other.exited and other.member.peer not in living:
+            # The first heartbeat since a role has joined may be older than the role: on its way, the join overtook it. The agent
+            # sends the next one only after the answer to this one, and so after the join.
+            was_unseen, other.unseen = other.unseen, other.here and not other.exited and other.member.peer not in living
+            if was_unseen and other.unseen:
                 reason = f"its agent on {entry.member.host} no longer sees its process"
                 error = HostLostError(f"{other.member.peer}: {reason}")
                 actions += self._lose(other, reason, error, now)
