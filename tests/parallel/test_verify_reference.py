@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,18 +127,21 @@ class Fails(nn.Module):
 
 
 def test_all_hear_that_it_does_not_run_in_double_precision() -> None:
+    model = perceptron(InSingle()).float()
+
     def on_rank(fabric: Fabric) -> Verified:
-        return verify(perceptron(InSingle()).float(), "2x1", fabric=fabric, inputs=(X.float(),))
+        return verify(model, "2x1", fabric=fabric, inputs=(X.float(),))
 
     assert run_ranks(2, on_rank)[0] == [Verified(4, "float32")] * 2
 
 
 def test_all_hear_why_it_does_not_run_at_all() -> None:
     said: list[str] = []
+    model = perceptron(Fails())
 
     def on_rank(fabric: Fabric) -> None:
         try:
-            verify(perceptron(Fails()), "2x1", fabric=fabric, inputs=(X,))
+            verify(model, "2x1", fabric=fabric, inputs=(X,))
         except (KeyError, RuntimeError) as error:
             said.append(str(error))
 
@@ -147,11 +151,13 @@ def test_all_hear_why_it_does_not_run_at_all() -> None:
 
 
 def test_a_process_says_which_part_it_needs() -> None:
+    model = perceptron()
+    whole = model.state_dict()
+
     def on_rank(fabric: Fabric) -> Any:
-        divided = parallelize(perceptron(), "2x1", fabric=fabric)
+        divided = parallelize(copy.deepcopy(model), "2x1", fabric=fabric)
         needs = reference.Needs.of_model(divided)
         assert reference.Needs.from_json(needs.to_json()) == needs
-        whole = perceptron().state_dict()
         for name, parameter in divided.named_parameters():
             assert torch.equal(needs.parameters[name].of(whole[name]), parameter)
         return True

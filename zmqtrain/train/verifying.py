@@ -21,12 +21,15 @@ from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
 from zmqtrain.parallel.verify.case import alone
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.memory_kept import returning_blocks
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Task, build_model, build_optimizer, user_code
 
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
+#: Freed blocks of this size and more, as weights in double precision are, are not kept: training does not need their like again.
+_RETURNED_BYTES = 2 << 20
 
 
 class NotComparable(UsageError):
@@ -52,7 +55,7 @@ def verify_task(
     Raises `zmqtrain.errors.DifferentModelError`, `TaskError`, and `NotComparable`, each on all workers of the group.
     """
     try:
-        with user_code("the divided model, compared with the ordinary one,"):
+        with returning_blocks(_RETURNED_BYTES), user_code("the divided model, compared with the ordinary one,"):
             given = _whole_batch(fabric, grid, batch)
             case = Case(
                 make=lambda: ordinary(device),

@@ -73,7 +73,10 @@ class Needs:
             shard = shards.get(name)
             if shard is None or shard.dimension is None:
                 return Part(tuple(tensor.shape), None, ())
-            return Part(shard.shape, shard.dimension, shard.pieces[shard.members.index(rank)])
+            ranges = shard.pieces[shard.members.index(rank)]
+            if ranges == ((0, shard.shape[shard.dimension]),):
+                return Part(shard.shape, None, ())
+            return Part(shard.shape, shard.dimension, ranges)
 
         return cls(
             {name: part(name, each) for name, each in divided.named_parameters()},
