@@ -62,7 +62,7 @@ def placed_input(x: Tensor, use: Use, world: World, *, keep: int | None = None) 
 
 def taken(x: Tensor, target: Placement, use: Use, world: World) -> Tensor:
     """This process's part of ``x``, for a layer with weights of its own."""
-    return to_local(x, target, world, gradient=contributed(target), layer=use.layer)
+    return to_local(x, target, world, gradient=contributed(target), layer=use.layer, moved=True)
 
 
 def computed(local: Tensor, placement: Placement, shape: Sequence[int], world: World) -> Placed:
@@ -76,7 +76,9 @@ def moved_to(x: Tensor, use: Use, world: World) -> Tensor:
         return x
     samples = "all" if use.choice == "batch" else "columns"
     target = laid(use.grid, samples, sample_dimension=x.placement.sample_dimension, sample_unit=x.placement.sample_unit)
-    return x if x.placement == target else from_local(to_local(x, target, world, layer=use.layer), target, x.shape, world)
+    if x.placement == target:
+        return x
+    return from_local(to_local(x, target, world, layer=use.layer, moved=True), target, x.shape, world)
 
 
 def _takes(layer: Any, target: Placement) -> None:

@@ -419,7 +419,13 @@ def contributed(placement: Placement) -> Placement:
 
 
 def to_local(
-    value: Tensor, target: Placement, world: World, *, gradient: Placement | None = None, layer: str | None = None
+    value: Tensor,
+    target: Placement,
+    world: World,
+    *,
+    gradient: Placement | None = None,
+    layer: str | None = None,
+    moved: bool = False,
 ) -> Tensor:
     """This process's part of ``value`` in the placement ``target``, for a layer's own code; with its gradient.
 
@@ -427,13 +433,14 @@ def to_local(
         value: a placed tensor, or one that is the same on all processes.
         gradient: what the gradient that the layer computes for this part is; by default a part like it, whole in what it is of.
         layer: that needs it, in labels of messages.
+        moved: whether a message is always that layer's, also one that gathers what a model-parallel layer has left divided.
     """
     layer = world.layer if layer is None else layer
     if not isinstance(value, Placed):
         if not value.requires_grad:
             return world.cut(value, target)
         value = from_local(value, world.whole_of(target.grid), value.shape, world)
-    return cast(Tensor, _ToLocal.apply(value, target, gradient or target, world, layer))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ToLocal.apply(value, target, gradient or target, world, layer, moved))  # type: ignore[no-untyped-call]
 
 
 class _FromLocal(torch.autograd.Function):
@@ -458,30 +465,30 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Placed, target: Placement, gradient: Placement, world: World, layer: str) -> Tensor:
+    def forward(ctx: Any, value: Placed, target: Placement, gradient: Placement, world: World, layer: str, moved: bool) -> Tensor:
         source, shape = value.placement, value.shape
         ctx.source, ctx.target, ctx.gradient, ctx.world = source, target, gradient, world
         ctx.shape, ctx.layer = shape, layer
         if unchanged(source, target, shape):
             return value.local.detach()
         label = None
-        if not source.origin or source.divided is None or target.divided is not None:
+        if moved or not source.origin or source.divided is None or target.divided is not None:
             label = world.label("redistribute", "forward", layer)
         return world.relaid(value, target, label).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         world = ctx.world
         with in_backward(world):
             found = world.placed(gradient, ctx.gradient, ctx.shape)
             if ctx.gradient is ctx.target and ctx.source.summands == "none":
                 # To where the activation came from, as it came: at once, while others wait for it.
                 if unchanged(ctx.target, ctx.source, ctx.shape):
-                    return world.placed(gradient, ctx.source, ctx.shape), None, None, None, None
+                    return world.placed(gradient, ctx.source, ctx.shape), None, None, None, None, None
                 label = world.label("redistribute", "backward", ctx.layer)
                 found = world.placed(world.relaid(found, ctx.source, label), ctx.source, ctx.shape)
-        return found, None, None, None, None
+        return found, None, None, None, None, None
 
 
 class in_backward:  # noqa: N801 - a context manager
