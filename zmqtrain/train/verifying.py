@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import PLAIN, leaves, mapped
@@ -16,12 +18,13 @@ from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
 from zmqtrain.parallel.verify.compare import alone
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import Task, build_model, build_optimizer, user_code
+from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code
 
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
@@ -40,16 +43,44 @@ def verify_task(
 
     Raises `zmqtrain.errors.DifferentModelError`, `TaskError`, and `NotComparable`, each on all workers of the group.
     """
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return build_optimizer(task, model, topology)[0]
+
+    return verify_model(ordinary, task.loss, optimizer, topology, fabric, grid, batch, device)
+
+
+def verify_model(
+    ordinary: Callable[[torch.device], nn.Module],
+    loss: Measure,
+    optimizer: Callable[[nn.Module], Optimizer] | None,
+    topology: Topology,
+    fabric: Fabric,
+    grid: Grid,
+    batch: Batch,
+    device: torch.device,
+    *,
+    gives_columns: bool = False,
+) -> Verified:
+    """The same for any model, loss (a mean over samples) and optimizer. ``ordinary``: gives an equal model at each call.
+
+    ``gives_columns``: as in `ParallelModel`."""
+
+    def divide(model: nn.Module) -> ParallelModel:
+        divided = parallel_model(model, topology, fabric)
+        divided.gives_columns = gives_columns
+        return divided
+
     try:
         with user_code("the divided model, compared with the ordinary one,"):
             given = _whole_batch(fabric, grid, batch)
             case = Case(
                 make=lambda: ordinary(device),
-                divide=lambda any_model: parallel_model(any_model, topology, fabric),
+                divide=divide,
                 batch=given,
-                loss=task.loss,
-                optimizer=lambda any_model: build_optimizer(task, any_model, topology)[0],
-                share=lambda divided, samples: share_of_model(divided, samples, task.loss),
+                loss=loss,
+                optimizer=optimizer,
+                share=lambda divided, samples: share_of_model(divided, samples, loss),
                 seed=topology.job.seed,
                 local_statistics=topology.parallel.statistics == "local",
                 dtype=torch.float64,
