@@ -342,6 +342,9 @@ class Core:
         parameters = self._replicated("clip_grad_value_()").whole("session.clip_grad_value_()")
         nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def same(self, tensor: Tensor) -> Tensor:
+        return tensor if self.divided is None else self.divided.parallel.same(tensor)
+
     def _replicated(self, what: str) -> Replicated:
         if self.replicated is None:
             raise UsageError(f"session.{what} comes after session.replicate(model, optimizer)")

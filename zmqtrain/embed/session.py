@@ -123,6 +123,11 @@ class Session(Place):
         """
         self._wait(_call(partial(self._core.report, kind, values)), "report()")
 
+    def same(self, tensor: Tensor) -> Tensor:
+        """A tensor without samples, for the model's forward: a mask of (times, times), the same on every worker. Needed only if a
+        group divides the model (``[compute] grid``); otherwise it is the tensor itself."""
+        return self._core.same(tensor)
+
     def barrier(self) -> None:
         """Wait until all workers have called this."""
         self._wait(self._core.barrier(), "barrier()")
@@ -189,6 +194,10 @@ class AsyncSession(Place):
     def report(self, kind: str = "step", /, **values: Number) -> None:
         """Like `Session.report`."""
         self._core.report(kind, values)
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """As `Session.same`."""
+        return self._core.same(tensor)
 
     async def barrier(self) -> None:
         """Wait until all workers have called this."""

@@ -27,10 +27,11 @@ from zmqtrain.embed.grid.meeting import Meetings, What
 from zmqtrain.embed.grid.parts import NO_COPY, Guard, PartGradient, PartParameter, guarded, unguarded
 from zmqtrain.embed.grid.states import States
 from zmqtrain.embed.scope import sum_and_norm, tolerance_of
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.events import Recorder
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import map_tensors
+from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.parallel.turns import turn
 from zmqtrain.parallel.verify.verdict import ramp
@@ -77,6 +78,11 @@ class DividedScript:
         wholes = _parameters(model)
         with turn():
             self.parallel = divide(model, topology, self._fabric, recorder)
+        if self.parallel.grid.columns != topology.compute.columns:
+            raise UsageError(
+                f"the plan's first layer that is divided over rows has the grid {self.parallel.grid}, whose columns have other "
+                f"samples than those of [compute] grid, {topology.compute.grid}: let both be the same"
+            )
         self.parallel.gives_columns = True
         self.shards = self.parallel.shards_by_name()
         in_optimizer = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -171,14 +177,14 @@ class DividedScript:
         def divided(*inputs: Any, **named: Any) -> Any:
             return forward(*inputs, **named) if self._inside else self._forward(inputs, named)
 
-        def copied(memo: object) -> Any:
+        def copied(*_: object) -> Any:
             raise TaskError(NO_COPY)
 
-        model.forward = divided  # type: ignore[method-assign]
-        model.__deepcopy__ = copied  # type: ignore[assignment]
+        model.forward = divided
+        model.__deepcopy__ = model.__reduce_ex__ = copied  # type: ignore[assignment, method-assign]
 
         def restore() -> None:
-            del model.forward, model.__deepcopy__
+            del model.forward, model.__deepcopy__, model.__reduce_ex__
             if had is not None:
                 model.forward = had
 
@@ -198,7 +204,7 @@ class DividedScript:
     def _forward(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if self._closed:
             raise TaskError("the session has ended with an error, and has left its model divided over [compute] grid")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise TaskError("torch.compile of a model that [compute] grid divides is not possible: leave it out, or remove grid")
         self.guard.depth = self.guard.reading = 0  # where an earlier call has ended with an error
         self.guard.in_backward = False
@@ -223,7 +229,7 @@ class DividedScript:
     def _begin(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """Agree on the group's samples. Returns those of this worker's column. Raises `TaskError`, on all workers."""
         tensors: list[Tensor] = []
-        map_tensors((inputs, dict(named)), tensors.append)
+        map_tensors((inputs, dict(named)), lambda each: None if isinstance(each, Placed) else tensors.append(each))
         lengths = [each.shape[0] for each in tensors if each.dim()]
         mine = next((length for length in lengths if length != 1), lengths[0] if lengths else -1)
         modes = zlib.crc32(bytes(module.training for module in self.model.modules()))
@@ -358,7 +364,7 @@ class DividedScript:
                         shard = self.shards.get(f"{name}.{own}" if name else own)
                         if tensor is None or shard is None or shard.dimension is None or id(tensor) in seen:
                             if tensor is not None and id(tensor) in seen:
-                                tensors[own] = seen[id(tensor)]  # type: ignore[assignment]
+                                tensors[own] = seen[id(tensor)]
                             continue
                         whole = self.states.whole({own: tensor}, {own: shard})[own]
                         if isinstance(tensor, nn.Parameter):
@@ -366,7 +372,7 @@ class DividedScript:
                             tensor.data = whole
                             seen[id(tensor)] = tensor
                         else:
-                            seen[id(tensor)] = tensors[own] = whole  # type: ignore[assignment]
+                            seen[id(tensor)] = tensors[own] = whole
             for parameter, key, tensor in wholes:
                 self.optimizer.state[parameter][key] = tensor
         self.release()
@@ -378,7 +384,7 @@ class DividedScript:
             unguarded(parameter)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
-                module._flat_weights = [module._parameters.get(each) for each in module._flat_weights_names]  # type: ignore[misc]
+                module._flat_weights = [module._parameters.get(each) for each in module._flat_weights_names]
         while self._undo:
             self._undo.pop()()
         self.parallel.release()

@@ -50,10 +50,11 @@ class Guard:
             self.depth -= 1
 
 
+_TENSOR: Any = Tensor
 #: What code may ask of a parameter, and do to it, without its elements.
 _OF_PARAMETERS = HARMLESS | {
-    *(Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
-    *(Tensor.is_contiguous, Tensor.is_complex, Tensor.__hash__, Tensor._version.__get__),  # type: ignore[attr-defined]
+    *(_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.requires_grad.__set__),
+    *(Tensor.requires_grad_, Tensor.is_contiguous, Tensor.is_complex, Tensor.__hash__, _TENSOR._version.__get__),
 }
 #: In place, with numbers, these do to each part what they do to the whole.
 _WITH_NUMBERS = frozenset(
@@ -64,7 +65,7 @@ _WITH_NUMBERS = frozenset(
         *(torch.clamp_, torch._foreach_mul_, torch._foreach_clamp_min_, torch._foreach_clamp_max_, torch._foreach_zero_),
     }
 )
-_AS_IT_IS = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+_AS_IT_IS = frozenset({Tensor.detach, _TENSOR.data.__get__})
 _NORMS = frozenset({Tensor.norm, torch.norm, torch.linalg.vector_norm, torch.linalg.norm})
 
 
@@ -112,7 +113,7 @@ def unguarded(parameter: nn.Parameter) -> None:
     """Let it be an ordinary parameter again."""
     if isinstance(parameter, PartParameter):
         del parameter.guard, parameter.name_in_model
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class PartGradient(WatchedGradient):
