@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +21,13 @@ from tests.embed.loops import ALLREDUCE, AVERAGING, GOSSIP, ROWS, SYNC, Loop
 from tests.embed.test_loops import EXCHANGES, in_one_process, parameters
 from tests.embed.world import run_sessions, topology_of
 from tests.launcher.launched import Launched
+from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.partition import even_bounds
-from zmqtrain.embed.session import Session
-from zmqtrain.errors import DifferentModelError, TaskError, UsageError, ZmqTrainError
+from zmqtrain.embed.core import Core
+from zmqtrain.embed.own_run import OwnRun, open_run
+from zmqtrain.embed.session import AsyncSession, Session
+from zmqtrain.errors import DifferentModelError, RunStopped, TaskError, UsageError, ZmqTrainError
+from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.schema import Topology
 
 Refusal = type[ZmqTrainError]
@@ -311,6 +317,50 @@ def test_what_cannot_be_divided_is_refused(make: Any, sections: dict[str, Any], 
         run_sessions(grid_of(verify=True, **sections), program)
 
 
+async def test_a_run_that_is_stopped_leaves_a_whole_model(tmp_path: Path) -> None:
+    topology = grid_of(job={"elastic": False}, compute={"groups": 2}, exchange={"kind": "gossip"})
+    models: dict[int, nn.Module] = {}
+    begun = asyncio.Event()
+
+    async def script(run: OwnRun, rank: int) -> int:
+        async with run.context(f"worker/{rank}") as context:
+            core, thread, loop = Core(context), BackgroundThread("compute"), asyncio.get_running_loop()
+            try:
+                session = AsyncSession(core, thread)
+                model = models[rank] = made(linear)
+                _, optimizer = await session.replicate(model, torch.optim.Adam(model.parameters(), lr=0.01))
+                inputs, target = images().tensors
+
+                def train() -> int:
+                    while True:
+                        cross_entropy(model(inputs[:4, 0, 0]), target[:4]).backward()
+                        try:
+                            optimizer.step()
+                        except RunStopped as stop:
+                            with pytest.raises(RunStopped):
+                                optimizer.step()
+                            return stop.step
+                        optimizer.zero_grad()
+                        loop.call_soon_threadsafe(begun.set)
+
+                found = await session.run(train)
+                await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
+                return found
+            finally:
+                await core.close()
+                await thread.close(1.0)
+
+    opened = open_run(topology, network=MemoryNetwork(), checkpoints=tmp_path / "checkpoints")
+    async with opened as run, asyncio.TaskGroup() as tasks:
+        scripts = [tasks.create_task(script(run, role.index)) for role in run.placement.roles]
+        await begun.wait()
+        step = await run.stop()
+    assert [each.result() for each in scripts] == [step] * 4
+    left = load_file(tmp_path / "model.safetensors")
+    for model in models.values():
+        assert all(torch.equal(left[name], tensor) for name, tensor in model.state_dict().items())
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -335,8 +385,6 @@ torch.save(model.state_dict(), f"rank-{session.rank}.pt")
 
 def test_processes_divide_a_scripts_model(tmp_path: Path) -> None:
     """Clipped by torch's own function; the run leaves the whole model, and so does each worker's script."""
-    from safetensors.torch import load_file
-
     (tmp_path / "trial.toml").write_text(
         '[job]\ntimeout = "30 s"\noversubscribe = true\n[compute]\ngroup_size = 4\ngrid = "2x2"\nbatch_size = 10\nthreads = 1\n'
         '[exchange]\nkind = "allreduce"\n'

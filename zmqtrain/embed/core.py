@@ -74,6 +74,7 @@ class Core:
         self._fabrics: list[NetworkFabric] = []
         self._meetings: Meetings | None = None
         self._whole = False  # the divided model is an ordinary one again
+        self._allow_steps: Callable[[], None] = lambda: None
         self._part: Participant | None = None
         self._calls: Counter[str] = Counter()  # of collectives, by name
         self._calls_since = 0  # the step from which they are counted
@@ -355,6 +356,8 @@ class Core:
         replicated = self._replicated("optimizer.step()")
         if not self.finished:
             self.bridge.call(self.guard(self.finish(early=True)), "the end of the session")
+            if self.divided is not None:
+                self._allow_steps = self.divided.end_steps(self._stop)
         raise RunStopped(replicated.step)
 
     # On the loop's thread.
@@ -466,6 +469,8 @@ class Core:
     async def close(self) -> None:
         """Release the user's model and the loaders' threads, also after an error."""
         self.closed = True
+        self._allow_steps()
+        self._allow_steps = lambda: None
         if self.replicated is not None and not self._whole:
             self.replicated.detach()
         if self.divided is not None and not self._whole:

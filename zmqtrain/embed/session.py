@@ -55,6 +55,9 @@ class Session(Place):
         the loop needs. With True, ``optimizer.step()`` does not wait for the parameters either: the next forward does, layer by
         layer; call `settle` before you read parameters in any other way.
 
+        With ``[compute] grid`` the group divides the model: until the session ends, each worker has parts of the parameters, and
+        all workers of a group must call the model together (docs/sessions.md).
+
         Returns the same two objects. Every worker must call it once per session, with models and optimizers of the same kind.
         Raises `TaskError` and `UsageError` for what cannot be trained correctly.
         """

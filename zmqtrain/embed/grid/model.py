@@ -389,6 +389,20 @@ class DividedScript:
             self._undo.pop()()
         self.parallel.release()
 
+    def end_steps(self, stop: Callable[[], Any]) -> Callable[[], None]:
+        """The run has stopped, and the model is whole: ``stop()``, which raises, is what ``optimizer.step()`` does from now on.
+        Returns what takes that back."""
+        optimizer = self.optimizer
+        had = vars(optimizer).get("step")
+        optimizer.step = lambda *_, **__: stop()  # type: ignore[method-assign]
+
+        def restore() -> None:
+            del optimizer.step
+            if had is not None:
+                optimizer.step = had  # type: ignore[method-assign]
+
+        return restore
+
     def leave_divided(self) -> None:
         """The session has ended by an error: the model stays divided, and can be used no more."""
         self._closed = True
